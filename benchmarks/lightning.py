@@ -134,8 +134,8 @@ def rank(rounds: int) -> dict[str, list[float]]:
     views = {"process_group": ours, "gradient_as_bucket_view": True}
     calls = {
         "loop, no communication": looped(batches, lambda optimizer: optimizer),
-        "loop, sparkhvd": looped(batches, hvd.DistributedOptimizer),
         "Trainer, no communication": trained(batches, lambda: "auto", 1),
+        "loop, sparkhvd": looped(batches, hvd.DistributedOptimizer),
         OURS: trained(batches, lambda: "sparkhvd"),
         "Trainer, DDP over Gloo": trained(batches, lambda: "ddp"),
         "Trainer, DDP over sparkhvd": trained(batches, lambda: DDPStrategy(process_group=ours)),
@@ -185,7 +185,7 @@ def main() -> None:
     )
     if before > 1:
         report.note("Other programs kept the processors busy: figures of an idle machine differ.")
-    report.finish("-m benchmarks.lightning", write=options.write, json_path=options.json)
+    report.finish("lightning.py", write=options.write, json_path=options.json)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,27 @@ Each module imports only those above it:
     layers         batch normalization over all ranks
     optimizers     optimizers and schedulers of a module, distributed
     strategy       `SparkhvdStrategy`
+    estimator      `TorchEstimator`
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.lightning.packages import find
 from sparkhvd.lightning.strategy import register
 
-__all__ = ["SparkhvdStrategy"]
+if TYPE_CHECKING:
+    from sparkhvd.lightning.estimator import TorchEstimator as TorchEstimator
+
+__all__ = ["SparkhvdStrategy", "TorchEstimator"]
 
 # A class for each package; this one is that of the first.
 SparkhvdStrategy: Any = [register(package) for package in find()][0]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchEstimator":  # ranks of a script need no pyspark
+        return importlib.import_module("sparkhvd.lightning.estimator").TorchEstimator
+    raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")

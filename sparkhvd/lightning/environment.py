@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import sparkhvd.torch as hvd
+from sparkhvd.engine import stacks
 from sparkhvd.topology import Topology
 from sparkhvd.torch.context import context
 
@@ -19,7 +20,9 @@ _known: list[Topology] = []
 def join() -> Topology:
     """Join the job, unless this process is in it, and return this rank's place."""
     hvd.init()
-    _known[:] = [context().engine.topology]
+    engine = context().engine
+    stacks.prepare(engine.settings.stack_signal)  # the end of a trainer has taken the handler away
+    _known[:] = [engine.topology]
     return _known[0]
 
 

@@ -6,7 +6,9 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["find"]
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["find", "package_of"]
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -28,4 +30,20 @@ def find() -> list[Any]:
     raise ImportError(
         f"sparkhvd.lightning: neither of {' and '.join(_NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
         name="lightning",
+    )
+
+
+def package_of(module: Any) -> Any:
+    """Return the package whose LightningModule a module is.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    for name in _NAMES:
+        package = sys.modules.get(name)  # the module's class has imported it
+        if package is not None and isinstance(module, package.LightningModule):
+            return package
+    raise InvalidArgumentError(
+        f"sparkhvd.lightning.TorchEstimator: model is a {type(module).__name__}; it must be a LightningModule of {' or '.join(_NAMES)}. "
+        "Use sparkhvd.TorchEstimator for other modules."
     )

@@ -332,7 +332,9 @@ def fails(package: str, how: str, folder: str) -> str:
     """Fail on rank 1 in the third step; return on the others how they learned of it, and after how many seconds."""
     torch.set_num_threads(1)
     runs = Runs(packages(package), Path(folder))
-    model, trainer = runs.regression(), runs.trainer()
+    # A callback that saves, and waits for all ranks, when a run ends in an exception.
+    saves = runs.pl.callbacks.OnExceptionCheckpoint(folder)
+    model, trainer = runs.regression(), runs.trainer(callbacks=[saves], enable_checkpointing=True)
     plain, mark = model.training_step, Path(folder) / "failed"
 
     def training_step(batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -357,6 +359,41 @@ def fails(package: str, how: str, folder: str) -> str:
         (Path(folder) / "learned").write_text(told)
         return told
     return "no error"
+
+
+def refused(package: str) -> str:
+    """Ask for more devices than there are ranks."""
+    runs = Runs(packages(package), Path())
+    try:
+        runs.trainer(devices=4)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def caught(package: str, folder: str) -> list[bool]:
+    """Fail on every rank, catch it, and train again: with the same trainer, and with another one."""
+    torch.set_num_threads(1)
+    runs = Runs(packages(package), Path(folder))
+    model, trainer = runs.regression(), runs.trainer()
+    plain = model.training_step
+
+    def training_step(batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise ValueError("on every rank")
+
+    found = []
+    for _ in range(2):
+        model.training_step = training_step
+        try:
+            trainer.fit(model, runs.loader(trainer))
+        except ValueError as error:
+            found.append(str(error) == "on every rank")
+        model.training_step = plain
+    trainer.fit(model, runs.loader(trainer))
+    other = runs.trainer()
+    other.fit(model, runs.loader(other))
+    everyone = gathered(numbers(model.net))
+    return [*found, len(everyone) == 2, all(each == everyone[0] for each in everyone)]
 
 
 CASES = {

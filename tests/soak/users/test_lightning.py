@@ -113,3 +113,26 @@ def test_killed_rank_is_named_on_the_others_and_on_the_driver(tmp_path: Path) ->
     assert kind == "PeerLostError"
     assert "rank 1" in message
     assert float(seconds) < 5
+
+
+def test_exception_on_every_rank_leaves_ranks_that_can_train_again(tmp_path: Path) -> None:
+    found = run_local(program.caught, (LIGHTNING, str(tmp_path)), num_proc=2)
+    assert found == [[True] * 4] * 2
+
+
+def test_more_devices_than_ranks_are_refused_with_the_way_to_start_them() -> None:
+    (alone,) = run_local(program.refused, (LIGHTNING,), num_proc=1)
+    assert (
+        "Trainer(devices=4, num_nodes=1, strategy='sparkhvd'): this process was started alone"
+        in alone
+    )
+    assert "`sparkhvdrun -np 4 python script.py`" in alone
+    two = run_local(program.refused, (LIGHTNING,), num_proc=2)
+    assert (
+        two
+        == [
+            "Trainer(devices=4, num_nodes=1, strategy='sparkhvd') makes 4 ranks, and 2 were started, on 1 host(s). Leave devices and "
+            "num_nodes out, or give numbers whose product is the number of ranks."
+        ]
+        * 2
+    )
