@@ -138,8 +138,14 @@ class TorchEstimator(Estimator[TorchModel]):
         weights, history = found[0]
         trained = copy.deepcopy(self._model)
         trained.load_state_dict(weights)
+        shapes = [rows.schema.column(name).row_shape for name in features]
         return TorchModel.from_module(
-            trained.eval(), feature_cols=features, label_cols=labels, history=history
+            trained.eval(),
+            history=history,
+            feature_cols=features,
+            label_cols=labels,
+            # What no DataFrame tells; scalars are joined, as TorchModel does by itself.
+            input_shapes=[[-1, *shape] for shape in shapes if shape] if all(shapes) else None,
         )
 
 
