@@ -62,7 +62,9 @@ def _store(engine: Engine) -> Store:
         return HashStore()
     served = address = None
     if engine.rank == 0:
-        listener = socket.create_server((_address(engine), 0))
+        own = _address(engine)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        listener = socket.create_server((own, 0), family=family)
         address = listener.getsockname()[:2]
         served = TCPStore(
             address[0],

@@ -396,6 +396,14 @@ def caught(package: str, folder: str) -> list[bool]:
     return [*found, len(everyone) == 2, all(each == everyone[0] for each in everyone)]
 
 
+def on_host(rendezvous: Any, talk: Any) -> list[float]:
+    """Train on a host of its own."""
+    from sparkhvd.rendezvous import install
+
+    install(rendezvous)  # as a launcher does
+    return results(PACKAGES[0], ["double"])["double"]["numbers"]
+
+
 CASES = {
     each.__name__: each
     for each in (everything, manual, double, mixed, scaled, sharded, lbfgs, goes_on, buffers)

@@ -12,7 +12,9 @@ import pytest
 
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run, run_local
+from tests.harness.netns import two_hosts, why_not
 from tests.harness.paths import ROOT
+from tests.harness.ranks_on_hosts import ranks_on
 
 pytest.importorskip("lightning", reason="runs where lightning is: make test-users")
 
@@ -91,6 +93,17 @@ def test_launcher(launcher: str, alone: Any, tmp_path: Path) -> None:
 def test_inside_run_on_spark(alone: Any, spark: SparkSession) -> None:
     for found in run(program.results, args=(LIGHTNING, ["everything"]), num_proc=2, spark=spark):
         assert_same(found, alone)
+
+
+def test_on_two_hosts(alone: Any) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with (
+        two_hosts() as hosts,
+        ranks_on(hosts, f"{program.__name__}:on_host", with_engine=False) as ranks,
+    ):
+        for rank in ranks:
+            assert_same({"double": {"numbers": rank.expect(300)}}, alone)
 
 
 def test_exception_that_a_rank_survives_ends_the_others_at_once(tmp_path: Path) -> None:
