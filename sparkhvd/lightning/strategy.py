@@ -37,7 +37,7 @@ _REDUCTIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# In place of Lightning's ParallelStrategy, of either package, which `_strategy_of` puts behind this class.
+# In place of Lightning's ParallelStrategy, of either package, which `register` puts behind this class.
 _Base: Any = object
 
 
