@@ -218,7 +218,7 @@ def spread(values: Sequence[float]) -> str:
 def where() -> str:
     """Return date, processor and versions, in one line."""
     versions = []
-    for package in ("sparkhvd", "torch", "pyspark", "pyarrow", "numpy"):
+    for package in ("sparkhvd", "torch", "lightning", "pyspark", "pyarrow", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())

@@ -28,6 +28,7 @@ Each module imports only those above it:
     data           a DataFrame's rows as batches of a rank
     training       the training loop of a rank
     estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
+    lightning      Lightning's strategy
     horovod        packages with Horovod's layout
     __main__       `python -m sparkhvd doctor`
 """

@@ -479,7 +479,9 @@ def test_no_unfinished_marks_in_what_ships() -> None:
 
 def test_words_that_mean_something_else_here_are_not_used() -> None:
     """Check for one word per thing: see docs/architecture.md."""
-    wrong = re.compile(r"\b(nproc|world_rank|comm_size|node_rank)\b")
+    wrong = re.compile(
+        r"\b(nproc|world_rank|comm_size|(?<!def )node_rank)\b"
+    )  # Lightning asks for it
     found = [
         f"{relative(path)}:{number}: {line.strip()}"
         for path in SOURCES

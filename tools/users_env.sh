@@ -14,7 +14,7 @@ rm -rf "$folder"
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
 pip install "huggingface-hub>=0.30" "safetensors>=0.4.3" "tokenizers>=0.21" "tqdm>=4.60" regex typer
-pip install --no-deps "lightning>=2.4,<3" "lightning-utilities>=0.10" "accelerate>=1,<2" \
+pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning-utilities>=0.10" "accelerate>=1,<2" \
   "transformers>=4.50,<6"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }

@@ -45,8 +45,8 @@ def place() -> tuple[int, int]:
     return (0, 1) if known is None else (known.rank, known.size)
 
 
-class Loader(IterableDataset[dict[str, Any]]):
-    """Batches of one rank, a dict of tensors by column; each iteration is the rest of an epoch, and the next begins the next.
+class Loader(IterableDataset[Any]):
+    """Batches of one rank, a dict of tensors by column, or a tuple of them; each iteration is the rest of an epoch, and the next begins the next.
 
     A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and every row
     comes once per epoch over all ranks.
@@ -70,6 +70,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         seed: int = 0,
         drop_last: bool = False,
         subset: str | None = None,
+        batch_format: str = "dict",
         columns: Sequence[str] | None = None,
         decoders: Mapping[str, Decoder] | None = None,
         collate: Mapping[str, Callable[[list[Any]], Any]] | None = None,
@@ -89,6 +90,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             seed: decides the order, with the epoch.
             drop_last: leave out the last step if it is not full.
             subset: "all", "train" or "validation"; None = "train" where the data have a validation column, else "all".
+            batch_format: "dict", or "tuple": the tensors alone, in the order of `columns`.
             columns: names; None = all.
             decoders: functions of the values of columns.
             collate: functions of a batch's rows of columns.
@@ -101,6 +103,10 @@ class Loader(IterableDataset[dict[str, Any]]):
             InvalidArgumentError: an argument is out of range, or one of `rank` and `size` is missing.
         """
         super().__init__()
+        if batch_format not in ("dict", "tuple"):
+            raise InvalidArgumentError(
+                f"loader: batch_format is {batch_format!r}; it must be 'dict' or 'tuple'."
+            )
         if (rank is None) != (size is None):
             raise InvalidArgumentError(
                 f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
@@ -108,6 +114,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         if rank is None or size is None:
             rank, size = place()
         self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
+        self._is_tuple = batch_format == "tuple"
         schema = dataset.schema
         if subset is None:
             subset = "all" if schema.validation is None else "train"
@@ -140,7 +147,7 @@ class Loader(IterableDataset[dict[str, Any]]):
         self._handed_out = 0
         self._reader: Reader | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left of the epoch."""
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
@@ -160,7 +167,8 @@ class Loader(IterableDataset[dict[str, Any]]):
             self._handed_out += sum(batch.rows_per_rank)
             if self._first_row + self._handed_out == end:
                 self.set_epoch(epoch + 1)
-            yield {name: made.tensor(batch.columns) for name, made in self._arguments.items()}
+            tensors = {name: each.tensor(batch.columns) for name, each in self._arguments.items()}
+            yield tuple(tensors.values()) if self._is_tuple else tensors
         self.set_epoch(epoch + 1)
 
     def __len__(self) -> int:

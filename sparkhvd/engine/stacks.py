@@ -31,7 +31,7 @@ class _Process:
 
     def __init__(self, inherited: frozenset[int] = frozenset()) -> None:
         self.lock = threading.Lock()
-        self.pipes: dict[int, int] = {}  # signal -> reading end
+        self.pipes: dict[int, tuple[int, int]] = {}  # signal -> reading and writing end
         self.inherited = inherited  # signals whose handler is ours, with the parent's pipe
 
 
@@ -48,7 +48,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where clients of Spark Co
 
 
 def prepare(signal: int) -> tuple[int, int]:
-    """Install the handler of `signal`, once, unless the program uses the signal itself.
+    """Install the handler of `signal`, unless the program uses the signal itself.
+
+    Again where it has gone meanwhile: Lightning's trainer ends with the handlers that Python knew at its start, and Python does not know
+    this one.
 
     Args:
         signal: a signal's number; 0 = no stacks.
@@ -63,11 +66,15 @@ def prepare(signal: int) -> tuple[int, int]:
             if signal not in _process.inherited and _is_used(signal):
                 return NO_STACKS
             _process.pipes[signal] = _register(signal)
-        return signal, _process.pipes[signal]
+        read, write = _process.pipes[signal]
+        if not _is_used(signal):
+            faulthandler.unregister(signal)  # or it would not be installed again
+            faulthandler.register(signal, file=write, all_threads=True)
+        return signal, read
 
 
-def _register(signal: int) -> int:
-    """Install the handler of `signal` and return the reading end of the pipe that it writes to."""
+def _register(signal: int) -> tuple[int, int]:
+    """Install the handler of `signal` and return the ends of the pipe that it writes to."""
     import fcntl  # not on Windows
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -79,7 +86,7 @@ def _register(signal: int) -> int:
         os.close(read)
         os.close(write)
         raise
-    return read
+    return read, write
 
 
 def _is_used(signal: int) -> bool:

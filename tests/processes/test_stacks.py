@@ -37,6 +37,22 @@ print(os.read(pipe, 100000).decode())
     assert "in <module>" in text
 
 
+def test_handler_comes_back_where_the_program_took_it_away() -> None:
+    text = run(
+        """
+import os, signal
+from sparkhvd.engine import stacks
+number, pipe = stacks.prepare(44)
+signal.signal(44, signal.getsignal(44))  # what Python knows of it, as at the end of a trainer of Lightning
+assert not stacks._is_used(44)
+assert (number, pipe) == stacks.prepare(44)
+signal.raise_signal(number)
+print(os.read(pipe, 100000).decode())
+"""
+    )
+    assert "in <module>" in text
+
+
 @pytest.mark.parametrize(
     "install",
     [

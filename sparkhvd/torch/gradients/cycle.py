@@ -52,6 +52,7 @@ class Cycle:
         state: of the cycle.
         passes: backward passes per cycle.
         passes_left: backward passes until the gradients are complete, with the one that runs.
+        is_held: whether passes only add to the gradients of this rank, and none of them is the last.
         count: how many cycles have ended with reduced gradients.
         results: the reduced gradients, where a change or a further pass would give wrong results.
         added_to_kept: name of a parameter whose gradient was added to one of the last step; a step with the sum would be wrong.
@@ -61,6 +62,7 @@ class Cycle:
         "_end",
         "added_to_kept",
         "count",
+        "is_held",
         "passes",
         "passes_left",
         "results",
@@ -70,6 +72,7 @@ class Cycle:
     def __init__(self, passes: int) -> None:
         self.state = State.IDLE
         self.passes = self.passes_left = passes
+        self.is_held = False
         self.count = 0
         self.results = ReducedGradients()
         self.added_to_kept = ""
@@ -92,6 +95,11 @@ class Cycle:
         return self.state in (State.SENDING, State.SENT)
 
     @property
+    def is_last_pass(self) -> bool:
+        """Return True if the gradients are complete after the pass that runs, or the next one."""
+        return self.passes_left == 1 and not self.is_held
+
+    @property
     def is_open(self) -> bool:
         """Return True if the cycle has begun and must be waited for."""
         return self.state not in (State.IDLE, State.REDUCED)
@@ -111,10 +119,10 @@ class Cycle:
                 False  # a step inside the pass, in the backward of a function, has ended the cycle
             )
         self._end = None
-        if self.passes_left > 1:
+        is_last = self.is_last_pass
+        if not is_last and not self.is_held:
             self.passes_left -= 1
-            return False
-        return True
+        return is_last
 
     def send(self) -> None:
         """Go to SENDING: an operation has been submitted, and others will be."""

@@ -148,7 +148,7 @@ class Reducer:
         if entry.grad is not None:
             self._take_again(entry)
             return
-        if cycle.passes_left > 1:
+        if not cycle.is_last_pass:
             return
         entry.grad = entry.param.grad
         device = self._planner.device

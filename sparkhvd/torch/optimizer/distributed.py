@@ -142,6 +142,8 @@ class Distributed(torch.optim.Optimizer):
         for reducer in self._reducers:
             if reducer.in_flight:
                 self.synchronize()
+        if "param_groups" not in self.__dict__:  # of a wrapper that takes this class and asks us
+            raise AttributeError("param_groups")
         return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
 
     @param_groups.setter
@@ -170,8 +172,8 @@ class Distributed(torch.optim.Optimizer):
                 )
             if reducer.is_detached:
                 raise InvalidArgumentError(
-                    "DistributedOptimizer: a newer DistributedOptimizer was built over the same parameters. "
-                    "Use that one."
+                    "DistributedOptimizer: a newer DistributedOptimizer was built over the same parameters, or this one was "
+                    "detached. Use the newer one, or build it again."
                 )
         wait_for_all(waiting)
 
@@ -196,11 +198,32 @@ class Distributed(torch.optim.Optimizer):
         finally:
             self._should_synchronize = before
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside only add to this rank's gradients; a pass behind it, or `step()`, reduces the sums.
+
+        As `DistributedDataParallel.no_sync`; every rank must use it alike. Passes inside do not count for `backward_passes_per_step`.
+        """
+        cycles = [(reducer.cycle, reducer.cycle.is_held) for reducer in self._reducers]
+        for cycle, _ in cycles:
+            cycle.is_held = True
+        try:
+            yield
+        finally:
+            for cycle, before in cycles:
+                cycle.is_held = before
+
+    def detach(self) -> None:
+        """Stop reducing: the gradients of later backward passes are this rank's own, and `step()` is an error."""
+        for reducer in self._reducers:
+            reducer.detach()
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Wait for the gradients, then step. A closure's gradients are reduced whenever it is called."""
+        self._opt_called = True  # by this LR schedulers know
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
-            plain._opt_called = True  # type: ignore[attr-defined]  # by this LR schedulers know
+            plain._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
             return self._apply(functools.partial(self._evaluate, closure))
         if self._should_synchronize:
@@ -214,6 +237,8 @@ class Distributed(torch.optim.Optimizer):
     # torch wraps the `step` of every class that lacks this mark, to run step hooks and the profiler; the
     # class below does that already.
     step.hooked = True  # type: ignore[attr-defined]
+    # By this LR schedulers know that `step` tells when it was called, and wrap it no more.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _apply(self, *closure: Callable[[], float]) -> Any:
         """Run the optimizer's own step."""

@@ -184,3 +184,16 @@ def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -
         load(tmp_path / "store", "data/none")
     with pytest.raises(InvalidArgumentError, match="rank is 2 and size 2"):
         next(iter(dataset.loader(2, 2)))
+
+
+def test_batches_are_tuples_in_the_order_of_columns_where_that_is_asked(dataset: Dataset) -> None:
+    options = {"columns": ["id", X.name], "shuffle": False}
+    with (
+        dataset.loader(0, 1, 10, **options) as plain,
+        dataset.loader(0, 1, 10, **options, batch_format="tuple") as tuples,
+    ):
+        for batch, wanted in zip(tuples, plain, strict=True):
+            assert isinstance(batch, tuple)
+            assert all(map(torch.equal, batch, (wanted["id"], wanted[X.name])))
+    with pytest.raises(InvalidArgumentError, match="batch_format is 'list'; it must be 'dict' or"):
+        dataset.loader(0, 1, 10, batch_format="list")

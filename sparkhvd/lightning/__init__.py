@@ -1,0 +1,43 @@
+"""Lightning on sparkhvd: `import sparkhvd.lightning`, then `Trainer(strategy="sparkhvd")`.
+
+The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", with each of the packages `lightning` and `pytorch_lightning` that is
+imported already, or else with the one that is installed. How to use it, and what it does not do: docs/lightning.md.
+
+Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` is made, and makes the default group of torch.distributed when a
+run begins; both last until the process ends, so that one function may run several trainers.
+
+Failure: an exception in a run ends this rank's part in the job, so the others get a `PeerLostError` that names it instead of waiting.
+
+Each module imports only those above it:
+
+    packages       the two packages of Lightning
+    process_group  the default group of torch.distributed, over the job's engine
+    environment    ranks and hosts, as Lightning asks for them
+    devices        this rank's device, and checks of `Trainer(devices=, num_nodes=)`
+    layers         batch normalization over all ranks
+    optimizers     optimizers and schedulers of a module, distributed
+    strategy       `SparkhvdStrategy`
+    estimator      `TorchEstimator`
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.lightning.packages import find
+from sparkhvd.lightning.strategy import register
+
+if TYPE_CHECKING:
+    from sparkhvd.lightning.estimator import TorchEstimator as TorchEstimator
+
+__all__ = ["SparkhvdStrategy", "TorchEstimator"]
+
+# A class for each package; this one is that of the first.
+SparkhvdStrategy: Any = [register(package) for package in find()][0]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchEstimator":  # ranks of a script need no pyspark
+        return importlib.import_module("sparkhvd.lightning.estimator").TorchEstimator
+    raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")

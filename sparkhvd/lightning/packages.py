@@ -1,0 +1,49 @@
+"""The two packages of Lightning: `lightning.pytorch` and `pytorch_lightning`, with classes of their own each."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["find", "package_of"]
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def find() -> list[Any]:
+    """Return the packages of Lightning that are imported, or else the first that is installed.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    if imported := [sys.modules[name] for name in _NAMES if name in sys.modules]:
+        return imported
+    for name in _NAMES:
+        try:
+            return [importlib.import_module(name)]
+        except ModuleNotFoundError as error:
+            if error.name not in (name, name.partition(".")[0]):
+                raise
+    raise ImportError(
+        f"sparkhvd.lightning: neither of {' and '.join(_NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
+        name="lightning",
+    )
+
+
+def package_of(module: Any) -> Any:
+    """Return the package whose LightningModule a module is.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    for name in _NAMES:
+        package = sys.modules.get(name)  # the module's class has imported it
+        if package is not None and isinstance(module, package.LightningModule):
+            return package
+    raise InvalidArgumentError(
+        f"sparkhvd.lightning.TorchEstimator: model is a {type(module).__name__}; it must be a LightningModule of {' or '.join(_NAMES)}. "
+        "Use sparkhvd.TorchEstimator for other modules."
+    )
