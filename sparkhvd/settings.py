@@ -41,6 +41,7 @@ __all__ = [
 CONF_PREFIX = "spark.sparkhvd."
 _EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
+LIVE_OUTPUT = ("auto", "messages", "0")
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
 
@@ -242,6 +243,13 @@ class Settings:
         env="SPARKHVD_CUDA_LIB",
         unit="path",
         doc="Library of CUDA's driver; empty = the system's libcuda.so.1.",
+    )
+    live_output: str = knob(
+        "auto",
+        env="SPARKHVD_LIVE_OUTPUT",
+        unit="auto, messages or 0",
+        doc="Show on the driver what ranks print while they run; messages = only those of `hvd.log_to_driver`; 0 = the last lines at the end.",
+        limit=(lambda value: value in LIVE_OUTPUT, f"one of {', '.join(LIVE_OUTPUT)}"),
     )
     start_timeout_s: float = knob(
         600.0,

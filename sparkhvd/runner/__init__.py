@@ -53,6 +53,9 @@ Each module imports only those above it:
     starting    what a trainer's start needs
     trainer     parent's side of a trainer process
     gpu         a GPU for each rank
+    stored      outcomes of ranks as files of the run
+    options     options and result of a launch under Spark
+    live        output of ranks on the driver while they run
     interrupts  Ctrl-C, from the driver to the ranks
     blas        threads of OpenBLAS across a fork
     child       the trainer process

@@ -1,16 +1,31 @@
-"""Frames on the pipe from a task to its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
+"""Frames on the pipes between a task and its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "take_frame", "write_frame"]
+__all__ = [
+    "USEFUL_MODULES",
+    "JobFrame",
+    "Prologue",
+    "read_frame",
+    "read_report",
+    "take_frame",
+    "write_frame",
+    "write_message",
+]
 
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
+
+# Begin frames of a message for the driver: a part of it, and its end. The report, which follows the last, is JSON.
+_PART, _END = b"m", b"M"
+# Linux's PIPE_BUF.
+_ATOMIC_BYTES = 4096
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -99,6 +114,31 @@ def write_frame(fd: int, payload: bytes) -> None:
         view = memoryview(part)
         while view:
             view = view[os.write(fd, view) :]
+
+
+def write_message(fd: int, message: bytes) -> None:
+    """Write a message for the driver, in frames that are one write each: an exception of a signal's handler tears none of them."""
+    room = _ATOMIC_BYTES - _LENGTH.size - len(_PART)
+    try:
+        for start in range(0, len(message), room):
+            part = _PART + message[start : start + room]
+            os.write(fd, _LENGTH.pack(len(part)) + part)
+    finally:
+        os.write(fd, _LENGTH.pack(len(_END)) + _END)
+
+
+def read_report(fd: int, take: Callable[[bytes], None]) -> bytes | None:
+    """Read frames up to the report, and pass messages before it on; None when the writer is gone."""
+    message = b""
+    while (frame := read_frame(fd)) is not None:
+        if frame.startswith(_PART):
+            message += frame[len(_PART) :]
+        elif frame == _END:
+            take(message)
+            message = b""
+        else:
+            return frame
+    return None
 
 
 def read_frame(fd: int) -> bytes | None:
