@@ -314,16 +314,7 @@ class Settings:
                     f"{name!r} is not a setting. Settings are: {', '.join(sorted(known))}."
                 )
         given: dict[str, Any] = {k: v for k, v in explicit.items() if v is not None}
-        in_conf: dict[str, Any] = {}
-        for f in fields(cls):
-            key = CONF_PREFIX + f.name
-            if conf.get(key, "") != "":
-                in_conf[f.name] = parse(f, key, conf[key])
-        of_executors = {
-            key.removeprefix(_EXECUTOR_ENV): text
-            for key, text in conf.items()
-            if key.startswith(_EXECUTOR_ENV)
-        }
+        in_conf, of_executors = _of_conf(conf)
         own = os.environ if environ is None else environ
         settings = cls(**given).overridden(own, given).overridden(of_executors, given)
         return replace(settings, **{**in_conf, **given})
@@ -358,6 +349,21 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """Rebuild settings from `to_json`."""
         return cls(**json.loads(text))
+
+
+def _of_conf(conf: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of a Spark conf by field, and the executors' variables in it."""
+    in_conf: dict[str, Any] = {}
+    for f in fields(Settings):
+        key = CONF_PREFIX + f.name
+        if conf.get(key, "") != "":
+            in_conf[f.name] = parse(f, key, conf[key])
+    variables = {
+        key.removeprefix(_EXECUTOR_ENV): text
+        for key, text in conf.items()
+        if key.startswith(_EXECUTOR_ENV)
+    }
+    return in_conf, variables
 
 
 def read_variables(
