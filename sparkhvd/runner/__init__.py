@@ -71,6 +71,7 @@ Each module imports only those above it:
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`
     command     the command line: `sparkhvdrun`
+    live_output  live output, or the last lines, of an attempt on the driver
     task        executor's side of a launch under Spark
     job         driver's side of a launch under Spark: `run`
     horovod_runner  Databricks' `HorovodRunner`

@@ -25,10 +25,8 @@ from sparkhvd.runner import launching, placement, preflight, spark_log, stored, 
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
-from sparkhvd.runner.horovod_arguments import write_tails
 from sparkhvd.runner.interrupts import Interrupter
-from sparkhvd.runner.live.receiver import Receiver
-from sparkhvd.runner.live.sender import Way
+from sparkhvd.runner.live_output import Attempt, LiveOutput
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
     Kind,
@@ -197,7 +195,13 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         if problem:
             raise PreflightError(f"The driver {problem}. Give a store that the driver can write.")
     interrupter = Interrupter.listen(plan.shim, key, job_id, attempt, plan.size)
-    live = _listen(plan, key, job_id, attempt)
+    live = LiveOutput(
+        plan.shim,
+        options,
+        plan.settings.values.live_output,
+        Attempt(key, job_id, attempt, plan.size),
+        on_terminal=plan.is_terminal,
+    )
     spec = task.TaskSpec(
         size=plan.size,
         attempt=attempt,
@@ -216,12 +220,12 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         driver_at=None if interrupter is None else interrupter.address,
         is_local=plan.is_local,
         timestamps=options.timestamps,
-        live=None if live is None else _way(plan, live).to_dict(),
+        live=None if live.way is None else live.way.to_dict(),
         is_quiet=plan.is_terminal and options.verbose <= 0,
     )
-    with live or contextlib.nullcontext():
+    with live:
         ended = _run_stage(plan, spec, interrupter)
-    _show_rest(plan, live, ended.outcomes)
+    live.show_rest(ended.outcomes)
     return ended
 
 
@@ -249,40 +253,6 @@ def _run_stage(
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text has the cause
         return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)
-
-
-def _listen(plan: _Plan, key: str, job_id: str, attempt: int) -> Receiver | None:
-    """Listen for live output of the ranks; None where nobody wants it or the executors cannot reach this process."""
-    options = plan.options
-    is_wanted = options.stream is not None or options.verbose > 0
-    if not is_wanted or plan.settings.values.live_output == "0" or plan.shim.is_connect:
-        return None
-    show = launching.log_to(options.stream, verbose=options.verbose, timestamps=options.timestamps)
-    try:
-        return Receiver.listen(plan.shim, show, key, job_id, attempt, plan.size)
-    except OSError as e:
-        _print(options.verbose, f"No live output of the ranks: this process cannot listen ({e}).")
-        return None
-
-
-def _way(plan: _Plan, live: Receiver) -> Way:
-    return Way(
-        live.address,
-        shows_lines=plan.settings.values.live_output != "messages",
-        on_terminal=plan.is_terminal,
-        is_shown=plan.options.verbose > 0,
-    )
-
-
-def _show_rest(plan: _Plan, live: Receiver | None, outcomes: Sequence[Outcome]) -> None:
-    """Show what did not come live: records of the last moment, or of ranks without live output the last lines."""
-    silent = outcomes
-    if live is not None:
-        if not live.show_rest(outcomes):
-            return
-        if plan.settings.values.live_output != "messages":
-            silent = [one for one in outcomes if one.rank is None or not live.has_shown(one.rank)]
-    write_tails(plan.options.stream, silent)
 
 
 def _report(plan: _Plan, attempt: int, rows: Sequence[Row], submitted_at: float) -> JobReport[Any]:

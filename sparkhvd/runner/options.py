@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rank_settings import JobSettings
+from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.settings import Settings
@@ -43,7 +44,8 @@ class LaunchOptions:
             begin reading in a thread; must return soon. Its exceptions are ignored.
         is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
         timestamps: whether lines of ranks begin with the local time.
-        stream: gets the last lines of every rank's output at the end of each attempt.
+        stream: gets the ranks' output.
+        mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class LaunchOptions:
     is_alone: bool = False
     timestamps: bool = False
     stream: TextIO | None = None
+    mailbox: Mailbox | None = None
 
     def __post_init__(self) -> None:
         retries = self.max_retries

@@ -26,7 +26,10 @@ from sparkhvd.runner import launching, placement, preflight, stored
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
-from sparkhvd.runner.live.sender import Sender, Way
+from sparkhvd.runner.live.connection import Connection
+from sparkhvd.runner.live.files import ChunkWriter
+from sparkhvd.runner.live.frames import pair
+from sparkhvd.runner.live.sender import Carrier, Sender, Way
 from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
@@ -185,7 +188,7 @@ def _run_rank(
     chosen = JobSettings.from_json(spec.settings)
     settings = chosen.values
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(_Output(spec, rank))
+        output = stack.enter_context(_Output(spec, rank, files))
         trainer: Trainer | None = None
         visible: str | None = None
         error = ""
@@ -272,7 +275,7 @@ def _run_rank(
 class _Output:
     """Output of a rank: to the driver while it runs, and to this task's stderr; a context manager."""
 
-    def __init__(self, spec: TaskSpec, rank: int) -> None:
+    def __init__(self, spec: TaskSpec, rank: int, files: SharedFiles | None) -> None:
         self._timestamp = spec.timestamps
         way = None if spec.live is None else Way.from_dict(spec.live)
         # Where stderr is the driver's, a line goes one way only.
@@ -280,7 +283,7 @@ class _Output:
         self._is_quiet = spec.is_quiet
         self._sender: Sender | None = None
         if way is not None:
-            self._sender = Sender(way, spec.key, spec.job_id, spec.attempt, spec.size, rank)
+            self._sender = Sender(way, rank, _carrier(way, spec, rank, files))
 
     def line(self, line: str) -> None:
         """Pass a line of the trainer on."""
@@ -305,6 +308,14 @@ class _Output:
     def __exit__(self, *_: object) -> None:
         if self._sender is not None:
             self._sender.__exit__()
+
+
+def _carrier(way: Way, spec: TaskSpec, rank: int, files: SharedFiles | None) -> Carrier:
+    if way.address is None:
+        if files is None:
+            raise InternalError("live output has neither an address nor files.")
+        return ChunkWriter(files, way.folder, rank)
+    return Connection(way.address, pair(spec.key, spec.job_id, spec.attempt, spec.size, rank))
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:

@@ -97,8 +97,8 @@ def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) 
         return TASK_POLL_S
     if verbose:
         _print_line(
-            f"Epochs are printed when the training ends: this client does not see {store.url}. Live epoch output needs a free "
-            f"task slot; the ranks use all {slots}."
+            f"Epochs and lines of ranks are printed when the training ends: this client does not see {store.url}. To look there needs a "
+            f"free task slot; the ranks use all {slots}."
         )
     return None
 

@@ -1,6 +1,7 @@
 """Output of ranks on the driver while they run: from a task's pump through a connection to the driver's stream.
 
-    trainer -> pump -> `Backlog` (bounded) -> `Sender` -> TCP -> `Receiver` -> the driver's stream
+    trainer -> pump -> `Sender` with its `Backlog` -> `Connection` -> `Receiver` -> `Display` -> the driver's stream
+                                                     `ChunkWriter` -> `ChunkReader`   (files of the run, under Spark Connect)
 
 A record is one text of whole lines, with a number of its rank. The task keeps it until the driver has said that it is shown, so a connection
 that is cut, refused or silent costs nothing: the next one begins with the first record that is not acknowledged, and the driver leaves out
@@ -10,7 +11,7 @@ numbers that it has shown. What is not acknowledged when the rank ends travels w
 how many. At its end a rank waits `sender.FLUSH_S` at most.
 
 **Threads**: a daemon thread per task, from its first line on; one on the driver per attempt. **Trust**: both ends prove that they know a key
-that is derived from the attempt's; the driver only ever shows what comes, as text. **Shutdown**: `Sender.close` in the task, `Receiver.close` on the driver.
+that is derived from the attempt's; the driver only ever shows what comes, as text. **Shutdown**: `Sender.close` in the task, the end of the block on the driver.
 
 Each module imports only those above it:
 
@@ -18,5 +19,8 @@ Each module imports only those above it:
     throttle  how many lines pass
     backlog   records that the driver has not acknowledged
     sender    task's end
-    receiver  driver's end
+    connection  from a task to the driver
+    display   the driver's stream
+    receiver  driver's end of connections
+    files     both ends of files
 """

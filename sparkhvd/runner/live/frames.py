@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.rendezvous.handshake import Turn
 
-__all__ = ["ACK", "FIRST", "HEADER", "MAX_RECORD_BYTES", "Record", "pack", "pair"]
+__all__ = ["ACK", "FIRST", "HEADER", "MAX_RECORD_BYTES", "Record", "pack", "pair", "unpack"]
 
 # Number of the record and bytes of its text, which follows.
 HEADER = struct.Struct("!QI")
@@ -56,3 +56,13 @@ def pack(records: Iterable[Record]) -> bytes:
         data = record.text.encode(errors="replace")
         parts += [HEADER.pack(record.number, len(data)), data]
     return b"".join(parts)
+
+
+def unpack(data: bytes) -> Iterator[Record]:
+    """Yield the records of `pack`."""
+    at = 0
+    while at < len(data):
+        number, num_bytes = HEADER.unpack_from(data, at)
+        at += HEADER.size
+        yield Record(number, data[at : at + num_bytes].decode(errors="replace"))
+        at += num_bytes

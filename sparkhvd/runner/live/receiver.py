@@ -11,12 +11,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 
 from sparkhvd.rendezvous.handshake import HELLO, answer
 from sparkhvd.rendezvous.loop import Loop, Task, Wait, read, send, sleep
+from sparkhvd.runner.live.display import Display
 from sparkhvd.runner.live.frames import ACK, FIRST, HEADER, MAX_RECORD_BYTES, Record, pair
-from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
 __all__ = ["Receiver"]
@@ -40,7 +40,7 @@ class Receiver:
         self,
         listening: socket.socket,
         host: str,
-        show: Callable[[str], None],
+        display: Display,
         key: str,
         job_id: str,
         attempt: int,
@@ -51,7 +51,7 @@ class Receiver:
         Args:
             listening: not blocking; closed at the end.
             host: at which ranks reach it.
-            show: called with whole lines, from the thread.
+            display: used by the thread alone until the end of the block.
             key: of the attempt, in hex.
             job_id: of the attempt.
             attempt: 0 for the first launch.
@@ -59,11 +59,9 @@ class Receiver:
         """
         self.address = (host, int(listening.getsockname()[1]))
         self._listening = listening
-        self._show = show
+        self._display = display
         self._job = pair(key, job_id, attempt, size, None)
         self._size = size
-        # Number of the last record that is shown, by rank.
-        self._shown = [0] * size
         self._of_rank: dict[int, socket.socket] = {}
         self._num_open = 0
         self._loop = Loop()
@@ -76,7 +74,7 @@ class Receiver:
     def listen(
         cls,
         shim: SparkShim,
-        show: Callable[[str], None],
+        display: Display,
         key: str,
         job_id: str,
         attempt: int,
@@ -91,7 +89,7 @@ class Receiver:
         family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
         listening.setblocking(False)
-        return cls(listening, host, show, key, job_id, attempt, size)
+        return cls(listening, host, display, key, job_id, attempt, size)
 
     def __enter__(self) -> Receiver:
         self._thread.start()
@@ -103,19 +101,10 @@ class Receiver:
             self._wakes.send(b"\0")
         self._thread.join(_DRAIN_S + _JOIN_S)
 
-    def has_shown(self, rank: int) -> bool:
-        """Return True if a line of a rank was shown."""
-        return self._shown[rank] > 0
-
-    def show_rest(self, outcomes: Iterable[Outcome]) -> bool:
-        """Show what ranks had not sent when they ended; return False if the stream blocks. Call it after the block."""
-        if self._thread.is_alive():  # it would block the caller, too
-            return False
-        for outcome in outcomes:
-            for number, text in outcome.unsent:
-                if outcome.rank is not None:
-                    self._take(outcome.rank, Record(number, text))
-        return True
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it did not end in time, because the stream blocks."""
+        return self._thread.is_alive()
 
     # --- the thread
 
@@ -187,14 +176,5 @@ class Receiver:
             if num_bytes > MAX_RECORD_BYTES:
                 return
             text = yield from read(sock, num_bytes, time.monotonic() + _RECORD_S)
-            self._take(rank, Record(number, text.decode(errors="replace")))
-            send(sock, ACK.pack(self._shown[rank]))
-
-    def _take(self, rank: int, record: Record) -> None:
-        """Show a record, unless it was shown on an earlier connection."""
-        if record.number <= self._shown[rank]:
-            return
-        # A broken stream never breaks training; what it does not take is gone.
-        with contextlib.suppress(Exception):
-            self._show(record.text)
-        self._shown[rank] = record.number
+            self._display.take(rank, Record(number, text.decode(errors="replace")))
+            send(sock, ACK.pack(self._display.last(rank)))

@@ -1,38 +1,34 @@
-"""Task's end of live output: sends the lines of a rank to the driver, without ever making the rank wait.
+"""Task's end of live output: takes the lines of a rank, without ever making the rank wait.
 
-**Threads**: a daemon thread from the first line on, the only one that touches the connection but for its abort. **Failure**: a connection
-that is refused, cut or silent is replaced by another one, for as long as the rank runs; nothing is told to the rank.
+**Threads**: a daemon thread from the first line on, which delivers; whatever fails on the way is tried again for as long as the rank runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
-import time
-from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from sparkhvd.rendezvous import Job
-from sparkhvd.rendezvous.handshake import introduce
-from sparkhvd.rendezvous.loop import Loop, Wait
 from sparkhvd.runner.live.backlog import Backlog
-from sparkhvd.runner.live.frames import ACK, FIRST, Record, pack, pair
+from sparkhvd.runner.live.frames import Record
 
-__all__ = ["FLUSH_S", "Sender", "Way"]
+__all__ = ["FLUSH_S", "Carrier", "Sender", "Way"]
 
 # How long the end of a rank may take longer, so that the driver shows its last lines.
 FLUSH_S = 2.0
 _ABORT_S = 0.2
-# How long a connection and its proof may take.
-_CONNECT_S = 5.0
-# How long the driver may take to acknowledge: then the connection is taken for dead.
-_SILENT_S = 10.0
-# Pauses between attempts to connect grow from the first to the second.
-_PAUSES_S = 0.1, 2.0
-# How long lines come together before they are sent.
-_GATHER_S = 0.2
+
+
+class Carrier(Protocol):
+    """Way of records to the driver."""
+
+    def deliver(self, backlog: Backlog) -> None:
+        """Bring records to the driver until the backlog has ended and is empty, or `abort` is called."""
+        ...
+
+    def abort(self) -> None:
+        """End `deliver` soon."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,15 @@ class Way:
     """Way of an attempt's output to the driver; crosses as JSON.
 
     Attributes:
-        address: host and port of the driver.
+        address: host and port of the driver; None where it reads files.
+        folder: of these files; "" for none.
         shows_lines: whether ordinary lines go there, or messages only.
         on_terminal: whether the task's stderr is the driver's, so that nothing must go both ways.
         is_shown: whether lines that are left out may be on that stderr.
     """
 
-    address: tuple[str, int]
+    address: tuple[str, int] | None = None
+    folder: str = ""
     shows_lines: bool = True
     on_terminal: bool = False
     is_shown: bool = True
@@ -58,8 +56,8 @@ class Way:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Way:
         """Rebuild it from `to_dict`, as JSON has it."""
-        host, port = fields["address"]
-        return cls(**{**fields, "address": (host, port)})
+        address = fields["address"]
+        return cls(**{**fields, "address": address and (address[0], address[1])})
 
     @property
     def elsewhere(self) -> str:
@@ -70,29 +68,24 @@ class Way:
 
 
 class Sender:
-    """Sender of one rank's lines; a context manager that leaves no connection open."""
+    """Sender of one rank's lines; a context manager."""
 
-    def __init__(self, way: Way, key: str, job_id: str, attempt: int, size: int, rank: int) -> None:
-        """Prepare a sender; it connects when there is a line.
+    def __init__(self, way: Way, rank: int, carrier: Carrier) -> None:
+        """Prepare a sender; nothing runs before the first line.
 
         Args:
             way: to the driver.
-            key: of the attempt, in hex.
-            job_id: of the attempt.
-            attempt: 0 for the first launch.
-            size: number of ranks.
             rank: whose lines they are.
+            carrier: which brings them there.
         """
-        self._address = way.address
-        self._job: Job = pair(key, job_id, attempt, size, rank)
+        self._carrier = carrier
         self._backlog = Backlog(
             rank, way.elsewhere, shows_lines=way.shows_lines, is_limited=not way.on_terminal
         )
-        self._is_over = threading.Event()
-        # Guards the start and the abort.
+        # Guards the start.
         self._lock = threading.Lock()
+        self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._sock: socket.socket | None = None
 
     def line(self, line: str) -> bool:
         """Send a line, which begins with its rank; return False if it is left out. Never waits."""
@@ -105,9 +98,12 @@ class Sender:
     def _started(self, is_taken: bool) -> bool:
         if is_taken and self._thread is None:
             with self._lock:
-                if self._thread is None and not self._is_over.is_set():
+                if self._thread is None and not self._is_closed:
                     self._thread = threading.Thread(
-                        target=self._run, name="sparkhvd-live", daemon=True
+                        target=self._carrier.deliver,
+                        args=(self._backlog,),
+                        name="sparkhvd-live",
+                        daemon=True,
                     )
                     self._thread.start()
         return is_taken
@@ -115,14 +111,11 @@ class Sender:
     def close(self) -> list[Record]:
         """End within `FLUSH_S`; return the last records that the driver may not have shown."""
         self._backlog.end()
+        with self._lock:
+            self._is_closed = True
         if self._thread is not None:
             self._thread.join(FLUSH_S - _ABORT_S)
-        with self._lock:
-            self._is_over.set()
-            if self._sock is not None:
-                with contextlib.suppress(OSError):  # not connected yet, or not any more
-                    self._sock.shutdown(socket.SHUT_RDWR)
-        if self._thread is not None:
+            self._carrier.abort()
             self._thread.join(_ABORT_S)
         return self._backlog.rest()
 
@@ -130,73 +123,5 @@ class Sender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_over.is_set():
+        if not self._is_closed:
             self.close()
-
-    # --- the thread
-
-    def _run(self) -> None:
-        pause, longest = _PAUSES_S
-        while not self._is_over.is_set() and self._backlog.take(0.0):
-            with contextlib.suppress(OSError), self._connected() as sock:
-                if self._is_proved(sock):
-                    pause = _PAUSES_S[0]
-                    self._serve(sock)
-                    continue
-            self._is_over.wait(pause)
-            pause = min(longest, 2 * pause)
-
-    @contextlib.contextmanager
-    def _connected(self) -> Generator[socket.socket, None, None]:
-        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as sock:
-            with self._lock:
-                if self._is_over.is_set():
-                    raise OSError("over")
-                self._sock = sock
-            try:
-                sock.settimeout(_CONNECT_S)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.connect(place)
-                yield sock
-            finally:
-                with self._lock:
-                    self._sock = None
-
-    def _is_proved(self, sock: socket.socket) -> bool:
-        is_proved = False
-
-        def prove() -> Generator[Wait, None, None]:
-            nonlocal is_proved
-            is_proved = yield from introduce(
-                self._job, 0, FIRST, sock, time.monotonic() + _CONNECT_S
-            )
-
-        loop = Loop()
-        try:
-            loop.start(prove())
-            loop.run(loop.is_idle)
-        finally:
-            loop.close()
-        return is_proved
-
-    def _serve(self, sock: socket.socket) -> None:
-        """Send records until it has ended and all are acknowledged; OSError when the connection is of no use any more."""
-        sock.settimeout(_SILENT_S)
-        while records := self._backlog.take(_GATHER_S):
-            sock.sendall(pack(records))
-            while (number := _acknowledged(sock)) < records[-1].number:
-                self._backlog.acknowledge(number)
-            self._backlog.acknowledge(number)
-
-
-def _acknowledged(sock: socket.socket) -> int:
-    data = b""
-    while len(data) < ACK.size:
-        part = sock.recv(ACK.size - len(data))
-        if not part:
-            raise ConnectionResetError("closed by the driver")
-        data += part
-    return int(ACK.unpack(data)[0])

@@ -17,7 +17,10 @@ from dataclasses import replace
 import pytest
 
 from sparkhvd.rendezvous.handshake import HELLO
-from sparkhvd.runner.live import receiver, sender
+from sparkhvd.runner.live import connection, receiver, sender
+from sparkhvd.runner.live.connection import Connection
+from sparkhvd.runner.live.display import Display
+from sparkhvd.runner.live.frames import pair
 from sparkhvd.runner.live.receiver import Receiver
 from sparkhvd.runner.live.sender import Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome
@@ -31,10 +34,10 @@ SIZE = 3
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_SILENT_S", 0.5)
-    monkeypatch.setattr(sender, "_CONNECT_S", 0.5)
-    monkeypatch.setattr(sender, "_GATHER_S", 0.01)
-    monkeypatch.setattr(sender, "_PAUSES_S", (0.02, 0.1))
+    monkeypatch.setattr(connection, "_SILENT_S", 0.5)
+    monkeypatch.setattr(connection, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(connection, "_GATHER_S", 0.01)
+    monkeypatch.setattr(connection, "_PAUSES_S", (0.02, 0.1))
     monkeypatch.setattr(sender, "FLUSH_S", 1.0)
 
 
@@ -54,7 +57,7 @@ class Screen:
 def receiver_for(show: Callable[[str], None]) -> Receiver:
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
-    return Receiver(listening, "127.0.0.1", show, KEY, "job", 0, SIZE)
+    return Receiver(listening, "127.0.0.1", Display(show, SIZE), KEY, "job", 0, SIZE)
 
 
 @contextlib.contextmanager
@@ -64,7 +67,8 @@ def proxied(screen: Screen) -> Iterator[tuple[Receiver, Proxy]]:
 
 
 def sender_to(address: tuple[str, int], rank: int = 0, *, key: str = KEY, **way: bool) -> Sender:
-    return Sender(Way(address, **way), key, "job", 0, SIZE, rank)
+    carrier = Connection(address, pair(key, "job", 0, SIZE, rank))
+    return Sender(Way(address, **way), rank, carrier)
 
 
 def texts(rank: int, count: int) -> list[str]:
@@ -102,7 +106,7 @@ def test_a_rank_without_output_has_neither_thread_nor_connection() -> None:
         assert silent._thread is None
         assert silent.close() == []
         assert not silent.line("late")
-        assert not driver.has_shown(0)
+        assert driver._display.last(0) == 0
 
 
 def test_nothing_is_lost_or_doubled_when_connections_are_cut_or_refused() -> None:
@@ -141,7 +145,8 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
         proxy.swallows = False
         ended = Outcome(0, Kind.OK, unsent=((1, "[0] line 0"), *unsent))
     again = Outcome.from_json(ended.to_json())
-    assert driver.show_rest([again, Outcome(1, Kind.OK, unsent=((1, "[1] of another"),))])
+    assert not driver.is_stuck
+    driver._display.show_rest([again, Outcome(1, Kind.OK, unsent=((1, "[1] of another"),))])
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
 
@@ -159,12 +164,13 @@ def test_lines_that_vanish_for_a_while_come_later() -> None:
 
 DRIVER = f"""
 import socket, sys
+from sparkhvd.runner.live.display import Display
 from sparkhvd.runner.live.receiver import Receiver
 
 listening = socket.create_server(("127.0.0.1", 0))
 listening.setblocking(False)
 show = lambda text: print(text, flush=True)
-with Receiver(listening, "127.0.0.1", show, sys.argv[1], "job", 0, {SIZE}) as driver:
+with Receiver(listening, "127.0.0.1", Display(show, {SIZE}), sys.argv[1], "job", 0, {SIZE}) as driver:
     print(driver.address[1], flush=True)
     sys.stdin.read()
 """
@@ -280,7 +286,7 @@ def test_a_stream_that_blocks_holds_up_neither_the_rank_nor_the_driver(
         unsent = tuple(rank.close())
     assert time.monotonic() - began < sender.FLUSH_S + 1.5
     assert unsent == ((1, "[0] a line"),)
-    assert not driver.show_rest([Outcome(0, Kind.OK, unsent=unsent)])
+    assert driver.is_stuck
     released.set()
     driver._thread.join(10)
 
@@ -315,7 +321,7 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
         live = None if way is None else Way(driver.address, **way).to_dict()
         spec = TaskSpec(SIZE, 0, "job", KEY, "", {}, {}, (), (), "", None, "")
         spec = TaskSpec.from_json(replace(spec, live=live, is_quiet=is_quiet).to_json())
-        with _Output(spec, 0) as output:
+        with _Output(spec, 0, None) as output:
             output.line("[0] line")
             output.message("[0] message")
             assert output.close() == ()
