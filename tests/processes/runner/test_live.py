@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,13 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from sparkhvd.data.store import Store
+from sparkhvd.data.store.mailbox import collect
 from sparkhvd.rendezvous.handshake import HELLO
-from sparkhvd.runner.live import connection, receiver, sender
+from sparkhvd.runner.live import connection, files, receiver, sender
 from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.display import Display
+from sparkhvd.runner.live.files import ChunkReader, ChunkWriter, Mailbox, folder_of
 from sparkhvd.runner.live.frames import pair
 from sparkhvd.runner.live.receiver import Receiver
 from sparkhvd.runner.live.sender import Sender, Way
@@ -328,3 +334,63 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
     sent = [] if way is None else ["message"] if "shows_lines" in way else ["line", "message"]
     assert screen.lines == [f"[0] {text}" for text in sent]
     assert capsys.readouterr().err == "".join(f"[0] {text}\n" for text in echoed)
+
+
+def chunks_of(store: Store, screen: Screen, job_id: str = "job") -> ChunkReader:
+    folder = folder_of("runs/r", 0, job_id)
+    return ChunkReader(
+        Mailbox(functools.partial(collect, store), 0.05), folder, Display(screen.show, SIZE)
+    )
+
+
+def writer_to(store: Store, rank: int) -> Sender:
+    folder = folder_of("runs/r", 0, "job")
+    return Sender(Way(folder=folder), rank, ChunkWriter(store, folder, rank))
+
+
+def test_lines_come_through_files_that_are_deleted_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leave a file of an earlier fit with the same run id, which is not shown."""
+    monkeypatch.setattr(files, "_GATHER_S", 0.02)
+    monkeypatch.setattr(files, "_PAUSE_S", 0.02)
+    screen, store = Screen(), Store.create(tmp_path)
+    old = f"{folder_of('runs/r', 0, 'old')}/000000-0000000001"
+    store.write_bytes(old, b"\0")
+    with chunks_of(store, screen), writer_to(store, 0) as first, writer_to(store, 2) as other:
+        for line in range(50):
+            first.line(f"[0] line {line}")
+            other.line(f"[2] line {line}")
+            time.sleep(0.005)
+        wait_until(lambda: len(screen.lines) == 100, "all lines are shown")
+        first.message("[0] two\n[0] lines")
+        assert (first.close(), other.close()) == ([], [])
+    assert screen.of(0) == [*texts(0, 50), "[0] two", "[0] lines"]
+    assert screen.of(2) == texts(2, 50)
+    assert store.list("runs/r", recursive=True) == [old]
+    assert not (tmp_path / folder_of("runs/r", 0, "job")).exists()
+
+
+def test_a_client_that_is_gone_and_a_store_that_refuses_keep_a_rank_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write as many files as there may be, go on when they are read, then lose the store."""
+    monkeypatch.setattr(files, "_GATHER_S", 0.01)
+    monkeypatch.setattr(files, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(files, "_MOST_FILES", 3)
+    screen, store = Screen(), Store.create(tmp_path / "store")
+    folder = tmp_path / "store" / folder_of("runs/r", 0, "job")
+    with writer_to(store, 0) as rank:
+        for line in texts(0, 30):
+            assert rank.line(line)
+            time.sleep(0.02)
+        assert len(list(folder.iterdir())) == 3
+        with chunks_of(store, screen):
+            wait_until(lambda: len(screen.lines) == 30, "all lines are shown")
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").write_text("in the way")
+        rank.line("[0] unsent")
+        began = time.monotonic()
+        assert [record.text for record in rank.close()] == ["[0] unsent"]
+        assert time.monotonic() - began < sender.FLUSH_S + 0.5
+    assert screen.lines == texts(0, 30)
