@@ -64,10 +64,10 @@ class LiveOutput:
         is_wanted = options.stream is not None or options.verbose > 0
         if not is_wanted or choice == "0":
             return
-        show = launching.log_to(
+        self._log = launching.log_to(
             options.stream, verbose=options.verbose, timestamps=options.timestamps
         )
-        self._display = Display(show, attempt.size)
+        self._display = Display(self._show, attempt.size)
         is_shown = options.verbose > 0
         way = Way(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
         why = ""
@@ -87,6 +87,11 @@ class LiveOutput:
             sys.stderr.write(
                 f"sparkhvd: No live output of the ranks: {why}. It is in the executors' logs.\n"
             )
+
+    def _show(self, text: str) -> None:
+        if self._stream is None and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")  # in place of Spark's progress bar, which is drawn anew
+        self._log(text)
 
     def __enter__(self) -> LiveOutput:
         if self._source is not None:

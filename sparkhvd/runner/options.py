@@ -31,7 +31,7 @@ class LaunchOptions:
             are final.
         start_timeout_s: longest wait for enough task slots; None means the setting.
         max_retries: relaunches after a lost process, executor or host.
-        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
+        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
         shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
         run_dir: folder of this run in `shared`; needed with it.
