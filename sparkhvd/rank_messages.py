@@ -1,4 +1,4 @@
-"""Messages of a rank to the driver of its job.
+"""Messages of a rank to the driver of its job, and how far its training is.
 
 Threads: any. A process that the rank has forked, and one that the runner did not start, write them to stderr.
 """
@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["install", "log_to_driver"]
+__all__ = ["install", "log_to_driver", "report_progress"]
 
 # The rest of a longer message is left out.
 _MAX_BYTES = 64 << 10
-# At most one entry: the process, and its way to the driver, which returns False when it is closed.
-_installed: list[tuple[int, Callable[[bytes], bool]]] = []
+# At most one entry: the process, and its ways to the driver, of messages (False: it is closed) and of progress.
+_installed: list[tuple[int, Callable[[bytes], bool], Callable[[bytes], bool]]] = []
 
 
 def log_to_driver(message: object) -> None:
@@ -32,17 +32,24 @@ def log_to_driver(message: object) -> None:
         left_out = len(data) - _MAX_BYTES
         data = data[:_MAX_BYTES] + f"... ({left_out:,} bytes left out)".encode()
     if _installed:
-        pid, send = _installed[-1]
+        pid, send, _ = _installed[-1]
         if pid == os.getpid() and send(data):
             return
     sys.stderr.write(f"{data.decode(errors='replace')}\n")
     sys.stderr.flush()
 
 
-def install(send: Callable[[bytes], bool]) -> None:
-    """Set the way to the driver for this process; called by the trainer process.
+def report_progress(text: str) -> None:
+    """Tell the driver in one line how far the training is; only the newest counts. In other processes nothing happens."""
+    if _installed and _installed[-1][0] == os.getpid():
+        _installed[-1][2](text.encode(errors="replace"))
+
+
+def install(send: Callable[[bytes], bool], progress: Callable[[bytes], bool]) -> None:
+    """Set the ways to the driver for this process; called by the trainer process.
 
     Args:
         send: takes a message in UTF-8, from any thread; returns False when it cannot be sent any more.
+        progress: the same for a short line on how far the training is.
     """
-    _installed[:] = [(os.getpid(), send)]
+    _installed[:] = [(os.getpid(), send, progress)]

@@ -276,6 +276,15 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
         poll_s = poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose)
+        reporter = EpochReporter(
+            checkpoints,
+            epochs=spec.epochs,
+            verbose=cluster.verbose,
+            progress=request.options.progress,
+            poll_s=poll_s,
+            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
+            label=self._label,
+        )
         options = LaunchOptions(
             settings=cluster.settings,
             start_timeout_s=cluster.start_timeout,
@@ -289,15 +298,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,
             mailbox=Mailbox(functools.partial(collect, request.store), poll_s),
-        )
-        reporter = EpochReporter(
-            checkpoints,
-            epochs=spec.epochs,
-            verbose=cluster.verbose,
-            progress=request.options.progress,
-            poll_s=poll_s,
-            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
-            label=self._label,
+            show_progress=reporter.show_step,
         )
         with reporter:
             report = launch(request.shim, train, (spec,), {}, cluster.num_proc, options)

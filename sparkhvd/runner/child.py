@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ from sparkhvd.runner.frames import (
     read_frame,
     write_frame,
     write_message,
+    write_progress,
 )
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.pickling import cloudpickle, dumps
@@ -236,7 +237,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     started_at, started = time.time(), time.monotonic()
     write_frame(result_fd, json.dumps({"started_at": started_at}).encode())
     messages = _Messages(result_fd)
-    rank_messages.install(messages.send)
+    rank_messages.install(messages.send, messages.progress)
     result = b""
     try:
         value = _call(program)
@@ -272,11 +273,18 @@ class _Messages:
 
     def send(self, message: bytes) -> bool:
         """Send one; return False if the report was sent, or nobody reads."""
+        return self._write(write_message, message)
+
+    def progress(self, text: bytes) -> bool:
+        """Send a line on the progress of the training; return False likewise."""
+        return self._write(write_progress, text)
+
+    def _write(self, write: Callable[[int, bytes], None], data: bytes) -> bool:
         with self._lock:
             if self._is_closed:
                 return False
             with contextlib.suppress(BrokenPipeError):
-                write_message(self._fd, message)
+                write(self._fd, data)
                 return True
         return False
 

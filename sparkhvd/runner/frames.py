@@ -17,13 +17,14 @@ __all__ = [
     "take_frame",
     "write_frame",
     "write_message",
+    "write_progress",
 ]
 
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
 
-# Begin frames of a message for the driver: a part of it, and its end. The report, which follows the last, is JSON.
-_PART, _END = b"m", b"M"
+# Begin frames for the driver: a part of a message, its end, and progress. The report, which follows the last, is JSON.
+_PART, _END, _PROGRESS = b"m", b"M", b"p"
 # Linux's PIPE_BUF.
 _ATOMIC_BYTES = 4096
 
@@ -127,8 +128,16 @@ def write_message(fd: int, message: bytes) -> None:
         os.write(fd, _LENGTH.pack(len(_END)) + _END)
 
 
-def read_report(fd: int, take: Callable[[bytes], None]) -> bytes | None:
-    """Read frames up to the report, and pass messages before it on; None when the writer is gone."""
+def write_progress(fd: int, text: bytes) -> None:
+    """Write a line on the progress of the training, in one write."""
+    frame = _PROGRESS + text[: _ATOMIC_BYTES - _LENGTH.size - len(_PROGRESS)]
+    os.write(fd, _LENGTH.pack(len(frame)) + frame)
+
+
+def read_report(
+    fd: int, take: Callable[[bytes], None], progress: Callable[[bytes], None]
+) -> bytes | None:
+    """Read frames up to the report, and pass messages and progress before it on; None when the writer is gone."""
     message = b""
     while (frame := read_frame(fd)) is not None:
         if frame.startswith(_PART):
@@ -136,6 +145,8 @@ def read_report(fd: int, take: Callable[[bytes], None]) -> bytes | None:
         elif frame == _END:
             take(message)
             message = b""
+        elif frame.startswith(_PROGRESS):
+            progress(frame[len(_PROGRESS) :])
         else:
             return frame
     return None

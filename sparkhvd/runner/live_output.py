@@ -67,7 +67,7 @@ class LiveOutput:
         self._log = launching.log_to(
             options.stream, verbose=options.verbose, timestamps=options.timestamps
         )
-        self._display = Display(self._show, attempt.size)
+        self._display = Display(self._show, attempt.size, options.show_progress)
         is_shown = options.verbose > 0
         way = Way(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
         why = ""

@@ -45,6 +45,7 @@ class LaunchOptions:
         is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
         timestamps: whether lines of ranks begin with the local time.
         stream: gets the ranks' output.
+        show_progress: called from a thread with each line on how far the training is.
         mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
     """
 
@@ -65,6 +66,7 @@ class LaunchOptions:
     timestamps: bool = False
     stream: TextIO | None = None
     mailbox: Mailbox | None = None
+    show_progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         retries = self.max_retries

@@ -205,7 +205,14 @@ def _run_rank(
                     "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
                 )
                 trainer = stack.enter_context(
-                    Trainer(rank, prologue, program, output.line, tell=output.message)
+                    Trainer(
+                        rank,
+                        prologue,
+                        program,
+                        output.line,
+                        tell=output.message,
+                        progress=output.progress,
+                    )
                 )
             if spec.driver_at is not None:
                 watch = InterruptWatch(spec.driver_at, spec.key, spec.job_id, spec.attempt, trainer)
@@ -292,6 +299,11 @@ class _Output:
     def message(self, text: str) -> None:
         """Pass a message for the driver on."""
         self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
+
+    def progress(self, text: str) -> None:
+        """Pass a line on the progress of the training on; the log has none of it."""
+        if self._sender is not None:
+            self._sender.progress(text)
 
     def _echo(self, text: str, *, is_sent: bool) -> None:
         if not self._is_quiet and (self._is_doubled or not is_sent):

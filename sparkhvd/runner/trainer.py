@@ -59,6 +59,7 @@ class Trainer:
         on_end: Callable[[], None] = lambda: None,
         mark: str = "",
         tell: Callable[[str], object] | None = None,
+        progress: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
 
@@ -70,11 +71,12 @@ class Trainer:
             on_end: called once when it has ended, from a thread of this trainer.
             mark: in its variables, for `leftovers`; "" for none.
             tell: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
+            progress: called with each line on the progress of the training, from the same thread.
         """
         self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
-        self._log, self._tell = log, tell or log
+        self._log, self._tell, self._progress = log, tell or log, progress
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
         self._status: int | None = 0
@@ -305,6 +307,10 @@ class Trainer:
         with contextlib.suppress(Exception):  # as above
             self._tell("\n".join(f"[{self.rank}] {line}" for line in lines))
 
+    def _pass_progress(self, text: bytes) -> None:
+        with contextlib.suppress(Exception):  # as above
+            self._progress(text.decode(errors="replace"))
+
     def _receive(self, fd: int) -> None:
         with contextlib.closing(_Closing(fd)):
             if self._asks_gpus:
@@ -315,7 +321,7 @@ class Trainer:
             if started is None:
                 return
             self._report = json.loads(started)
-            report = read_report(fd, self._pass_message)
+            report = read_report(fd, self._pass_message, self._pass_progress)
             result = None if report is None else read_frame(fd)
             if report is None or result is None:
                 return

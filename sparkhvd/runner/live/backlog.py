@@ -47,6 +47,7 @@ class Backlog:
         self._open_bytes = 0
         self._bytes = 0
         self._last = 0
+        self._newest = ""
         self._left_out = 0
         self._has_ended = False
 
@@ -79,6 +80,15 @@ class Backlog:
                 self._left_out += text.count("\n") + 1
                 return False
             self._put(text, num_bytes)
+            return True
+
+    def progress(self, text: str) -> bool:
+        """Put in a line on the progress of the training, in place of one that is still here; return False at the end."""
+        with self._changed:
+            if self._has_ended:
+                return False
+            self._newest = text
+            self._changed.notify_all()
             return True
 
     def _put(self, text: str, num_bytes: int) -> None:
@@ -114,15 +124,20 @@ class Backlog:
     def take(self, gather_s: float) -> list[Record]:
         """Wait for lines; return the first records that are not acknowledged, or none once it has ended and is empty.
 
+        Progress comes before them, once, as a record with number 0.
+
         Args:
             gather_s: how long lines may come together before they are sent.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or self._records or self._open)
+            self._changed.wait_for(
+                lambda: self._has_ended or self._records or self._open or self._newest
+            )
             if not self._records:
                 self._changed.wait_for(lambda: self._has_ended or self._records, gather_s)
             self._close_record()
-            taken: list[Record] = []
+            taken = [Record(0, self._newest)] if self._newest else []
+            self._newest = ""
             num_bytes = 0
             for record in self._records:
                 num_bytes += len(record.text)

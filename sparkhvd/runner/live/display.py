@@ -14,14 +14,21 @@ __all__ = ["Display"]
 class Display:
     """Shows the records of an attempt's ranks, for one thread at a time."""
 
-    def __init__(self, show: Callable[[str], None], size: int) -> None:
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        size: int,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Make a display.
 
         Args:
             show: called with whole lines.
             size: number of ranks.
+            progress: called with a line on the progress of the training.
         """
         self._show = show
+        self._progress = progress
         # Number of the last record that is shown, by rank.
         self._shown = [0] * size
 
@@ -30,7 +37,10 @@ class Display:
         return self._shown[rank]
 
     def take(self, rank: int, record: Record) -> None:
-        """Show a record, unless it was shown before."""
+        """Show a record, unless it was shown before; progress has no number."""
+        if record.number == 0:
+            with contextlib.suppress(Exception):
+                self._progress(record.text)
         if record.number <= self._shown[rank]:
             return
         # A broken stream never breaks training; what it does not take is gone.

@@ -77,9 +77,10 @@ class ChunkWriter:
             # A store may raise anything; what is not written is written later, or travels with the outcome.
             with contextlib.suppress(Exception):
                 if self._has_room():
-                    path = f"{self._folder}/{self._rank:06d}-{records[0].number:010d}"
+                    path = f"{self._folder}/{self._rank:06d}-{records[-1].number:010d}"
                     self._files.write_bytes(path, pack(records))
-                    self._written.append(path)
+                    if path not in self._written[-1:]:  # progress again
+                        self._written.append(path)
                     backlog.acknowledge(records[-1].number)
                     continue
             self._is_over.wait(_PAUSE_S)
@@ -147,5 +148,7 @@ class ChunkReader:
         for path, data in sorted(found):
             rank = int(path.rpartition("/")[2].partition("-")[0])
             for record in unpack(data):
-                self._display.take(rank, record)
+                # Progress is no news at the end.
+                if record.number or not self._stopping.is_set():
+                    self._display.take(rank, record)
         return bool(found)

@@ -25,7 +25,7 @@ class Record(NamedTuple):
     """Text of a rank for the driver.
 
     Attributes:
-        number: 1, 2, ... for each rank of an attempt.
+        number: 1, 2, ... for each rank of an attempt; 0 of progress, which may be lost.
         text: whole lines, without the end of the last.
     """
 

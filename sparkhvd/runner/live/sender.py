@@ -95,6 +95,10 @@ class Sender:
         """Send a message of one or more such lines, which counts apart from them; return False if it is left out."""
         return self._started(self._backlog.message(text))
 
+    def progress(self, text: str) -> None:
+        """Send a line on the progress of the training in place of the last one; lost with its connection."""
+        self._started(self._backlog.progress(text))
+
     def _started(self, is_taken: bool) -> bool:
         if is_taken and self._thread is None:
             with self._lock:
