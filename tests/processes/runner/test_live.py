@@ -32,6 +32,7 @@ from sparkhvd.runner.live.sender import Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.task import TaskSpec, _Output
 from tests.harness.proxy import Proxy
+from tests.harness.soak import amount
 from tests.harness.waiting import wait_until
 
 KEY = secrets.token_hex(32)
@@ -157,15 +158,15 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
 
 
 def test_lines_that_vanish_for_a_while_come_later() -> None:
-    screen = Screen()
+    screen, count = Screen(), amount(40, 4000)
     with proxied(screen) as (_, proxy), sender_to(proxy.address) as rank:
-        for number, line in enumerate(texts(0, 40)):
+        for number, line in enumerate(texts(0, count)):
             rank.line(line)
             time.sleep(0.02)
-            proxy.swallows = 5 <= number < 30
-        wait_until(lambda: len(screen.lines) == 40, "all lines are shown")
+            proxy.swallows = count // 8 <= number < count * 3 // 4
+        wait_until(lambda: len(screen.lines) == count, "all lines are shown")
         assert rank.close() == []
-    assert screen.lines == texts(0, 40)
+    assert screen.lines == texts(0, count)
 
 
 DRIVER = f"""
@@ -183,7 +184,8 @@ with Receiver(listening, "127.0.0.1", Display(show, {SIZE}), sys.argv[1], "job",
 
 
 def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
-    """Stop it for longer than an acknowledgement may take, while lines come."""
+    """Stop it for longer than an acknowledgement may take, while lines come; under `make soak` for a minute."""
+    count = amount(30, 1500)
     command = [sys.executable, "-c", DRIVER, KEY]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -193,14 +195,14 @@ def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
             rank.line("[0] line 0")
             shown = driver.stdout.readline()
             driver.send_signal(signal.SIGSTOP)
-            for line in texts(0, 30)[1:]:
+            for line in texts(0, count)[1:]:
                 assert rank.line(line)
                 time.sleep(0.04)
             driver.send_signal(signal.SIGCONT)
-            shown += "".join(driver.stdout.readline() for _ in range(29))
+            shown += "".join(driver.stdout.readline() for _ in range(count - 1))
             assert rank.close() == []
         rest, _ = driver.communicate("", timeout=20)
-    assert shown.splitlines() == texts(0, 30)
+    assert shown.splitlines() == texts(0, count)
     assert rest == ""
 
 

@@ -1,4 +1,4 @@
-"""Output of ranks on a Spark Connect client while they run, through the store."""
+"""Output of ranks on a Spark Connect client while they run, through the store; and a flood from an executor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.cluster import Cluster, Unseen, run_client
 from tests.harness.soak import soak
-from tests.harness.spark import with_folder
+from tests.harness.spark import run_on, with_folder
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -65,6 +65,42 @@ assert lines.count(f"sparkhvd: No live output of the ranks: {why}") == 1, lines
 assert not [path for path in store.list("runs/r/attempts", recursive=True) if "live" in path]
 print("ALL WELL")
 """
+
+# A rank prints as fast as it can, in an executor of its own.
+FLOOD = """
+import io, os, re
+from sparkhvd import run
+
+def prints(seconds):
+    block = b"".join(b"a line of a flood, of about a hundred characters, one of very many %045d\\n" % i for i in range(1000))
+    until, lines = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        view = memoryview(block)
+        while view:
+            view = view[os.write(1, view):]
+        lines += 1000
+    return lines
+
+output = io.StringIO()
+began = time.monotonic()
+printed = run(prints, (5,), num_proc=1, spark=spark, stdout=output)[0]
+lines = output.getvalue().splitlines()
+counts = [re.fullmatch(r"\\[0\\] \\(([\\d,]+) lines? left out here; the executor's log has all\\)", line) for line in lines]
+left_out = sum(int(found[1].replace(",", "")) for found in counts if found)
+shown = sum(found is None for found in counts)
+print("FLOOD", printed, "printed", shown, "shown", left_out, "left out", time.monotonic() - began, "s")
+assert shown + left_out == printed
+assert shown < 2000 * (time.monotonic() - began + 2)
+spark.stop()
+print("ALL WELL")
+"""
+
+
+@soak("processes/runner/test_live")
+def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
+    output = run_on("local-cluster[1,1,1024]", FLOOD, tmp_path)
+    print(*(line for line in output.splitlines() if "FLOOD" in line))
+    assert "ALL WELL" in output, output
 
 
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
