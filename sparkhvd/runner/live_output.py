@@ -75,7 +75,7 @@ class LiveOutput:
             try:
                 receiver = Receiver.listen(shim, self._display, *astuple(attempt))
                 self._source, self.way = receiver, replace(way, address=receiver.address)
-            except OSError as e:
+            except Exception as e:  # noqa: BLE001 - Spark's, of a conf without an address, too; a job can do without
                 why = f"this process cannot listen ({e})"
         elif options.mailbox is not None and options.run_dir is not None:
             folder = folder_of(options.run_dir, attempt.number, attempt.job_id)
