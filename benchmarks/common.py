@@ -25,14 +25,14 @@ RESULTS = ROOT / "docs" / "results"
 
 
 @contextlib.contextmanager
-def local_session(cores: int, memory: str = "2g") -> Iterator[Any]:
-    """Start a classic `local[cores]` session with a heap of `memory`, and its Python workers."""
+def local_session(cores: int, memory: str = "2g", master: str = "") -> Iterator[Any]:
+    """Start a classic session, `local[cores]` without another master, with a heap of `memory`, and its Python workers."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
     with tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as scratch:
         spark = (
-            SparkSession.builder.master(f"local[{cores}]")
+            SparkSession.builder.master(master or f"local[{cores}]")
             .appName("sparkhvd-benchmark")
             .config("spark.ui.enabled", "false")
             .config("spark.ui.showConsoleProgress", "false")

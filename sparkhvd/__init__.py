@@ -14,6 +14,7 @@ Each module imports only those above it:
     topology       hosts to local and cross ranks
     interfaces     addresses of this host
     rank_context   place of a rank, known before `init()`
+    rank_messages  messages of a rank to the driver
     processors     CPUs that a process may use
     rank_settings  settings on their way to a rank
     sessions       sessions of Spark: checks and keys
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.horovod import install_as_horovod as install_as_horovod
+    from sparkhvd.rank_messages import log_to_driver as log_to_driver
     from sparkhvd.runner import run as run
     from sparkhvd.runner import run_hosts as run_hosts
     from sparkhvd.runner import run_local as run_local
@@ -98,6 +100,7 @@ _HOMES = {
     **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
     "Settings": "sparkhvd.settings",
     "metrics": "sparkhvd.torch",
+    "log_to_driver": "sparkhvd.rank_messages",
     "Callback": "sparkhvd.estimator",
     "Store": "sparkhvd.estimator",
     "TorchClassificationModel": "sparkhvd.estimator",

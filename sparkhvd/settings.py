@@ -41,6 +41,7 @@ __all__ = [
 CONF_PREFIX = "spark.sparkhvd."
 _EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
+LIVE_OUTPUT = ("auto", "messages", "0")
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
 
@@ -243,6 +244,13 @@ class Settings:
         unit="path",
         doc="Library of CUDA's driver; empty = the system's libcuda.so.1.",
     )
+    live_output: str = knob(
+        "auto",
+        env="SPARKHVD_LIVE_OUTPUT",
+        unit="auto, messages or 0",
+        doc="Show on the driver what ranks print while they run; messages = only those of `hvd.log_to_driver`; 0 = the last lines at the end.",
+        limit=(lambda value: value in LIVE_OUTPUT, f"one of {', '.join(LIVE_OUTPUT)}"),
+    )
     start_timeout_s: float = knob(
         600.0,
         env="SPARKHVD_START_TIMEOUT_S",
@@ -306,16 +314,7 @@ class Settings:
                     f"{name!r} is not a setting. Settings are: {', '.join(sorted(known))}."
                 )
         given: dict[str, Any] = {k: v for k, v in explicit.items() if v is not None}
-        in_conf: dict[str, Any] = {}
-        for f in fields(cls):
-            key = CONF_PREFIX + f.name
-            if conf.get(key, "") != "":
-                in_conf[f.name] = parse(f, key, conf[key])
-        of_executors = {
-            key.removeprefix(_EXECUTOR_ENV): text
-            for key, text in conf.items()
-            if key.startswith(_EXECUTOR_ENV)
-        }
+        in_conf, of_executors = _of_conf(conf)
         own = os.environ if environ is None else environ
         settings = cls(**given).overridden(own, given).overridden(of_executors, given)
         return replace(settings, **{**in_conf, **given})
@@ -350,6 +349,21 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """Rebuild settings from `to_json`."""
         return cls(**json.loads(text))
+
+
+def _of_conf(conf: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of a Spark conf by field, and the executors' variables in it."""
+    in_conf: dict[str, Any] = {}
+    for f in fields(Settings):
+        key = CONF_PREFIX + f.name
+        if conf.get(key, "") != "":
+            in_conf[f.name] = parse(f, key, conf[key])
+    variables = {
+        key.removeprefix(_EXECUTOR_ENV): text
+        for key, text in conf.items()
+        if key.startswith(_EXECUTOR_ENV)
+    }
+    return in_conf, variables
 
 
 def read_variables(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
+from sparkhvd.data.store.mailbox import collect
 from sparkhvd.errors import RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
 from sparkhvd.estimator.fitting.inputs import (
@@ -44,6 +46,7 @@ from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
+from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
@@ -272,6 +275,16 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
+        poll_s = poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose)
+        reporter = EpochReporter(
+            checkpoints,
+            epochs=spec.epochs,
+            verbose=cluster.verbose,
+            progress=request.options.progress,
+            poll_s=poll_s,
+            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
+            label=self._label,
+        )
         options = LaunchOptions(
             settings=cluster.settings,
             start_timeout_s=cluster.start_timeout,
@@ -284,15 +297,8 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             early=spec.early(),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,
-        )
-        reporter = EpochReporter(
-            checkpoints,
-            epochs=spec.epochs,
-            verbose=cluster.verbose,
-            progress=request.options.progress,
-            poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
-            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
-            label=self._label,
+            mailbox=Mailbox(functools.partial(collect, request.store), poll_s),
+            show_progress=reporter.show_step,
         )
         with reporter:
             report = launch(request.shim, train, (spec,), {}, cluster.num_proc, options)

@@ -16,11 +16,11 @@ here, so a rank may import this package cheaply.
 
 Threads: launches may come from several threads of the driver; they take task slots in the order of their calls (`admission`). In a
 task, threads read the trainer's pipes, and one waits for Ctrl-C (`interrupts`). A trainer calls the function on its main thread; one more
-watches its parent.
+watches its parent. Live output has a thread per task that prints, and one on the driver (`live`).
 
 Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the parent's pipe; the
-key is never in argv, environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
-and then only tasks that know a key derived from the attempt's.
+key is never in argv, environment or a file. The driver unpickles what its own ranks return. It has two ports, for live output and for Ctrl-C, at which only tasks are
+heard that know a key derived from the attempt's.
 
 Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
 lost process, executor or host is relaunched. What can be known before ranks start is checked by `preflight`.
@@ -53,6 +53,9 @@ Each module imports only those above it:
     starting    what a trainer's start needs
     trainer     parent's side of a trainer process
     gpu         a GPU for each rank
+    stored      outcomes of ranks as files of the run
+    live        output of ranks on the driver while they run
+    options     options and result of a launch under Spark
     interrupts  Ctrl-C, from the driver to the ranks
     blas        threads of OpenBLAS across a fork
     child       the trainer process
@@ -68,6 +71,7 @@ Each module imports only those above it:
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`
     command     the command line: `sparkhvdrun`
+    live_output  live output, or the last lines, of an attempt on the driver
     task        executor's side of a launch under Spark
     job         driver's side of a launch under Spark: `run`
     horovod_runner  Databricks' `HorovodRunner`
@@ -122,9 +126,10 @@ def run(
     are set too. Jobs that several threads launch in one Spark application run side by side where its task slots allow
     it; a job that does not fit waits, and no later one overtakes it. Jobs whose ranks find GPUs by local rank take turns.
 
-    Output of a rank goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
-    that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
-    executors to the driver yet; only the last 100 lines of a rank that failed reach it (`RankError.log_tail`).
+    Output of a rank comes line by line, after its [rank], to this process while the rank runs: to `stdout`, else to stderr, in a notebook to
+    the cell. It never makes a rank wait: of more than 2,000 lines or 1 MiB per second and rank the rest is left out here and counted, and the
+    executor's log has all of it. Over Spark Connect there is no way from `run` to the client, and one line says so; a fit's lines come through
+    its store. `sparkhvd.log_to_driver(message)` and docs/observe.md have more.
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job: `fn` has 5 s to save, then
     it is killed; a second Ctrl-C kills it at once. That holds for a launch from the main thread whose executors reach the driver (docs/training.md).
@@ -144,12 +149,12 @@ def run(
         extra_mpi_args: the same.
         env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
-        stdout: a stream of this process that gets the last 100 lines of each rank's output, by rank, when the ranks have ended.
+        stdout: a stream of this process that gets the ranks' output as it comes; over Spark Connect the last 100 lines of each rank at the end.
         stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
-        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
+        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         nics: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means `Settings.interfaces`, or else the
             address that Spark has for their host (SPARK_LOCAL_IP there).
-        prefix_output_with_timestamp: whether lines in the executors' logs begin with the local time.
+        prefix_output_with_timestamp: whether lines begin with the local time, here and in the executors' logs.
         executable: the Python that Spark's workers run; another one is an error.
         spark: the session to use, classic or Connect; None means the active one.
         settings: engine settings; those that differ from the defaults are final. None reads them from the Spark conf

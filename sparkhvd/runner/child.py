@@ -4,7 +4,7 @@ It is started as `python -m sparkhvd.runner.child SPEC_FD RESULT_FD` by `trainer
 through two pipes. On the first it receives three frames: the prologue (environment, paths), the program (pickled
 function and arguments) and, when all ranks have found each other, the job. Start-up and imports overlap with the
 ranks finding each other. On the second it sends the GPUs that it sees, if the prologue asks for them, the start of the
-function, its report, and its result.
+function, messages for the driver, its report, and its result.
 
 **Threads**: the main thread runs the user's function, so signals and `asyncio` behave as in a script. One daemon
 thread reads the first pipe to its end. **Ownership**: both pipes belong to this process only; they are not
@@ -28,13 +28,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sparkhvd import as_horovod, rank_context
+from sparkhvd import as_horovod, rank_context, rank_messages
 from sparkhvd.runner import allocator, blas, spawning
-from sparkhvd.runner.frames import USEFUL_MODULES, JobFrame, Prologue, read_frame, write_frame
+from sparkhvd.runner.frames import (
+    USEFUL_MODULES,
+    JobFrame,
+    Prologue,
+    read_frame,
+    write_frame,
+    write_message,
+    write_progress,
+)
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.pickling import cloudpickle, dumps
 from sparkhvd.runner.reports import (
@@ -229,6 +237,8 @@ def _visible(frame: JobFrame, cuda_library: str) -> tuple[dict[str, str], int | 
 def _run(program: bytes, result_fd: int, began: float) -> int:
     started_at, started = time.time(), time.monotonic()
     write_frame(result_fd, json.dumps({"started_at": started_at}).encode())
+    messages = _Messages(result_fd)
+    rank_messages.install(messages.send, messages.progress)
     result = b""
     try:
         value = _call(program)
@@ -246,10 +256,43 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    messages.close()
     with contextlib.suppress(BrokenPipeError):
         write_frame(result_fd, json.dumps(report).encode())
         write_frame(result_fd, result)
     return 0 if report["kind"] == "ok" else 1
+
+
+class _Messages:
+    """Messages for the driver, on the pipe of the report and before it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        # Entered again by the handler of a signal that comes while a message is written.
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def send(self, message: bytes) -> bool:
+        """Send one; return False if the report was sent, or nobody reads."""
+        return self._write(write_message, message)
+
+    def progress(self, text: bytes) -> bool:
+        """Send a line on the progress of the training; return False likewise."""
+        return self._write(write_progress, text)
+
+    def _write(self, write: Callable[[int, bytes], None], data: bytes) -> bool:
+        with self._lock:
+            if self._is_closed:
+                return False
+            with contextlib.suppress(BrokenPipeError):
+                write(self._fd, data)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Send no more; waits for one that is being sent."""
+        with self._lock:
+            self._is_closed = True
 
 
 def _call(program: bytes) -> Any:

@@ -1,16 +1,32 @@
-"""Frames on the pipe from a task to its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
+"""Frames on the pipes between a task and its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "take_frame", "write_frame"]
+__all__ = [
+    "USEFUL_MODULES",
+    "JobFrame",
+    "Prologue",
+    "read_frame",
+    "read_report",
+    "take_frame",
+    "write_frame",
+    "write_message",
+    "write_progress",
+]
 
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
+
+# Begin frames for the driver: a part of a message, its end, and progress. The report, which follows the last, is JSON.
+_PART, _END, _PROGRESS = b"m", b"M", b"p"
+# Linux's PIPE_BUF.
+_ATOMIC_BYTES = 4096
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -99,6 +115,41 @@ def write_frame(fd: int, payload: bytes) -> None:
         view = memoryview(part)
         while view:
             view = view[os.write(fd, view) :]
+
+
+def write_message(fd: int, message: bytes) -> None:
+    """Write a message for the driver, in frames that are one write each: an exception of a signal's handler tears none of them."""
+    room = _ATOMIC_BYTES - _LENGTH.size - len(_PART)
+    try:
+        for start in range(0, len(message), room):
+            part = _PART + message[start : start + room]
+            os.write(fd, _LENGTH.pack(len(part)) + part)
+    finally:
+        os.write(fd, _LENGTH.pack(len(_END)) + _END)
+
+
+def write_progress(fd: int, text: bytes) -> None:
+    """Write a line on the progress of the training, in one write."""
+    frame = _PROGRESS + text[: _ATOMIC_BYTES - _LENGTH.size - len(_PROGRESS)]
+    os.write(fd, _LENGTH.pack(len(frame)) + frame)
+
+
+def read_report(
+    fd: int, take: Callable[[bytes], None], progress: Callable[[bytes], None]
+) -> bytes | None:
+    """Read frames up to the report, and pass messages and progress before it on; None when the writer is gone."""
+    message = b""
+    while (frame := read_frame(fd)) is not None:
+        if frame.startswith(_PART):
+            message += frame[len(_PART) :]
+        elif frame == _END:
+            take(message)
+            message = b""
+        elif frame.startswith(_PROGRESS):
+            progress(frame[len(_PROGRESS) :])
+        else:
+            return frame
+    return None
 
 
 def read_frame(fd: int) -> bytes | None:

@@ -101,7 +101,7 @@ def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None
 
 
 def write_tails(stream: TextIO | None, outcomes: Iterable[Outcome]) -> None:
-    """Write the last lines of ranks' output by rank, as a launch without a live channel to this process does at its end."""
+    """Write the last lines of ranks' output by rank, of those whose output did not come live."""
     known = [outcome for outcome in outcomes if outcome.rank is not None]
     for outcome in sorted(known, key=lambda one: one.rank or 0):
         with contextlib.suppress(Exception):  # a broken stream never breaks training

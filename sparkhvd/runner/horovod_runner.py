@@ -21,8 +21,8 @@ class HorovodRunner:
     Args:
         np: number of ranks. Negative: -np processes of this host, as `run_local` starts them. Positive: so many tasks of one barrier
             stage of the active Spark session, as `run` does. 0: every task slot.
-        driver_log_verbosity: "all": the last lines of each rank's output come to the driver's stdout, too, when the ranks have ended;
-            "log_callback_only": they stay in the executors' logs. Output of processes of this host always comes, line by line.
+        driver_log_verbosity: "all": the ranks' output comes to the driver's stdout while they run; "log_callback_only": only what they give to
+            `sparkhvd.log_to_driver`, to stderr; the rest stays in the executors' logs. Output of processes of this host always comes.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -54,5 +54,8 @@ class HorovodRunner:
         """
         if self.num_processor < 0:
             return run_local(main, kwargs=kwargs, num_proc=-self.num_processor)[0]
-        stdout = sys.stdout if self.driver_log_verbosity == "all" else None
-        return run(main, kwargs=kwargs, num_proc=self.num_processor or None, stdout=stdout)[0]
+        num_proc = self.num_processor or None
+        if self.driver_log_verbosity == "all":
+            return run(main, kwargs=kwargs, num_proc=num_proc, stdout=sys.stdout)[0]
+        env = {"SPARKHVD_LIVE_OUTPUT": "messages"}
+        return run(main, kwargs=kwargs, num_proc=num_proc, env=env)[0]

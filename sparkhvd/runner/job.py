@@ -16,17 +16,18 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkhvd import processors
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.rank_settings import JobSettings
-from sparkhvd.runner import launching, placement, preflight, spark_log, task
+from sparkhvd.runner import launching, placement, preflight, spark_log, stored, task
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
-from sparkhvd.runner.horovod_arguments import write_tails
 from sparkhvd.runner.interrupts import Interrupter
+from sparkhvd.runner.live_output import Attempt, LiveOutput
+from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
     Kind,
     Outcome,
@@ -47,7 +48,6 @@ from sparkhvd.settings import Settings
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from pyspark.sql import Row
 
 __all__ = [
@@ -61,90 +61,8 @@ __all__ = [
 ]
 
 R = TypeVar("R")
-
 # From this `verbose` on Spark's own log of a failure is shown, too.
 _SHOWS_SPARKS_LOG = 2
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Options of a launch.
-
-    Attributes:
-        env: environment variables of the ranks.
-        settings: engine settings given in code; None means those of the Spark conf and of the environment; `JobSettings`
-            are final.
-        start_timeout_s: longest wait for enough task slots; None means the setting.
-        max_retries: relaunches after a lost process, executor or host.
-        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
-        threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
-        shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
-        run_dir: folder of this run in `shared`; needed with it.
-        progress: returns the progress of the job, for example the newest checkpoint's number. Two losses in a row with
-            an equal value are final.
-        requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
-        use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpu.decide`.
-        profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
-        early: called in each rank's process before it imports more than a nursery has, and before it knows its rank, for example to
-            begin reading in a thread; must return soon. Its exceptions are ignored.
-        is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
-        timestamps: whether lines of ranks begin with the local time.
-        stream: gets the last lines of every rank's output at the end of each attempt.
-    """
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings | JobSettings | None = None
-    start_timeout_s: float | None = None
-    max_retries: int = 2
-    verbose: int = 1
-    threads_per_rank: int | None = None
-    shared: SharedFiles | None = None
-    run_dir: str | None = None
-    progress: Callable[[], object] | None = None
-    requirements: tuple[str, ...] = ()
-    use_gpu: bool | None = None
-    profile: ResourceProfile | None = None
-    early: Callable[[int, int], object] | None = None
-    is_alone: bool = False
-    timestamps: bool = False
-    stream: TextIO | None = None
-
-    def __post_init__(self) -> None:
-        retries = self.max_retries
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise InvalidArgumentError(
-                f"max_retries is {retries!r}; it must be a whole number, 0 or more."
-            )
-        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
-            raise InvalidArgumentError(
-                f"start_timeout is {self.start_timeout_s!r}; it must be more than 0 seconds."
-            )
-        if self.threads_per_rank is not None and self.threads_per_rank < 1:
-            raise InvalidArgumentError(
-                f"threads_per_rank is {self.threads_per_rank!r}; it must be at least 1."
-            )
-        if (self.shared is None) != (self.run_dir is None):
-            raise InvalidArgumentError("shared and run_dir belong together; give both or neither.")
-
-
-@dataclass(frozen=True)
-class JobReport(Generic[R]):
-    """Result of a launch.
-
-    Attributes:
-        results: results of the function, by rank.
-        attempts: launches that were needed; 1 when nothing was lost.
-        launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks
-            of the hosts).
-        run_s: seconds that the slowest rank ran the function.
-        outcomes: outcomes of the last attempt, by rank.
-    """
-
-    results: list[R]
-    attempts: int
-    launch_s: float
-    run_s: float
-    outcomes: tuple[Outcome, ...]
 
 
 def launch(
@@ -210,6 +128,11 @@ class _Plan:
     shared: bytes = field(repr=False)
     is_local: bool
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the tasks' stderr is this process's."""
+        return self.is_local and not self.shim.is_connect
+
     def slots(self) -> int | None:
         """Return the slots of the registered executors, on Spark Connect the configured ones."""
         registered = self.shim.registered_slots(self.options.profile)
@@ -236,7 +159,6 @@ def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
     for attempt in range(options.max_retries + 1):
         with place.slots(plan.slots, limit_s, functools.partial(_print, options.verbose)):
             ended = _attempt(plan, attempt)
-        write_tails(options.stream, ended.outcomes)
         if isinstance(ended, JobReport):
             return ended
         error = ended.error(plan.size)
@@ -273,6 +195,13 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         if problem:
             raise PreflightError(f"The driver {problem}. Give a store that the driver can write.")
     interrupter = Interrupter.listen(plan.shim, key, job_id, attempt, plan.size)
+    live = LiveOutput(
+        plan.shim,
+        options,
+        plan.settings.values.live_output,
+        Attempt(key, job_id, attempt, plan.size),
+        on_terminal=plan.is_terminal,
+    )
     spec = task.TaskSpec(
         size=plan.size,
         attempt=attempt,
@@ -291,7 +220,19 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         driver_at=None if interrupter is None else interrupter.address,
         is_local=plan.is_local,
         timestamps=options.timestamps,
+        live=None if live.way is None else live.way.to_dict(),
+        is_quiet=plan.is_terminal and options.verbose <= 0,
     )
+    with live:
+        ended = _run_stage(plan, spec, interrupter)
+    live.show_rest(ended.outcomes)
+    return ended
+
+
+def _run_stage(
+    plan: _Plan, spec: task.TaskSpec, interrupter: Interrupter | None
+) -> JobReport[Any] | _Failure:
+    options, attempt, job_id = plan.options, spec.attempt, spec.job_id
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"
     description = f"sparkhvd: {plan.size} ranks, attempt {attempt + 1}"
@@ -347,7 +288,7 @@ def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failu
     referred = find_referred(text)
     awaited = {outcome.rank for outcome in referred}
     run_dir = options.run_dir or ""
-    written = task.await_outcomes(options.shared, run_dir, attempt, job_id, plan.size, awaited)
+    written = stored.await_outcomes(options.shared, run_dir, attempt, job_id, plan.size, awaited)
     of_spark = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*referred, *find_embedded(text), *written)}
     # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.

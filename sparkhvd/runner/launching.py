@@ -248,12 +248,16 @@ def check_start_timeout(name: str, seconds: float) -> None:
 
 
 def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:
-    """Return a function that writes lines of ranks to a stream, or without one, unless `verbose` is 0, to stderr."""
+    """Return a function that writes whole lines of ranks to a stream, or without one, unless `verbose` is 0, to stderr."""
 
-    def log(line: str) -> None:
+    def log(text: str) -> None:
         if stream is not None or verbose > 0:
             to = sys.stderr if stream is None else stream
-            to.write(line_of(line, timestamp=timestamps))
+            lines = "".join(line_of(line, timestamp=timestamps) for line in text.split("\n"))
+            try:
+                to.write(lines)
+            except UnicodeEncodeError as e:  # a terminal or file of few characters
+                to.write(lines.encode(e.encoding, "backslashreplace").decode(e.encoding))
             to.flush()
 
     return log

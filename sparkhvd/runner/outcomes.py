@@ -90,6 +90,7 @@ class Outcome:
         wall_s: seconds from the start of the process to its end.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
+        unsent: numbers and texts of records of live output that the driver may not have shown.
     """
 
     rank: int | None
@@ -109,6 +110,7 @@ class Outcome:
     wall_s: float = 0.0
     job_id: str = ""
     warnings: tuple[str, ...] = ()
+    unsent: tuple[tuple[int, str], ...] = ()
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` rebuilds this outcome."""
@@ -121,6 +123,7 @@ class Outcome:
         data = {name: value for name, value in json.loads(text).items() if name in known}
         for name in ("log_tail", "warnings"):
             data[name] = tuple(data.get(name, ()))
+        data["unsent"] = tuple((number, text) for number, text in data.get("unsent", ()))
         return cls(**data)
 
 
@@ -148,6 +151,7 @@ def embed(outcome: Outcome) -> str:
         message=_middle_cut(outcome.message),
         traceback=_middle_cut(outcome.traceback),
         log_tail=tuple(_tail_lines(outcome.log_tail)),
+        unsent=tuple((number, _middle_cut(text)) for number, text in outcome.unsent[-1:]),
     )
     packed = base64.urlsafe_b64encode(zlib.compress(short.to_json().encode(), 9)).decode()
     return f"[sparkhvd-outcome:{outcome.job_id}:{packed}]"

@@ -9,13 +9,11 @@ after the checks on all ranks.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +23,16 @@ from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner import launching, placement, preflight, stored
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
+from sparkhvd.runner.live.connection import Connection
+from sparkhvd.runner.live.files import ChunkWriter
+from sparkhvd.runner.live.frames import pair
+from sparkhvd.runner.live.sender import Carrier, Sender, Way
 from sparkhvd.runner.nurseries import of_this_process
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
+from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -46,12 +48,6 @@ __all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "run_task"]
 ROW_SCHEMA = "rank int, part int, data binary"
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
 OUTCOME_PART = -1
-# A rank that failed as a consequence lets the rank with the cause end the stage first.
-_CONSEQUENCE_WAIT_S = 5.0
-_CRASH_WAIT_S = 0.5
-_POLL_S = 0.25
-# Longest wait of the driver for an outcome that a rank says it has written.
-_LATE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,8 @@ class TaskSpec:
         driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
         is_local: whether all tasks are children of one process.
         timestamps: whether lines of the rank begin with the local time.
+        live: `Way.to_dict()` of live output; None for none.
+        is_quiet: whether the ranks' lines stay off this task's stderr.
     """
 
     size: int
@@ -95,6 +93,8 @@ class TaskSpec:
     driver_at: tuple[str, int] | None = None
     is_local: bool = False
     timestamps: bool = False
+    live: dict[str, Any] | None = None
+    is_quiet: bool = False
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -163,9 +163,9 @@ def run_task(
     of_this_process.share(os.getppid())
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
-    is_stored = _store_outcome(files, spec, outcome)
+    is_stored = stored.write(files, spec.run_dir, outcome)
     if outcome.kind != Kind.OK:
-        cause = _await_root_cause(files, spec, outcome)
+        cause = stored.await_cause(files, spec.run_dir, spec.size, outcome)
         # Another rank's outcome was read from the files; after a failed check nobody knows who sees them.
         is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
@@ -187,8 +187,8 @@ def _run_rank(
     host = host_of(infos[rank].address)
     chosen = JobSettings.from_json(spec.settings)
     settings = chosen.values
-    log = functools.partial(_log, timestamp=spec.timestamps)
     with contextlib.ExitStack() as stack:
+        output = stack.enter_context(_Output(spec, rank, files))
         trainer: Trainer | None = None
         visible: str | None = None
         error = ""
@@ -204,7 +204,16 @@ def _run_rank(
                 visible = prologue.env.get(
                     "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
                 )
-                trainer = stack.enter_context(Trainer(rank, prologue, program, log))
+                trainer = stack.enter_context(
+                    Trainer(
+                        rank,
+                        prologue,
+                        program,
+                        output.line,
+                        tell=output.message,
+                        progress=output.progress,
+                    )
+                )
             if spec.driver_at is not None:
                 watch = InterruptWatch(spec.driver_at, spec.key, spec.job_id, spec.attempt, trainer)
                 stack.enter_context(watch)
@@ -267,7 +276,58 @@ def _run_rank(
         trainer.send(launching.job_frame(job, chosen, master, gpu))
         trainer.wait()
         outcome = trainer.outcome(host=host, attempt=spec.attempt)
-        return replace(outcome, warnings=warnings), trainer.result
+        return replace(outcome, warnings=warnings, unsent=output.close()), trainer.result
+
+
+class _Output:
+    """Output of a rank: to the driver while it runs, and to this task's stderr; a context manager."""
+
+    def __init__(self, spec: TaskSpec, rank: int, files: SharedFiles | None) -> None:
+        self._timestamp = spec.timestamps
+        way = None if spec.live is None else Way.from_dict(spec.live)
+        # Where stderr is the driver's, a line goes one way only.
+        self._is_doubled = way is None or not way.on_terminal
+        self._is_quiet = spec.is_quiet
+        self._sender: Sender | None = None
+        if way is not None:
+            self._sender = Sender(way, rank, _carrier(way, spec, rank, files))
+
+    def line(self, line: str) -> None:
+        """Pass a line of the trainer on."""
+        self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
+
+    def message(self, text: str) -> None:
+        """Pass a message for the driver on."""
+        self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
+
+    def progress(self, text: str) -> None:
+        """Pass a line on the progress of the training on; the log has none of it."""
+        if self._sender is not None:
+            self._sender.progress(text)
+
+    def _echo(self, text: str, *, is_sent: bool) -> None:
+        if not self._is_quiet and (self._is_doubled or not is_sent):
+            for line in text.split("\n"):
+                _log(line, timestamp=self._timestamp)
+
+    def close(self) -> tuple[tuple[int, str], ...]:
+        """Let the driver have the last lines; return those that it may not have got."""
+        return () if self._sender is None else tuple(self._sender.close())
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sender is not None:
+            self._sender.__exit__()
+
+
+def _carrier(way: Way, spec: TaskSpec, rank: int, files: SharedFiles | None) -> Carrier:
+    if way.address is None:
+        if files is None:
+            raise InternalError("live output has neither an address nor files.")
+        return ChunkWriter(files, way.folder, rank)
+    return Connection(way.address, pair(spec.key, spec.job_id, spec.attempt, spec.size, rank))
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
@@ -331,70 +391,3 @@ def host_of(address: str) -> str:
 def _log(line: str, *, timestamp: bool = False) -> None:
     sys.stderr.write(launching.line_of(line, timestamp=timestamp))
     sys.stderr.flush()
-
-
-def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> bool:
-    """Write an outcome into the run's folder; return False if there is none, or it cannot be written."""
-    if files is None or not spec.run_dir or outcome.rank is None:
-        return False
-    # Without the file the outcome travels in the exception, cut to what that can hold.
-    with contextlib.suppress(Exception):
-        path = preflight.outcome_path(spec.run_dir, spec.attempt, outcome.rank)
-        files.write_bytes(path, outcome.to_json().encode())
-        return True
-    return False
-
-
-def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, own: Outcome) -> Outcome:
-    """Give a rank with the cause time to end the stage; return the best known cause.
-
-    When this task raises, Spark kills the other tasks of the stage and drops their errors. An
-    exception of the user's function is raised at once, a crash soon, a lost peer last.
-    """
-    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(own.kind, 0.0)
-    deadline = time.monotonic() + wait
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        known = [own, *read_outcomes(files, spec.run_dir, spec.attempt, spec.job_id, spec.size)]
-        cause = root_cause(known)
-        if cause is not None and cause.kind != own.kind:
-            return cause
-    return own
-
-
-def read_outcomes(
-    files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
-) -> list[Outcome]:
-    """Return the outcomes that ranks of this launch have written so far; none without a shared store.
-
-    An earlier fit with the same run_id, which counted its attempts from 0 too, may have left others there.
-    """
-    outcomes: list[Outcome] = []
-    if files is None or not run_dir:
-        return outcomes
-    for rank in range(size):
-        path = preflight.outcome_path(run_dir, attempt, rank)
-        # A report about a failure must not fail: an unreadable file counts as missing.
-        with contextlib.suppress(Exception):
-            if files.exists(path):
-                outcome = Outcome.from_json(files.read_bytes(path).decode())
-                if outcome.job_id == job_id:
-                    outcomes.append(outcome)
-    return outcomes
-
-
-def await_outcomes(
-    files: SharedFiles | None,
-    run_dir: str,
-    attempt: int,
-    job_id: str,
-    size: int,
-    ranks: Collection[int | None],
-) -> list[Outcome]:
-    """Return the outcomes as `read_outcomes`, when those of `ranks` are there: a file of another host may be seen late."""
-    deadline = time.monotonic() + _LATE_S
-    while True:
-        outcomes = read_outcomes(files, run_dir, attempt, job_id, size)
-        if {o.rank for o in outcomes}.issuperset(ranks) or time.monotonic() > deadline:
-            return outcomes
-        time.sleep(_POLL_S)

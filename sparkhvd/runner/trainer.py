@@ -17,13 +17,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparkhvd.errors import InternalError
 from sparkhvd.runner import leftovers, nurseries
-from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
+from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, read_report, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
 from sparkhvd.runner.starting import Start, may_fork, prepare
@@ -59,6 +58,8 @@ class Trainer:
         log: Callable[[str], None],
         on_end: Callable[[], None] = lambda: None,
         mark: str = "",
+        tell: Callable[[str], object] | None = None,
+        progress: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
 
@@ -66,15 +67,16 @@ class Trainer:
             rank: its rank, for the prefix of its output lines.
             prologue: its environment; it inherits the listener's descriptors.
             program: `dump_program(...)`.
-            log: called with each line of its output from a thread of this trainer. Under Spark it writes to the
-                executor's stderr; there is no channel to a remote driver yet.
+            log: called with each line of its output from a thread of this trainer.
             on_end: called once when it has ended, from a thread of this trainer.
             mark: in its variables, for `leftovers`; "" for none.
+            tell: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
+            progress: called with each line on the progress of the training, from the same thread.
         """
         self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
-        self._log = log
+        self._log, self._tell, self._progress = log, tell or log, progress
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
         self._status: int | None = 0
@@ -280,12 +282,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._ended.is_set():
             self.kill()
         if self._reaper is not None:
@@ -298,23 +295,21 @@ class Trainer:
     # --- the threads
 
     def _relay(self, fd: int) -> None:
-        pending = b""
-        with contextlib.closing(_Closing(fd)):
-            while data := os.read(fd, 1 << 16):
-                *lines, pending = (pending + data).split(b"\n")
-                if len(pending) > _LINE_BYTES:
-                    lines, pending = [*lines, pending], b""
-                self._pass_on(lines)
-        if pending:
-            self._pass_on([pending])
-
-    def _pass_on(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
+        for line in _lines(fd):
             text = line.decode(errors="replace").rstrip("\r")
             self._tail.append(text)
             # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
             with contextlib.suppress(Exception):
                 self._log(f"[{self.rank}] {text}")
+
+    def _pass_message(self, message: bytes) -> None:
+        lines = message.decode(errors="replace").split("\n")
+        with contextlib.suppress(Exception):  # as above
+            self._tell("\n".join(f"[{self.rank}] {line}" for line in lines))
+
+    def _pass_progress(self, text: bytes) -> None:
+        with contextlib.suppress(Exception):  # as above
+            self._progress(text.decode(errors="replace"))
 
     def _receive(self, fd: int) -> None:
         with contextlib.closing(_Closing(fd)):
@@ -326,7 +321,7 @@ class Trainer:
             if started is None:
                 return
             self._report = json.loads(started)
-            report = read_frame(fd)
+            report = read_report(fd, self._pass_message, self._pass_progress)
             result = None if report is None else read_frame(fd)
             if report is None or result is None:
                 return
@@ -348,6 +343,20 @@ class Trainer:
         _drain(self._pumps, self._mark)
         self._ended.set()
         self._on_end()
+
+
+def _lines(fd: int) -> Iterator[bytes]:
+    """Read a pipe to its end; yield its lines, and close it."""
+    pending = b""
+    with contextlib.closing(_Closing(fd)):
+        while data := os.read(fd, 1 << 16):
+            *lines, pending = (pending + data).split(b"\n")
+            yield from lines
+            if len(pending) > _LINE_BYTES:
+                yield pending
+                pending = b""
+        if pending:
+            yield pending
 
 
 def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:

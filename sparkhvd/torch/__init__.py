@@ -55,6 +55,7 @@ from sparkhvd.errors import (
 from sparkhvd.launchers import horovod
 from sparkhvd.launchers.communicator import Communicator
 from sparkhvd.observe import timeline
+from sparkhvd.rank_messages import log_to_driver
 from sparkhvd.torch import collectives, context, joining, own_gpu
 from sparkhvd.torch.broadcast import (
     allgather_object,
@@ -102,6 +103,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "log_to_driver",
     "metrics",
     "mpi_built",
     "mpi_enabled",

@@ -34,6 +34,7 @@ Each module imports only those above it:
     checkpoints       checkpoints, and resuming from them
     schedule          steps of the scheduler
     step              one optimizer step
+    progress          how far an epoch is, for the driver
     train_fn          the user's own training loop
     train             the loop
 """

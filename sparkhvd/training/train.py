@@ -46,6 +46,7 @@ from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.precision import loss_scaler
 from sparkhvd.training.program import Program, load_program
+from sparkhvd.training.progress import Progress
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
@@ -218,11 +219,13 @@ def train_epoch(
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
+    progress = Progress(epoch + 1, step.spec.epochs, data.num_steps)
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step):
         moment.step = epoch * data.num_steps + plan.number + 1
         if step.run(batches, plan, totals, f"epoch {epoch + 1}, step {plan.number + 1}"):
             schedule.after_step()
+        progress.step(plan.number + 1, plan.num_rows)
         callbacks.step_end(*step.last_loss)
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
     totals.combine()

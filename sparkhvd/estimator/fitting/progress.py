@@ -27,6 +27,10 @@ POLL_S = 0.25
 TASK_POLL_S = 2.0
 # A phase that takes longer is announced.
 _LATE_S = 5.0
+# Seconds between two lines on how far an epoch is, where no terminal lets them replace each other.
+_PLAIN_S = 10.0
+# A share of an epoch's time in which it waited for data, and a time, from which on its line says so.
+_MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0
 # Longest wait for a read that is under way when the training ends.
 _LAST_READ_S = 60.0
 # Fits of this process that train now.
@@ -45,7 +49,17 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     width = len(str(epochs))
     rate = record.get("rows_per_s")  # a loop of the user's own may not say
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
-    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}"
+    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}{_why_slow(record)}"
+
+
+def _why_slow(record: Mapping[str, object]) -> str:
+    """Return what of an epoch's time was spent in waiting for data, if that was much: "  waited for data 40 %"."""
+    waited, seconds = record.get("data_wait_s"), record.get("seconds")
+    if not isinstance(waited, (int, float)) or not isinstance(seconds, (int, float)):
+        return ""
+    if seconds < _LONG_EPOCH_S or waited < _MUCH_WAITING * seconds:
+        return ""
+    return f"  waited for data {min(1.0, waited / seconds):.0%}"
 
 
 def _short(value: object) -> str:
@@ -97,8 +111,8 @@ def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) 
         return TASK_POLL_S
     if verbose:
         _print_line(
-            f"Epochs are printed when the training ends: this client does not see {store.url}. Live epoch output needs a free "
-            f"task slot; the ranks use all {slots}."
+            f"Epochs and lines of ranks are printed when the training ends: this client does not see {store.url}. To look there needs a "
+            f"free task slot; the ranks use all {slots}."
         )
     return None
 
@@ -137,6 +151,8 @@ class EpochReporter:
         self._label = label
         self._prefix = self._brackets(is_alone=True)
         self._reported = 0
+        self._said_at = time.monotonic()
+        self._is_line_open = False
         self._warned: set[str] = set()
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # start of the read that is under way
@@ -157,12 +173,27 @@ class EpochReporter:
         with _training_lock:
             _training.remove(self)
         self._stopping.set()
+        if self._is_line_open:
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
         # The user's function may take its time; a store that does not answer ends the wait.
         while self._thread.is_alive():
             began = self._reading_since
             if began is not None and time.monotonic() - began > _LAST_READ_S:
                 return
             self._thread.join(0.05)
+
+    def show_step(self, text: str) -> None:
+        """Show how far an epoch is: on a terminal in a line that the next one replaces, elsewhere in a line per 10 s."""
+        if not self._verbose or self._stopping.is_set():
+            return
+        if sys.stdout.isatty():
+            sys.stdout.write(f"\r\x1b[K{self._prefix}{text}")
+            sys.stdout.flush()
+            self._is_line_open = True
+        elif time.monotonic() - self._said_at >= _PLAIN_S:
+            self._said_at = time.monotonic()
+            _print_line(f"{self._prefix}{text}")
 
     def _brackets(self, *, is_alone: bool) -> str:
         """Return the beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
@@ -225,6 +256,7 @@ class EpochReporter:
 
     def _report(self, record: dict[str, Any]) -> None:
         if self._verbose:
+            self._said_at = time.monotonic()
             _print_line(f"{self._prefix}{format_epoch(record, self._epochs)}")
         self._check_losses(record)
         if self._progress is not None:

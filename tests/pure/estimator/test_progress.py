@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,9 +13,11 @@ from sparkhvd.data import ownership
 from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import TorchEstimator
+from sparkhvd.estimator.fitting import progress
 from sparkhvd.estimator.fitting.progress import EpochReporter, announce_late, format_epoch
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.progress import format_progress
 from tests.harness.waiting import wait_until
 
 
@@ -45,6 +49,50 @@ def test_a_line_per_epoch() -> None:
     assert format_epoch(record(3), 10) == (
         "epoch  3/10  loss 0.1235  accuracy 0.9600  val_loss 0.2000  12,346 rows/s"
     )
+
+
+def test_the_line_of_a_long_epoch_says_how_much_of_it_waited_for_data() -> None:
+    for seconds, waited, said in (
+        (2.0, 0.9, "  waited for data 45%"),
+        (2.0, 0.1, ""),
+        (0.9, 0.9, ""),
+    ):
+        one = {**record(3), "seconds": seconds, "data_wait_s": waited}
+        assert format_epoch(one, 3).partition(" rows/s")[2] == said
+
+
+def test_how_far_an_epoch_is_in_one_line() -> None:
+    assert format_progress(2, 10, 120, 1500, 1000, 100, 2.0) == (
+        "epoch 2/10  step 120/1,500  500 rows/s  28 s left"
+    )
+    assert format_progress(1, 1, 1, 400, 1, 1, 10.0).endswith("  1 h 6 min left")
+    assert format_progress(1, 1, 1, 10, 1, 1, 10.0).endswith("  1 min 30 s left")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_replaces_itself_on_a_terminal_and_comes_seldom_elsewhere(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, label="x") as reporter:
+        reporter.show_step("too soon")
+        monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+        reporter.show_step("step 1/2")
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        reporter.show_step("step 1/2")
+        reporter.show_step("step 2/2")
+    reporter.show_step("too late")
+    erase = "\r\x1b[K"
+    assert terminal.getvalue() == f"{erase}[x] step 1/2{erase}[x] step 2/2{erase}"
+    monkeypatch.undo()
+    assert capsys.readouterr().out == "[x] step 1/2\n"
+    with EpochReporter(checkpoints, epochs=2, verbose=0, progress=None) as reporter:
+        monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+        reporter.show_step("silent")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_line_of_a_record_of_the_users_own() -> None:

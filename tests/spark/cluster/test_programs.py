@@ -15,10 +15,10 @@ from tests.harness.spark import run_on
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(450)
 
-# Values by rank, a function of __main__, an exception with its rank, too many ranks, two runs side by side, an interrupt,
-# and a run after all that.
+# Values by rank, a function of __main__, an exception with its rank, too many ranks, two runs side by side, lines while
+# the ranks run, an interrupt, and a run after all that.
 PROGRAM = """
-import os, signal, subprocess, tempfile, threading
+import io, os, signal, subprocess, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
 from sparkhvd.errors import PreflightError, RankError
 from sparkhvd.runner import context, run
@@ -71,6 +71,33 @@ with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
     assert [one.result(120) for one in runs] == [[2], [2]]
     print("SIDE BY SIDE")
 
+class Seen(io.StringIO):  # lets the ranks end once lines of both are here
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def write(self, text):
+        super().write(text)
+        if all(f"[{rank}] line 9" in self.getvalue() for rank in range(2)):
+            open(self.folder + "/seen", "w").close()
+
+def prints(folder):
+    for line in range(10):
+        print("line", line)
+    deadline = time.monotonic() + 60
+    while not os.path.exists(folder + "/seen"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return "seen"
+
+with tempfile.TemporaryDirectory() as folder:
+    if "connect" not in type(spark).__module__:
+        seen = Seen(folder)
+        assert run(prints, (folder,), num_proc=2, spark=spark, stdout=seen) == ["seen"] * 2
+        expected = sorted(f"[{rank}] line {line}" for rank in range(2) for line in range(10))
+        assert sorted(seen.getvalue().splitlines()) == expected, seen.getvalue()
+    print("LIVE")
+
 def stays(folder):
     subprocess.Popen(["sleep", "300"])
     open(os.path.join(folder, os.environ["RANK"]), "w").close()
@@ -105,7 +132,7 @@ print("ALL WELL")
 
 def check(output: str) -> None:
     saved = "INTERRUPTED ['0', '1', 'saved0', 'saved1']"
-    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "SIDE BY SIDE", saved, "ALL WELL"):
+    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "SIDE BY SIDE", "LIVE", saved, "ALL WELL"):
         assert line in output, output
     assert wait_for_no_trainers() == set()
 
@@ -142,8 +169,8 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     assert "['ALL WELL', 'ALL WELL']" in output, output
     # The executor is this program, so what the ranks print is on its terminal.
     lines = output.splitlines()
-    assert "[0] rank 0 is here" in lines, output
-    assert "[1] rank 1 is here" in lines, output
+    assert lines.count("[0] rank 0 is here") == 1, output
+    assert lines.count("[1] rank 1 is here") == 1, output
 
 
 @soak("pure/runner/test_preflight")

@@ -191,10 +191,13 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
     """Two ranks on two slots, then one rank, whose epochs are seen as they happen; then no store is given."""
     given = 'GIVEN = FOLDER + "/runs-of-others"\n'
     first = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
-    assert "Epochs are printed when the training ends: this client does not see file://" in first
+    assert (
+        "Epochs and lines of ranks are printed when the training ends: this client does not see file://"
+        in first
+    )
     second = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
     third = unseen_store.run(f'GIVEN = ""\nNUM_PROC = 1\n{FIT}', tmp_path)
-    assert "Epochs are printed when the training ends" not in third
+    assert "Epochs and lines of ranks are printed when the training ends" not in third
     print(*(line for out in (first, second, third) for line in out.splitlines() if "ASKED" in line))
     # Without a mount namespace the folder is named relative to who looks, and every session has one of its own.
     if hiding(unseen_store.folder) is not None:

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from sparkhvd.data import reuse
 from sparkhvd.data.reading import preload
 from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
+from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
@@ -170,12 +172,43 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert seen == fitted.history
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert len(lines) == 3
-    assert re.fullmatch(r"epoch 1/3  loss \d.*  val_loss .*  [\d,]+ rows/s", lines[0])
+    assert re.fullmatch(r"epoch 1/3  loss \d.*  val_loss .*  [\d,]+ rows/s(  waited.*)?", lines[0])
     held_out = sum(row[-1] for row in data)
     assert fitted.history[0]["rows"] == 60 - held_out
     row = fitted.transform(df).first()
     assert len(row.kind__output) == 3
     assert isinstance(row.total__output, float)
+
+
+def test_how_far_an_epoch_is_comes_while_it_runs(
+    spark: SparkSession,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def slow(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        print("a line of the loss")
+        return (output - label).square().mean()
+
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    df = spark.range(12).selectExpr("id / 12 AS x", "id % 2 / 2 AS y")
+    TorchEstimator(
+        model=nn.Linear(1, 1),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        loss=slow,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=1,
+        num_proc=1,
+        store=store,
+    ).fit(df)
+    said = capsys.readouterr()
+    steps = r"^epoch 1/1  step (\d+)/12  [\d,]+ rows/s  [012] s left$"
+    shown = [int(step) for step in re.findall(steps, said.out, re.MULTILINE)]
+    assert 1 <= len(shown) <= 3
+    assert shown == sorted(shown)
+    assert said.err.count("[0] a line of the loss\n") == 12
 
 
 def test_params_of_training_reach_the_ranks(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.runner import preflight, task
+from sparkhvd.runner import preflight, stored
 from sparkhvd.runner.outcomes import Kind, Outcome
 
 
@@ -33,11 +33,11 @@ def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: 
     files = Files(tmp_path)
     old = Outcome(0, Kind.EXCEPTION, error="ValueError", message="fixed since", job_id="one")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 0), old.to_json().encode())
-    assert task.read_outcomes(files, "runs/r", 0, "two", 2) == []
-    assert task.read_outcomes(files, "runs/r", 0, "one", 2) == [old]
+    assert stored.read_outcomes(files, "runs/r", 0, "two", 2) == []
+    assert stored.read_outcomes(files, "runs/r", 0, "one", 2) == [old]
     new = replace(old, rank=1, job_id="two")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 1), new.to_json().encode())
-    assert task.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
+    assert stored.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
 
 
 def test_an_outcome_that_is_seen_late_is_waited_for(
@@ -46,12 +46,12 @@ def test_an_outcome_that_is_seen_late_is_waited_for(
     files = Files(tmp_path)
     late = Outcome(1, Kind.EXCEPTION, error="ValueError", message="bad", job_id="one")
     path = preflight.outcome_path("runs/r", 0, 1)
-    assert task.await_outcomes(files, "runs/r", 0, "one", 2, set()) == []
+    assert stored.await_outcomes(files, "runs/r", 0, "one", 2, set()) == []
     timer = threading.Timer(0.3, files.write_bytes, (path, late.to_json().encode()))
     timer.start()
     try:
-        assert task.await_outcomes(files, "runs/r", 0, "one", 2, {1}) == [late]
+        assert stored.await_outcomes(files, "runs/r", 0, "one", 2, {1}) == [late]
     finally:
         timer.join()
-    monkeypatch.setattr(task, "_LATE_S", 0.1)
-    assert task.await_outcomes(files, "runs/r", 0, "one", 2, {0, 1}) == [late]
+    monkeypatch.setattr(stored, "_LATE_S", 0.1)
+    assert stored.await_outcomes(files, "runs/r", 0, "one", 2, {0, 1}) == [late]

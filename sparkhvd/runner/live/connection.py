@@ -1,0 +1,113 @@
+"""Connection of a task to the driver, which is replaced whenever it is refused, cut or silent."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Generator
+
+from sparkhvd.rendezvous import Job
+from sparkhvd.rendezvous.handshake import introduce
+from sparkhvd.rendezvous.loop import Loop, Wait
+from sparkhvd.runner.live.backlog import Backlog
+from sparkhvd.runner.live.frames import ACK, FIRST, pack
+
+__all__ = ["Connection"]
+
+# How long a connection and its proof may take.
+_CONNECT_S = 5.0
+# How long the driver may take to acknowledge: then the connection is taken for dead.
+_SILENT_S = 10.0
+# Pauses between attempts to connect grow from the first to the second.
+_PAUSES_S = 0.1, 2.0
+# How long lines come together before they are sent.
+_GATHER_S = 0.2
+
+
+class Connection:
+    """Way of records through TCP, for one thread that delivers and another that aborts."""
+
+    def __init__(self, address: tuple[str, int], job: Job) -> None:
+        self._address = address
+        self._job = job
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+
+    def deliver(self, backlog: Backlog) -> None:
+        """Send records until the backlog has ended and is empty, or `abort` is called."""
+        pause, longest = _PAUSES_S
+        while not self._is_over.is_set() and backlog.take(0.0):
+            with contextlib.suppress(OSError), self._connected() as sock:
+                if self._is_proved(sock):
+                    pause = _PAUSES_S[0]
+                    _serve(sock, backlog)
+                    continue
+            self._is_over.wait(pause)
+            pause = min(longest, 2 * pause)
+
+    def abort(self) -> None:
+        """End `deliver` soon."""
+        with self._lock:
+            self._is_over.set()
+            if self._sock is not None:
+                with contextlib.suppress(OSError):  # not connected yet, or not any more
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Generator[socket.socket, None, None]:
+        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            with self._lock:
+                if self._is_over.is_set():
+                    raise OSError("over")
+                self._sock = sock
+            try:
+                sock.settimeout(_CONNECT_S)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.connect(place)
+                yield sock
+            finally:
+                with self._lock:
+                    self._sock = None
+
+    def _is_proved(self, sock: socket.socket) -> bool:
+        is_proved = False
+
+        def prove() -> Generator[Wait, None, None]:
+            nonlocal is_proved
+            is_proved = yield from introduce(
+                self._job, 0, FIRST, sock, time.monotonic() + _CONNECT_S
+            )
+
+        loop = Loop()
+        try:
+            loop.start(prove())
+            loop.run(loop.is_idle)
+        finally:
+            loop.close()
+        return is_proved
+
+
+def _serve(sock: socket.socket, backlog: Backlog) -> None:
+    """Send records until it has ended and all are acknowledged; OSError when the connection is of no use any more."""
+    sock.settimeout(_SILENT_S)
+    while records := backlog.take(_GATHER_S):
+        sock.sendall(pack(records))
+        while (number := _acknowledged(sock)) < records[-1].number:
+            backlog.acknowledge(number)
+        backlog.acknowledge(number)
+
+
+def _acknowledged(sock: socket.socket) -> int:
+    data = b""
+    while len(data) < ACK.size:
+        part = sock.recv(ACK.size - len(data))
+        if not part:
+            raise ConnectionResetError("closed by the driver")
+        data += part
+    return int(ACK.unpack(data)[0])

@@ -1,0 +1,180 @@
+"""Driver's end of live output: shows the lines of ranks as they come.
+
+**Threads**: one background thread accepts, reads and shows; a stream that blocks keeps only this thread, and then ranks leave lines out.
+**Shutdown**: `close` reads what the ranks have sent before they ended, and takes `_DRAIN_S` + `_JOIN_S` at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Generator
+
+from sparkhvd.rendezvous.handshake import HELLO, answer
+from sparkhvd.rendezvous.loop import Loop, Task, Wait, read, send, sleep
+from sparkhvd.runner.live.display import Display
+from sparkhvd.runner.live.frames import ACK, FIRST, HEADER, MAX_RECORD_BYTES, Record, pair
+from sparkhvd.spark import SparkShim
+
+__all__ = ["Receiver"]
+
+# How long a connection may take to prove that it is a rank's, and a record to come whole.
+_HANDSHAKE_S = 5.0
+_RECORD_S = 30.0
+# How long connections of ranks that have ended may take to be read to their end.
+_DRAIN_S = 0.5
+_JOIN_S = 2.0
+# The longest that a selector waits, in whole days.
+_FOREVER_S = 24.0 * 86400
+# Connections beyond the ranks' that may try to prove themselves at once.
+_SPARE_CONNECTIONS = 64
+
+
+class Receiver:
+    """Listener for the lines of an attempt's ranks; a context manager."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        host: str,
+        display: Display,
+        key: str,
+        job_id: str,
+        attempt: int,
+        size: int,
+    ) -> None:
+        """Prepare a receiver; nothing runs before `with`.
+
+        Args:
+            listening: not blocking; closed at the end.
+            host: at which ranks reach it.
+            display: used by the thread alone until the end of the block.
+            key: of the attempt, in hex.
+            job_id: of the attempt.
+            attempt: 0 for the first launch.
+            size: number of ranks.
+        """
+        self.address = (host, int(listening.getsockname()[1]))
+        self._listening = listening
+        self._display = display
+        self._job = pair(key, job_id, attempt, size, None)
+        self._size = size
+        self._of_rank: dict[int, socket.socket] = {}
+        self._num_open = 0
+        self._loop = Loop()
+        self._is_ending = self._is_over = False
+        self._wakes, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-live", daemon=True)
+
+    @classmethod
+    def listen(
+        cls,
+        shim: SparkShim,
+        display: Display,
+        key: str,
+        job_id: str,
+        attempt: int,
+        size: int,
+    ) -> Receiver:
+        """Listen at the address at which executors reach the driver; the arguments are those of the class.
+
+        Raises:
+            OSError: this process cannot listen there.
+        """
+        own, host = shim.own_addresses()
+        family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
+        listening.setblocking(False)
+        return cls(listening, host, display, key, job_id, attempt, size)
+
+    def __enter__(self) -> Receiver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending = True
+        with contextlib.suppress(OSError):  # the thread is at its end
+            self._wakes.send(b"\0")
+        self._thread.join(_DRAIN_S + _JOIN_S)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it did not end in time, because the stream blocks."""
+        return self._thread.is_alive()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.start(self._accept())
+            self._loop.start(self._end())
+            self._loop.run(lambda: self._is_over)
+        finally:
+            self._loop.close()
+            for sock in (self._listening, self._wakes, self._woken):
+                sock.close()
+
+    def _end(self) -> Task:
+        """Wait for the caller, and then for the connections of ranks that have ended."""
+        while not self._is_ending:
+            with contextlib.suppress(TimeoutError):
+                yield Wait(self._woken, selectors.EVENT_READ, time.monotonic() + _FOREVER_S)
+        until = time.monotonic() + _DRAIN_S
+        while self._num_open and time.monotonic() < until:
+            yield from sleep(0.01)
+        self._is_over = True
+
+    def _accept(self) -> Task:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                yield Wait(self._listening, selectors.EVENT_READ, time.monotonic() + _FOREVER_S)
+            try:
+                sock, _ = self._listening.accept()
+            except BlockingIOError:  # it is gone again
+                continue
+            except OSError:  # no descriptor is free
+                yield from sleep(1.0)
+                continue
+            if self._num_open >= 2 * self._size + _SPARE_CONNECTIONS:
+                sock.close()
+                continue
+            self._num_open += 1
+            self._loop.start(self._receive(sock))
+
+    def _receive(self, sock: socket.socket) -> Task:
+        rank = -1
+        try:
+            with sock, contextlib.suppress(OSError):  # not a rank, or one that is gone
+                sock.setblocking(False)
+                until = time.monotonic() + _HANDSHAKE_S
+                hello = yield from read(sock, HELLO.size, until)
+                known = yield from answer(self._job, FIRST, hello, sock, until)
+                if known is None:
+                    return
+                rank = known[1] - 1
+                yield from self._records(sock, rank)
+        finally:
+            self._num_open -= 1
+            if self._of_rank.get(rank) is sock:
+                del self._of_rank[rank]
+
+    def _records(self, sock: socket.socket, rank: int) -> Generator[Wait, None, None]:
+        """Show the records of a rank, and acknowledge them."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if rank in self._of_rank:  # that one is dead, or the rank would not have another
+            with contextlib.suppress(OSError):
+                self._of_rank[rank].shutdown(socket.SHUT_RDWR)
+        self._of_rank[rank] = sock
+        while True:
+            header = yield from read(sock, HEADER.size, time.monotonic() + _FOREVER_S)
+            number, num_bytes = HEADER.unpack(header)
+            if num_bytes > MAX_RECORD_BYTES:
+                return
+            text = yield from read(sock, num_bytes, time.monotonic() + _RECORD_S)
+            self._display.take(rank, Record(number, text.decode(errors="replace")))
+            send(sock, ACK.pack(self._display.last(rank)))

@@ -1,0 +1,106 @@
+"""Options and result of a launch under Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.runner.live.files import Mailbox
+from sparkhvd.runner.outcomes import Outcome
+from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+
+__all__ = ["JobReport", "LaunchOptions"]
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of a launch.
+
+    Attributes:
+        env: environment variables of the ranks.
+        settings: engine settings given in code; None means those of the Spark conf and of the environment; `JobSettings`
+            are final.
+        start_timeout_s: longest wait for enough task slots; None means the setting.
+        max_retries: relaunches after a lost process, executor or host.
+        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
+        threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
+        shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
+        run_dir: folder of this run in `shared`; needed with it.
+        progress: returns the progress of the job, for example the newest checkpoint's number. Two losses in a row with
+            an equal value are final.
+        requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
+        use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpu.decide`.
+        profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
+        early: called in each rank's process before it imports more than a nursery has, and before it knows its rank, for example to
+            begin reading in a thread; must return soon. Its exceptions are ignored.
+        is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
+        timestamps: whether lines of ranks begin with the local time.
+        stream: gets the ranks' output.
+        show_progress: called from a thread with each line on how far the training is.
+        mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    settings: Settings | JobSettings | None = None
+    start_timeout_s: float | None = None
+    max_retries: int = 2
+    verbose: int = 1
+    threads_per_rank: int | None = None
+    shared: SharedFiles | None = None
+    run_dir: str | None = None
+    progress: Callable[[], object] | None = None
+    requirements: tuple[str, ...] = ()
+    use_gpu: bool | None = None
+    profile: ResourceProfile | None = None
+    early: Callable[[int, int], object] | None = None
+    is_alone: bool = False
+    timestamps: bool = False
+    stream: TextIO | None = None
+    mailbox: Mailbox | None = None
+    show_progress: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        retries = self.max_retries
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise InvalidArgumentError(
+                f"max_retries is {retries!r}; it must be a whole number, 0 or more."
+            )
+        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
+            raise InvalidArgumentError(
+                f"start_timeout is {self.start_timeout_s!r}; it must be more than 0 seconds."
+            )
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+            raise InvalidArgumentError(
+                f"threads_per_rank is {self.threads_per_rank!r}; it must be at least 1."
+            )
+        if (self.shared is None) != (self.run_dir is None):
+            raise InvalidArgumentError("shared and run_dir belong together; give both or neither.")
+
+
+@dataclass(frozen=True)
+class JobReport(Generic[R]):
+    """Result of a launch.
+
+    Attributes:
+        results: results of the function, by rank.
+        attempts: launches that were needed; 1 when nothing was lost.
+        launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks
+            of the hosts).
+        run_s: seconds that the slowest rank ran the function.
+        outcomes: outcomes of the last attempt, by rank.
+    """
+
+    results: list[R]
+    attempts: int
+    launch_s: float
+    run_s: float
+    outcomes: tuple[Outcome, ...]

@@ -1,0 +1,117 @@
+"""Output of ranks on a Spark Connect client while they run, through the store; and a flood from an executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.cluster import Cluster, Unseen, run_client
+from tests.harness.soak import soak
+from tests.harness.spark import run_on, with_folder
+
+pytestmark = pytest.mark.timeout(450)
+
+# The rank waits until the client has shown its line, and says so through the store.
+PROGRAM = """
+import io, os, threading, torch
+from torch import nn
+from sparkhvd import Store, TorchEstimator, log_to_driver, run
+
+class Shown(io.StringIO):
+    def write(self, text):
+        if "a live line" in text and not shown.is_set():
+            self.since = time.time() - float(text.partition("a live line ")[2].split()[0])
+            shown.set()
+        terminal.write(text)
+        return super().write(text)
+
+shown = threading.Event()
+store = Store.create(FOLDER + "/store")
+df = spark.createDataFrame([([float(i % 5)], float(i % 7)) for i in range(8)], "x array<double>, y double")
+
+def waits(output, label):
+    if not os.path.exists(FOLDER + "/told"):
+        open(FOLDER + "/told", "w").close()
+        print("a live line", time.time())
+        log_to_driver("a message")
+        deadline = time.monotonic() + 60
+        while not os.path.exists(FOLDER + "/store/shown"):
+            assert time.monotonic() < deadline, "nobody has seen it"
+            time.sleep(0.05)
+    print("a step")
+    return ((output - label) ** 2).mean()
+
+def answer():
+    assert shown.wait(60)
+    store.write_bytes("shown", b"")
+
+terminal, sys.stderr = sys.stderr, Shown()
+answering = threading.Thread(target=answer)
+answering.start()
+TorchEstimator(
+    model=nn.Linear(1, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=waits, feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=1, num_proc=1, max_retries=0, run_id="r", store=store).fit(df)
+answering.join()
+run(print, ("quiet",), num_proc=1, spark=spark)
+written, sys.stderr = sys.stderr, terminal
+lines = written.getvalue().splitlines()
+assert sum("a live line" in line for line in lines) == 1, lines
+assert lines.count("[0] a message") == 1 and lines.count("[0] a step") >= 2, lines
+print("SHOWN after", written.since)
+assert written.since < 3.0, written.since
+why = "executors cannot reach a client of Spark Connect. It is in the executors' logs."
+assert lines.count(f"sparkhvd: No live output of the ranks: {why}") == 1, lines
+assert not [path for path in store.list("runs/r/attempts", recursive=True) if "live" in path]
+print("ALL WELL")
+"""
+
+# A rank prints as fast as it can, in an executor of its own.
+FLOOD = """
+import io, os, re
+from sparkhvd import run
+
+def prints(seconds):
+    block = b"".join(b"a line of a flood, of about a hundred characters, one of very many %045d\\n" % i for i in range(1000))
+    until, lines = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        view = memoryview(block)
+        while view:
+            view = view[os.write(1, view):]
+        lines += 1000
+    return lines
+
+output = io.StringIO()
+began = time.monotonic()
+printed = run(prints, (5,), num_proc=1, spark=spark, stdout=output)[0]
+lines = output.getvalue().splitlines()
+counts = [re.fullmatch(r"\\[0\\] \\(([\\d,]+) lines? left out here; the executor's log has all\\)", line) for line in lines]
+left_out = sum(int(found[1].replace(",", "")) for found in counts if found)
+shown = sum(found is None for found in counts)
+print("FLOOD", printed, "printed", shown, "shown", left_out, "left out", time.monotonic() - began, "s")
+assert shown + left_out == printed
+assert shown < 2000 * (time.monotonic() - began + 2)
+spark.stop()
+print("ALL WELL")
+"""
+
+
+@soak("processes/runner/test_live")
+def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
+    output = run_on("local-cluster[1,1,1024]", FLOOD, tmp_path)
+    print(*(line for line in output.splitlines() if "FLOOD" in line))
+    assert "ALL WELL" in output, output
+
+
+def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
+    body = with_folder(PROGRAM, tmp_path)
+    output = run_client(cluster.remote, body, tmp_path)
+    assert "ALL WELL" in output, output
+
+
+@soak("a client that sees the store, here; reading through tasks: test_unseen_store")
+def test_a_client_of_connect_that_does_not_see_the_store(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    output = unseen_store.run(PROGRAM, tmp_path)
+    assert "ALL WELL" in output, output
