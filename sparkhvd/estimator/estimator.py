@@ -294,7 +294,6 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             run_dir=spec.run_dir,
             progress=checkpoints.latest_position,
             requirements=required_modules(request.options),
-            early=spec.early(),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,
             mailbox=Mailbox(functools.partial(collect, request.store), poll_s),

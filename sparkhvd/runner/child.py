@@ -15,7 +15,6 @@ the parent is gone; then the whole process group is killed, so that data loader 
 from __future__ import annotations
 
 import atexit
-import base64
 import contextlib
 import ctypes
 import faulthandler
@@ -44,7 +43,7 @@ from sparkhvd.runner.frames import (
     write_progress,
 )
 from sparkhvd.runner.gpu import probe
-from sparkhvd.runner.pickling import cloudpickle, dumps
+from sparkhvd.runner.pickling import dumps
 from sparkhvd.runner.reports import (
     dump_result,
     peak_rss,
@@ -89,7 +88,6 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     first = _FirstFrame(result_fd)
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
-    _begin(prologue)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
     if payload is None:
@@ -160,13 +158,6 @@ class _FirstFrame:
             self._is_sent = True
             with contextlib.suppress(BrokenPipeError):
                 write_frame(self._fd, payload)
-
-
-def _begin(prologue: Prologue) -> None:
-    if prologue.early:
-        # A head start only: the code that needs its result reports what went wrong.
-        with contextlib.suppress(Exception):
-            cloudpickle().loads(base64.b64decode(prologue.early))(*prologue.neighbours)
 
 
 def _preload(modules: list[str]) -> None:

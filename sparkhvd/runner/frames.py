@@ -43,8 +43,6 @@ class Prologue:
         num_threads: threads for OpenMP, MKL and the like.
         keep_freed_memory: whether the process keeps freed memory for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
-        early: function to call before that, from `early_call`; "" for none.
-        neighbours: index of this process among the tasks that Spark has put on its host, and their number.
         gpu_views: sets of variables (None: unset) for each of which the process reports the GPUs that it sees, all in its
             first frame; empty for no report.
         cuda_library: path of CUDA's driver library; "" for the system's.
@@ -60,8 +58,6 @@ class Prologue:
     num_threads: int = 1
     keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
-    early: str = ""
-    neighbours: tuple[int, int] = (0, 1)
     gpu_views: list[dict[str, str | None]] = field(default_factory=list)
     cuda_library: str = ""
     spark_files: str = ""

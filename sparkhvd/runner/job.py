@@ -41,7 +41,7 @@ from sparkhvd.runner.outcomes import (
     root_cause,
 )
 from sparkhvd.runner.payload import carried
-from sparkhvd.runner.pickling import dumps, early_call
+from sparkhvd.runner.pickling import dumps
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.sessions import active_session
 from sparkhvd.settings import Settings
@@ -212,7 +212,6 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         driver=preflight.rank_facts(()).to_dict(),
         requirements=options.requirements,
         preload=tuple(launching.preload(plan.program, options.requirements)),
-        early=early_call(options.early),
         fixed_threads=plan.fixed_threads,
         run_dir=options.run_dir or "",
         gpu_mode=plan.gpus.mode,

@@ -40,8 +40,6 @@ class LaunchOptions:
         requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
         use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpu.decide`.
         profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
-        early: called in each rank's process before it imports more than a nursery has, and before it knows its rank, for example to
-            begin reading in a thread; must return soon. Its exceptions are ignored.
         is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
         timestamps: whether lines of ranks begin with the local time.
         stream: gets the ranks' output.
@@ -61,7 +59,6 @@ class LaunchOptions:
     requirements: tuple[str, ...] = ()
     use_gpu: bool | None = None
     profile: ResourceProfile | None = None
-    early: Callable[[int, int], object] | None = None
     is_alone: bool = False
     timestamps: bool = False
     stream: TextIO | None = None

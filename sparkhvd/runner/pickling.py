@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["cloudpickle", "dump_program", "dumps", "early_call"]
+__all__ = ["cloudpickle", "dump_program", "dumps"]
 
 
 def cloudpickle() -> Any:
@@ -30,8 +29,3 @@ def dump_program(
 ) -> bytes:
     """Pickle a call, and the backend of torch.distributed where this process has it: who imports it need not name it in `fn`."""
     return dumps((fn, args, kwargs, sys.modules.get("sparkhvd.distributed")))
-
-
-def early_call(fn: Callable[[int, int], object] | None) -> str:
-    """Return a function of `Prologue.neighbours` as text for `Prologue.early`; "" for None."""
-    return "" if fn is None else base64.b64encode(dumps(fn)).decode()

@@ -64,7 +64,6 @@ class TaskSpec:
         driver: the driver's `RankFacts`.
         requirements: modules that the workers' Python must have.
         preload: modules that the trainers import early.
-        early: function that the trainers call before that, from `early_call`; "" for none.
         fixed_threads: threads per rank; None means the task's cores.
         run_dir: folder of outcomes in the shared files; "" for none.
         gpu_mode: source of a rank's GPU, of `decide.Mode`.
@@ -85,7 +84,6 @@ class TaskSpec:
     driver: dict[str, Any]
     requirements: tuple[str, ...]
     preload: tuple[str, ...]
-    early: str
     fixed_threads: int | None
     run_dir: str
     gpu_mode: str = decide.Mode.FREE
@@ -349,21 +347,12 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         keep_freed_memory=settings.keep_freed_memory,
         nursery=settings.nursery != "0",
         preload=list(spec.preload),
-        early=spec.early,
-        neighbours=_neighbours(barrier),
         gpu_views=task.views(spec.gpu_mode),
         cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),
     )
-
-
-def _neighbours(barrier: BarrierTaskContext) -> tuple[int, int]:
-    """Return the index among the tasks of this host, and their number, as Spark names hosts."""
-    hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
-    number = barrier.partitionId()
-    return hosts[:number].count(hosts[number]), hosts.count(hosts[number])
 
 
 def exchange_facts(

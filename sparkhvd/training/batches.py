@@ -18,7 +18,6 @@ from sparkhvd.data.columns.ragged import Flags, Rows
 from sparkhvd.data.manifest import PARQUET, Manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.preload import Loading, begun
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.subset import is_flagged
 from sparkhvd.data.store.store import Store
@@ -76,10 +75,9 @@ class Data:
         files = spec.data_store or spec.store
         usable = self._usable("training", files, manifest)
         open_reader = functools.partial(_reader, spec, functions=functions, pin_memory=pin_memory)
-        loading = begun(spec.store, spec.data_dir)
         flags: Flags | None = None
         if is_flagged(manifest, spec.training_subset):
-            flags = read_flags_once(files, manifest, usable, loading)
+            flags = read_flags_once(files, manifest, usable)
         groups = _groups(files, manifest)
         self.training = open_reader(
             files,
@@ -88,7 +86,6 @@ class Data:
             usable=usable,
             flags=flags,
             groups=groups,
-            loading=loading,
         )
         self.validation: Reader | None = None
         held_out = manifest
@@ -245,7 +242,6 @@ def _reader(
     is_training: bool = True,
     flags: Flags | None = None,
     groups: Rows | None = None,
-    loading: Loading | None = None,
     pin_memory: bool = False,
 ) -> Reader:
     sharing = HostRows("training rows" if is_training else "validation rows")
@@ -267,6 +263,5 @@ def _reader(
         usable=usable,
         flags=flags,
         groups=groups,
-        loading=loading,
         sharing=sharing if sharing.is_shared else None,
     )

@@ -17,8 +17,6 @@ import numpy as np
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.ragged import Array, Flags, Ragged, Rows, SparseRows, Values
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.reading.prefetch import READ_S
-from sparkhvd.data.reading.preload import Loading
 from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reading.subset import read_flags, read_groups
 from sparkhvd.data.store.store import Store
@@ -127,16 +125,13 @@ class HostRows:
         return [part for rank, part in enumerate(parts) if self._hosts[rank] == host]
 
 
-def read_flags_once(
-    store: Store, manifest: Manifest, usable: Rows | None, loading: Loading | None
-) -> Flags:
+def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Flags:
     """Read the validation column, a part on each rank of a host. All ranks must call it.
 
     Args:
         store: of the files.
         manifest: with a validation column.
         usable: ascending numbers of the rows that count; None means all.
-        loading: may have read this rank's part already.
 
     Returns:
         The flags of all usable rows.
@@ -147,10 +142,7 @@ def read_flags_once(
     """
 
     def read(source: Source, part: tuple[int, int]) -> Flags:
-        flags: Flags | None = None
-        if usable is None and loading is not None and loading.part == part:
-            flags = loading.flags(READ_S)
-        return read_flags(source, manifest, usable, part) if flags is None else flags
+        return read_flags(source, manifest, usable, part)
 
     return _read_once("validation flags", store, manifest, read)
 

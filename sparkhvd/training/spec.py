@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.reading import preload
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.modules.weights import Weights
@@ -120,23 +118,6 @@ class TrainSpec:
     def training_subset(self) -> str:
         """The subset of `Reader` with the training rows of `data_dir`."""
         return "train" if self.has_validation and self.validation_dir is None else "all"
-
-    def early(self) -> Callable[[int, int], None] | None:
-        """Return a function that a rank's process calls before it imports torch: read materialized training rows."""
-        if self.data_store is not None or self.group is not None:
-            return (
-                None  # there is nothing to read early, or groups decide which rows a fraction takes
-            )
-        return functools.partial(
-            preload.begin,
-            self.store,
-            self.data_dir,
-            subset=self.training_subset,
-            validation=self.validation,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            shuffle_bytes=self.shuffle_bytes,
-        )
 
 
 @dataclass(frozen=True)

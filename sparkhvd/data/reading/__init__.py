@@ -9,7 +9,6 @@ Each module imports only those above it:
     groups    whole groups in place of rows
     source    rows of a manifest's files by number
     subset    training and validation rows, and their division among processes
-    preload   rows that are read while torch is still imported
     prefetch  reading ahead in a thread
     resident  rows that are held in memory
     order     plans of a reader's epochs

@@ -23,8 +23,7 @@ from sparkhvd.data.reading import prefetch
 from sparkhvd.data.reading.batch import Batch, no_rows, packed, pinned, row_bytes
 from sparkhvd.data.reading.groups import group_edges
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
-from sparkhvd.data.reading.preload import Loading, Sharing
-from sparkhvd.data.reading.resident import ResidentRows
+from sparkhvd.data.reading.resident import ResidentRows, Sharing
 from sparkhvd.data.reading.sampler import Plan, Window
 from sparkhvd.data.reading.source import open_source
 from sparkhvd.data.reading.subset import SUBSETS, Division, column_names, read_groups, select_rows
@@ -71,7 +70,6 @@ class Reader:
         usable: Rows | None = None,
         flags: Flags | None = None,
         groups: Rows | None = None,
-        loading: Loading | None = None,
         sharing: Sharing | None = None,
     ) -> None:
         """Open the data for one rank; reads only the validation column, and one row if there are decoders.
@@ -102,7 +100,6 @@ class Reader:
             flags: the validation flags of the usable rows; None reads the manifest's validation column, if needed.
             groups: the number of the group of each row of the manifest; None reads the manifest's column of groups, if it has
                 one.
-            loading: rows that are being read already; those of another subset or part are not used.
             sharing: the ranks of this host, which read rows that fit in memory together and hold them once. All ranks
                 must begin their first epoch then, or `prepare` it.
 
@@ -148,9 +145,9 @@ class Reader:
         )
         self._resident: ResidentRows | None = None
         if self._order.is_resident:
-            division = Division.of(self._source, manifest, subset)
+            division = Division(self._source.block_edges)
             self._resident = ResidentRows(
-                self._source, self._names, rows, division, loading=loading, sharing=sharing
+                self._source, self._names, rows, division, sharing=sharing
             )
         self.num_rows = self._order.num_rows
         self._prefetch_bytes = prefetch_bytes

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from sparkhvd.data.columns.ragged import Rows, Values
-from sparkhvd.data.reading import prefetch
-from sparkhvd.data.reading.preload import Loading, Sharing
 from sparkhvd.data.reading.sampler import permutation
 from sparkhvd.data.reading.source import Source
 from sparkhvd.data.reading.subset import Division, count_of, read_rows
 
-__all__ = ["ResidentRows"]
+__all__ = ["ResidentRows", "Sharing"]
+
+
+class Sharing(Protocol):
+    """The ranks of a host that hold rows once.
+
+    Attributes:
+        part: (number, count) of this rank's part of the rows.
+    """
+
+    part: tuple[int, int]
+
+    def gather(
+        self, values: Mapping[str, Values] | None, error: BaseException | None = None
+    ) -> dict[str, Values] | None:
+        """Put the parts of all ranks together, in order, on all ranks; None if they cannot share memory.
+
+        Raises `error`, or another rank's.
+        """
 
 
 class ResidentRows:
@@ -25,7 +42,6 @@ class ResidentRows:
         rows: Rows | int,
         division: Division,
         *,
-        loading: Loading | None,
         sharing: Sharing | None,
     ) -> None:
         """Prepare; reads nothing.
@@ -35,14 +51,12 @@ class ResidentRows:
             names: columns to read.
             rows: numbers of the rows, or a count for all from 0 on.
             division: of the rows into parts.
-            loading: rows that are being read already; those of another subset or part are not used.
             sharing: the ranks of this host, which read a part each; None reads all rows.
         """
         self._source = source
         self._names = list(names)
         self._rows = rows
         self._division = division
-        self._loading = loading
         self._sharing = sharing
         self._values: dict[str, Values] | None = None
 
@@ -60,8 +74,8 @@ class ResidentRows:
 
     @property
     def is_unread(self) -> bool:
-        """True if the rows have yet to be read, and nobody has begun to."""
-        return self._values is None and self._loading is None
+        """True if the rows have yet to be read."""
+        return self._values is None
 
     def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
         """Return a function that permutes the rows for an epoch, once, for whichever thread needs them first."""
@@ -70,22 +84,14 @@ class ResidentRows:
         def permute() -> Rows:
             with lock:
                 if not made:
-                    made.append(self._permute(seed, epoch))
+                    made.append(permutation(count_of(self._rows), seed, epoch))
             return made[0]
 
         return permute
 
-    def _permute(self, seed: int, epoch: int) -> Rows:
-        """Return the order of an epoch, from `loading` if that made it."""
-        order: Rows | None = None
-        count = count_of(self._rows)
-        if self._loading is not None and epoch == 0:
-            order = self._loading.order(count, seed, prefetch.READ_S)
-        return permutation(count, seed, epoch) if order is None else order
-
     def clear(self) -> None:
         """Release the rows."""
-        self._values = self._loading = None
+        self._values = None
 
     def _read_all(self) -> dict[str, Values]:
         if self._sharing is None:
@@ -100,9 +106,4 @@ class ResidentRows:
         return self._read_part((0, 1)) if values is None else values
 
     def _read_part(self, part: tuple[int, int]) -> dict[str, Values]:
-        values = None
-        if self._loading is not None and self._loading.part == part:
-            values = self._loading.take(self._names, self._rows, prefetch.READ_S)
-        if values is None:
-            values = read_rows(self._source, self._names, self._rows, part, self._division)
-        return values
+        return read_rows(self._source, self._names, self._rows, part, self._division)

@@ -25,7 +25,6 @@ __all__ = [
     "read_flags",
     "read_groups",
     "read_rows",
-    "same_rows",
     "select_rows",
 ]
 
@@ -49,21 +48,9 @@ class Division:
 
     Attributes:
         edges: row numbers where the source's pieces begin, at which parts are cut; None cuts anywhere.
-        file_rows: rows of the files, to cut at equal numbers of these, so that a process finds its part before it knows
-            the whole selection; None cuts at equal numbers of selected rows.
     """
 
     edges: Rows | None = None
-    file_rows: int | None = None
-
-    @classmethod
-    def of(cls, source: Source, manifest: Manifest, subset: str) -> Division:
-        """Return the division of a subset's rows.
-
-        Validation rows often follow all others: cut at equal numbers of the files' rows, one process would read them all.
-        """
-        is_cut_early = subset == "train" and is_flagged(manifest, subset)
-        return cls(source.block_edges, manifest.num_rows if is_cut_early else None)
 
     def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
         """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""
@@ -74,17 +61,12 @@ class Division:
 
     def _cut(self, rows: Rows | int, number: int, count: int) -> int:
         """Return the position in a selection where a part begins."""
-        total = count_of(rows) if self.file_rows is None else self.file_rows
-        cut = total * number // count
-        if self.file_rows is not None:
-            if self.edges is not None:
-                cut = _nearest(self.edges, cut)
-            return cut if isinstance(rows, int) else int(np.searchsorted(rows, cut))
-        if self.edges is not None:
-            cut = _nearest(
-                self.edges if isinstance(rows, int) else np.searchsorted(rows, self.edges), cut
-            )
-        return cut
+        cut = count_of(rows) * number // count
+        if self.edges is None:
+            return cut
+        return _nearest(
+            self.edges if isinstance(rows, int) else np.searchsorted(rows, self.edges), cut
+        )
 
 
 def _nearest(edges: Rows, wanted: int) -> int:
@@ -194,10 +176,3 @@ def read_rows(
     """Read columns of a part of the rows, as `Source.read` gives them."""
     numbers = division.part(rows, *part)
     return source.read(names, None if isinstance(numbers, int) else numbers)
-
-
-def same_rows(a: Rows | int, b: Rows | int) -> bool:
-    """Return True if two selections have the same rows."""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return bool(np.array_equal(a, b))

@@ -274,7 +274,7 @@ def test_a_validation_column_splits(store: Store) -> None:
 def test_validation_rows_behind_all_others_are_divided_evenly(store: Store) -> None:
     manifest, rows = make(store, [60, 40], flag=True), np.arange(80, 100)
     with RowSource(store, manifest) as source:
-        division = Division.of(source, manifest, "validation")
+        division = Division(source.block_edges)
     parts = [division.part(rows, number, 4) for number in range(4)]
     assert [len(np.atleast_1d(part)) for part in parts] == [5, 5, 5, 5]
     np.testing.assert_array_equal(np.concatenate(parts), rows)

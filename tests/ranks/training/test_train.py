@@ -15,7 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
-from sparkhvd.data.reading import preload
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.training import program
@@ -24,7 +23,7 @@ from sparkhvd.training.early_stopping import Monitor, best_epoch
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.harness.soak import left_to_soak
-from tests.ranks.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear
+from tests.ranks.training.ranks import RUN_DIR, Case, assert_close, linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -399,18 +398,3 @@ def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Stor
     with torch.no_grad():
         expected = nn.functional.mse_loss(model(x).flatten(), y).item()
     assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_rows_that_the_process_has_begun_to_read_are_trained_on(store: Store) -> None:
-    model = linear()
-    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 2})
-    early = case.spec().early()
-    assert early is not None
-    early(0, 1)
-    preload._begun[0]._thread.join(20)
-    manifest = Manifest.load(store, DATA_DIR)
-    for file in manifest.files:
-        store.delete(file.path)
-    assert case.train(1).epoch == 2
-    case.write()
-    assert_close(case.weights(2), case.reference(1, 2)[1], 1e-5)

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.data import reuse
-from sparkhvd.data.reading import preload
 from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
@@ -292,28 +291,6 @@ def test_validation_rows_have_decoder_threads_of_their_own(
     assert found[0] == 0
     assert found[1] == 10  # the validation rows
     assert found[2] == 40
-
-
-def test_ranks_begin_to_read_before_they_know_who_they_are(
-    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Any] = []
-
-    def begin_and_stop(*arguments: Any) -> None:
-        arguments[-1].early(1, 3)  # what a rank's process does first
-        (loading,) = preload._begun
-        preload._begun.clear()
-        loading._thread.join(20)
-        found.append((loading._names, len(loading._rows), loading._values))
-        raise InterruptedError
-
-    monkeypatch.setattr("sparkhvd.estimator.estimator.launch", begin_and_stop)
-    df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
-    with pytest.raises(InterruptedError):
-        estimator(mlp(2), store, validation=0.2).fit(df)
-    ((names, rows, values),) = found
-    assert (names, rows) == (["x", "y"], 24)  # a third of 72
-    assert values["x"].shape == (24, 2)
 
 
 def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
