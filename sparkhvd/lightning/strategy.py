@@ -1,7 +1,7 @@
 """`SparkhvdStrategy`: Lightning's strategy whose optimizers are `DistributedOptimizer`s.
 
-Gradients are reduced by the optimizers and not by DDP: that is faster (docs/results/lightning.md), and parameters that a step does not use need no
-option. All else that Lightning asks for goes through torch.distributed's default group, over the same engine.
+Gradients are reduced by the optimizers and not by DDP: parameters that a step does not use need no option, and it costs no more than DDP with its
+best options (docs/results/lightning.md). All else that Lightning asks for goes through torch.distributed's default group, over the same engine.
 """
 
 from __future__ import annotations
