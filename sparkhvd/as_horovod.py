@@ -29,14 +29,14 @@ _HOMES = (("horovod", "sparkhvd.horovod"), ("horovod.torch", "sparkhvd.torch"))
 _KERAS = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
-_LATER = "is not in this version of sparkhvd"
 _ABSENT = {
     "horovod.tensorflow": _KERAS,
     "horovod.mxnet": _KERAS,
     "horovod.keras": f"{_KERAS}, or with Keras 3 on its torch backend and horovod.torch.DistributedOptimizer",
     "horovod.spark.keras": f"{_KERAS}; horovod.spark.torch has an estimator",
     "horovod.spark.tensorflow": f"{_KERAS}; horovod.spark.torch has an estimator",
-    "horovod.spark.lightning": f"An estimator of LightningModules {_LATER}. horovod.spark.torch has one of modules",
+    "horovod.spark.lightning": "Its estimator is not here under this name: sparkhvd.lightning.TorchEstimator fits a LightningModule, "
+    "and Trainer(strategy='horovod') trains one on ranks",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 # Options of python that take a value.

@@ -319,15 +319,15 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
 def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Ignore outcomes of the first launch, of whose ranks the lowest is named, among those of the second."""
+    """Ignore outcomes of the first launch among those of the second."""
 
     def fails() -> None:
         raise ValueError("everywhere")
 
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
-    with pytest.raises(RankError, match="raised ValueError: everywhere") as both:
+    # Whichever rank's task ends first: Spark then kills the other one, which may have told its outcome, too.
+    with pytest.raises(RankError, match="raised ValueError: everywhere"):
         job.launch(SparkShim(spark), fails, (), {}, 2, options)
-    assert both.value.rank == 0
 
     def lose_rank_1(ended: Path) -> None:
         if os.environ["RANK"] == "1":
