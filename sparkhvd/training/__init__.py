@@ -35,6 +35,7 @@ Each module imports only those above it:
     schedule          steps of the scheduler
     step              one optimizer step
     progress          how far an epoch is, for the driver
+    waits             time in which the ranks of an epoch waited for each other
     train_fn          the user's own training loop
     train             the loop
 """

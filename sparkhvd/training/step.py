@@ -9,6 +9,7 @@ several labels with different weights are summed before: see `losses`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -76,6 +77,7 @@ class Step:
         self.is_sum = program.user.train_step is None and all(program.is_sum)
         # The sums of this rank's losses times their weights, and of the weights, in the last step.
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
+        self.waited_s = 0.0  # for reduced gradients, since an epoch began
         # True if weights of a step are known only after `forward`; None before the first batch.
         self.is_weighted: bool | None = None
         self.counts_apart = counts_apart(program) and not user.takes(is_training=True)
@@ -108,7 +110,9 @@ class Step:
             totals.add(result)
         self.last_loss = (loss, weight)
         sums = self.send_weight(weight, problem)  # in flight beside the gradients
+        began = time.perf_counter()
         self.optimizer.synchronize()
+        self.waited_s += time.perf_counter() - began
         return self.apply(self.factor(sums, plan, problem, where))
 
     def prepared(

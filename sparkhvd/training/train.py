@@ -58,6 +58,7 @@ from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
 from sparkhvd.training.user_code.context import Moment
 from sparkhvd.training.user_code.logs import Logs
 from sparkhvd.training.user_step import StepContext, UserStep
+from sparkhvd.training.waits import waits
 
 __all__ = ["train"]
 
@@ -219,6 +220,7 @@ def train_epoch(
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
+    step.waited_s = 0.0
     progress = Progress(epoch + 1, step.spec.epochs, data.num_steps)
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step):
@@ -239,6 +241,7 @@ def train_epoch(
         "seconds": seconds,
         "rows_per_s": totals.num_rows / max(seconds, 1e-9),
         "data_wait_s": data.waited_s,
+        **waits(step.waited_s),
         "lr": learning_rate(step.optimizer),
     }
 

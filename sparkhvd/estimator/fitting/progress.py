@@ -18,6 +18,7 @@ from typing import Any
 from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.user_code.logs import RESERVED
 
 __all__ = ["EpochReporter", "announce_late", "format_epoch", "poll_interval", "report_skipped"]
 
@@ -41,9 +42,7 @@ _training_lock = threading.Lock()
 def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     """Format an epoch as one line: "epoch 3/10  loss 0.1234  accuracy 0.9600  val_loss 0.1300  12,345 rows/s"."""
     shown = {
-        name: value
-        for name, value in record.items()
-        if name not in ("epoch", "rows", "seconds", "rows_per_s", "data_wait_s", "lr")
+        name: value for name, value in record.items() if name == "loss" or name not in RESERVED
     }
     numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
     width = len(str(epochs))
@@ -53,13 +52,21 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
 
 
 def _why_slow(record: Mapping[str, object]) -> str:
-    """Return what of an epoch's time was spent in waiting for data, if that was much: "  waited for data 40 %"."""
-    waited, seconds = record.get("data_wait_s"), record.get("seconds")
-    if not isinstance(waited, (int, float)) or not isinstance(seconds, (int, float)):
+    """Return what an epoch waited for, as far as that was much: "  waited for data 40%, for rank 3 20%"."""
+    seconds = record.get("seconds")
+    if not isinstance(seconds, (int, float)) or seconds < _LONG_EPOCH_S:
         return ""
-    if seconds < _LONG_EPOCH_S or waited < _MUCH_WAITING * seconds:
-        return ""
-    return f"  waited for data {min(1.0, waited / seconds):.0%}"
+    causes = {
+        "data_wait_s": "data",
+        "rank_wait_s": f"rank {record.get('slowest_rank')}",
+        "comm_wait_s": "gradients",
+    }
+    found = []
+    for name, cause in causes.items():
+        waited = record.get(name)
+        if isinstance(waited, (int, float)) and waited >= _MUCH_WAITING * seconds:
+            found.append(f"for {cause} {min(1.0, waited / seconds):.0%}")
+    return f"  waited {', '.join(found)}" if found else ""
 
 
 def _short(value: object) -> str:

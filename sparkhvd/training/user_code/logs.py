@@ -12,7 +12,18 @@ from sparkhvd.errors import InvalidArgumentError
 __all__ = ["RESERVED", "Logs", "combined"]
 
 # Names in an epoch's record that the loop writes.
-RESERVED = ("epoch", "loss", "seconds", "rows", "rows_per_s", "data_wait_s", "lr")
+RESERVED = (
+    "epoch",
+    "loss",
+    "seconds",
+    "rows",
+    "rows_per_s",
+    "data_wait_s",
+    "comm_wait_s",
+    "rank_wait_s",
+    "slowest_rank",
+    "lr",
+)
 
 
 class Logs:

@@ -51,13 +51,21 @@ def test_a_line_per_epoch() -> None:
     )
 
 
-def test_the_line_of_a_long_epoch_says_how_much_of_it_waited_for_data() -> None:
-    for seconds, waited, said in (
-        (2.0, 0.9, "  waited for data 45%"),
-        (2.0, 0.1, ""),
-        (0.9, 0.9, ""),
-    ):
-        one = {**record(3), "seconds": seconds, "data_wait_s": waited}
+def test_the_line_of_a_long_epoch_says_what_it_waited_for() -> None:
+    data, rank, gradients = "data_wait_s", "rank_wait_s", "comm_wait_s"
+    cases: list[tuple[float, dict[str, float], str]] = [
+        (2.0, {data: 0.9}, "  waited for data 45%"),
+        (2.0, {data: 0.1, rank: 0.1, gradients: 0.1}, ""),
+        (0.9, {data: 0.9}, ""),
+        (2.0, {rank: 0.5}, "  waited for rank 3 25%"),
+        (
+            2.0,
+            {data: 0.2, rank: 0.4, gradients: 0.6},
+            "  waited for data 10%, for rank 3 20%, for gradients 30%",
+        ),
+    ]
+    for seconds, waited, said in cases:
+        one = {**record(3), "seconds": seconds, "slowest_rank": 3, **waited}
         assert format_epoch(one, 3).partition(" rows/s")[2] == said
 
 

@@ -254,7 +254,7 @@ class Case:
 
 
 def without_times(result: TrainResult) -> Any:
-    times = ("seconds", "rows_per_s", "data_wait_s")
+    times = ("seconds", "rows_per_s", "data_wait_s", "comm_wait_s", "rank_wait_s", "slowest_rank")
     history = [{k: v for k, v in r.items() if k not in times} for r in result.history]
     return history, result.epoch, result.order
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import sparkhvd.torch as hvd
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.store.store import Store
@@ -398,3 +400,25 @@ def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Stor
     with torch.no_grad():
         expected = nn.functional.mse_loss(model(x).flatten(), y).item()
     assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class LateOnRank1(nn.Module):
+    """A linear model that takes its time on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hvd.rank() == 1:
+            time.sleep(0.02)
+        return self.layers(x)
+
+
+def test_an_epoch_says_which_rank_the_others_waited_for(store: Store) -> None:
+    model = LateOnRank1()
+    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 1})
+    record = case.train(3).history[0]
+    assert record["slowest_rank"] == 1
+    assert record["rank_wait_s"] > 0.01
+    assert record["rank_wait_s"] + record["comm_wait_s"] <= record["seconds"]
