@@ -18,7 +18,7 @@ from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
-ABI_VERSION = 10
+ABI_VERSION = 11
 WIRE_VERSION = 13
 
 NONCE_BYTES = 32

@@ -201,7 +201,7 @@ def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str
     before = rchar()
     options: dict[str, Any] = {"rank": hvd.rank(), "size": hvd.size(), "batch_size": 4096}
     if is_shared:
-        options["flags"] = read_flags_once(Store(folder), manifest, None, None)
+        options["flags"] = read_flags_once(Store(folder), manifest, None)
     batches = []
     for subset in ("train", "validation"):
         sharing = HostRows(subset) if is_shared else None

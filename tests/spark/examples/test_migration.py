@@ -29,6 +29,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import sparkhvd.torch as hvd
+from sparkhvd import as_horovod
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.processes import wait_for_no_trainers
@@ -452,7 +453,7 @@ def test_names_on_the_pages_exist(page: str) -> None:
     }
     assert given <= known
     variables = {f.metadata["env"] for f in fields(Settings)}
-    assert set(re.findall(r"SPARKHVD_\w+", page)) <= variables
+    assert set(re.findall(r"SPARKHVD_\w+", page)) <= {*variables, as_horovod.VARIABLE}
 
 
 # horovod.torch 0.28.1 but for what the page says is missing.
