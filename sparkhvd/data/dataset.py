@@ -19,7 +19,7 @@ from sparkhvd.data.ownership import remove
 from sparkhvd.data.reuse import prepare as materialized
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -41,8 +41,18 @@ class Dataset:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """Files, number of rows, and columns."""
-        return Manifest.load(self.store, self.path)
+        """Files, number of rows, and columns.
+
+        Raises:
+            StoreError: the data set was deleted.
+        """
+        try:
+            return Manifest.load(self.store, self.path)
+        except FileNotFoundError as e:
+            raise StoreError(
+                f"The data set {self.path!r} in {self.store.url} is not there any more: it was deleted, or went with the process that "
+                "made it. Call prepare() again."
+            ) from e
 
     @property
     def schema(self) -> DataSchema:

@@ -45,6 +45,10 @@ def place() -> tuple[int, int]:
     return (0, 1) if known is None else (known.rank, known.size)
 
 
+# Options that decide which row comes when.
+_ORDER = ("seed", "shuffle", "subset")
+
+
 class Loader(IterableDataset[Any]):
     """Batches of one rank, a dict of tensors by column, or a tuple of them; each iteration is the rest of an epoch, and the next begins the next.
 
@@ -150,10 +154,11 @@ class Loader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left of the epoch."""
         worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        if worker is not None:
             raise InvalidArgumentError(
-                f"Each of {worker.num_workers} workers of this DataLoader would read all rows. Use the loader as it is, which reads "
-                "ahead in a thread of its own, or DataLoader(loader, batch_size=None, num_workers=0)."
+                f"Each of {worker.num_workers} workers of this DataLoader would read all rows, in the order of one epoch, and the "
+                "loader here would not know how far they are. Use the loader as it is, which reads ahead in a thread of its own, or "
+                "DataLoader(loader, batch_size=None, num_workers=0)."
             )
         reader = self._opened()
         width = self.size * self.batch_size
@@ -179,23 +184,37 @@ class Loader(IterableDataset[Any]):
         """Begin an epoch with the next iteration."""
         self.epoch, self._first_row, self._handed_out = epoch, 0, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the place behind the last batch; equal on all ranks after equally many steps."""
         row = self._first_row + self._handed_out
-        return {"epoch": self.epoch, "row": row, "rows": len(self.dataset)}
+        order = {name: self._options[name] for name in _ORDER}
+        ranks = {"size": self.size, "batch_size": self.batch_size}
+        return {"epoch": self.epoch, "row": row, "rows": len(self.dataset), **order, **ranks}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
 
+        Data beyond `shuffle_bytes` want an equal number of ranks and batch size, which the next iteration checks.
+
         Raises:
-            InvalidArgumentError: the state is of other data.
+            InvalidArgumentError: the state is none, or of other data, or of another order of rows.
         """
-        if state["rows"] != len(self.dataset):
+        numbers = [state.get(name) for name in ("epoch", "row", "rows")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise InvalidArgumentError(
-                f"load_state_dict: the state is of {state['rows']:,} rows, and these data have {len(self.dataset):,}. Load that of the "
-                "same data."
+                f"load_state_dict: the state is {state!r:.200}. Give what state_dict() has returned."
             )
+        own = {"rows": len(self.dataset), **{name: self._options[name] for name in _ORDER}}
+        for name, value in own.items():
+            if state.get(name, value) != value:
+                raise InvalidArgumentError(
+                    f"load_state_dict: the state is of {name}={state[name]!r}, and this loader has {name}={value!r}. Load it with the "
+                    "same data and the same order."
+                )
         self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
+        if (state.get("size"), state.get("batch_size")) != (self.size, self.batch_size):
+            # Steps are numbered from here on; data beyond memory have no such order.
+            self._first_row, self._handed_out = self._handed_out, 0
 
     def close(self) -> None:
         """Stop the thread and release files and memory; another iteration opens them again."""

@@ -106,5 +106,5 @@ def write_tails(stream: TextIO | None, outcomes: Iterable[Outcome]) -> None:
     for outcome in sorted(known, key=lambda one: one.rank or 0):
         with contextlib.suppress(Exception):  # a broken stream never breaks training
             if stream is not None and outcome.log_tail:
-                stream.writelines(f"[{outcome.rank}] {line}\n" for line in outcome.log_tail)
+                stream.write("".join(f"[{outcome.rank}] {line}\n" for line in outcome.log_tail))
                 stream.flush()

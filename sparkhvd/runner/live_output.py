@@ -89,7 +89,7 @@ class LiveOutput:
             )
 
     def _show(self, text: str) -> None:
-        if self._stream is None and sys.stderr.isatty():
+        if self._stream is None and getattr(sys.stderr, "isatty", lambda: False)():
             sys.stderr.write("\r\x1b[K")  # in place of Spark's progress bar, which is drawn anew
         self._log(text)
 

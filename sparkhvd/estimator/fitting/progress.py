@@ -92,8 +92,15 @@ def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator
 
 def _print_line(line: str) -> None:
     """Print a line; on a terminal in place of Spark's progress bar, which is drawn anew."""
-    sys.stdout.write(f"\r\x1b[K{line}\n" if sys.stdout.isatty() else f"{line}\n")
-    sys.stdout.flush()
+    # A stream that is closed or full ends no thread that has other work.
+    with contextlib.suppress(Exception):
+        sys.stdout.write(f"\r\x1b[K{line}\n" if _is_terminal() else f"{line}\n")
+        sys.stdout.flush()
+
+
+def _is_terminal() -> bool:
+    """Return True if lines can be replaced; programs put streams with fewer methods in the place of stdout."""
+    return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
@@ -194,7 +201,7 @@ class EpochReporter:
         """Show how far an epoch is: on a terminal in a line that the next one replaces, elsewhere in a line per 10 s."""
         if not self._verbose or self._stopping.is_set():
             return
-        if sys.stdout.isatty():
+        if _is_terminal():
             sys.stdout.write(f"\r\x1b[K{self._prefix}{text}")
             sys.stdout.flush()
             self._is_line_open = True

@@ -17,9 +17,9 @@ from sparkhvd.data import loader as loader_module
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset, load
 from sparkhvd.data.loader import Loader
-from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.manifest import MANIFEST_NAME, Manifest
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 from tests.pure.data.test_reader import DATA_DIR, HELD_OUT, ID, X, make
 
 ROWS = 1003
@@ -49,6 +49,11 @@ def ranks(dataset: Dataset, size: int, batch_size: int, **options: object) -> li
     return [dataset.loader(rank, size, batch_size, **options) for rank in range(size)]
 
 
+def place_of(loader: Loader) -> tuple[int, int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["row"], state["rows"]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_rows_come_in_one_order_for_any_number_of_ranks(dataset: Dataset, shuffle: bool) -> None:
     wanted = [rows(ranks(dataset, 1, 1, shuffle=shuffle, seed=3)) for _ in range(1)][0]
@@ -65,7 +70,7 @@ def test_each_iteration_is_an_epoch_and_the_next_has_another_order(dataset: Data
     assert sorted(second) == list(range(ROWS))
     loaders = ranks(dataset, 2, 10)
     assert rows(loaders) != second
-    assert loaders[0].state_dict() == {"epoch": 1, "row": 0, "rows": ROWS}
+    assert place_of(loaders[0]) == (1, 0, ROWS)
     for each in loaders:
         each.set_epoch(1)
     assert rows(loaders) == second
@@ -101,21 +106,54 @@ def test_drop_last_ends_an_epoch_behind_its_last_full_step(dataset: Dataset) -> 
     for each in loaders:
         each.load_state_dict({"epoch": 4, "row": 13, "rows": ROWS})
     assert [len(step) for step in steps(loaders)] == [20] * 49
-    assert loaders[0].state_dict() == {"epoch": 5, "row": 0, "rows": ROWS}
+    assert place_of(loaders[0]) == (5, 0, ROWS)
 
 
 def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) -> None:
     options = {"shuffle_bytes": 2000, "seed": 1}
     wanted = steps(ranks(dataset, 2, 10, **options))
-    state = {"epoch": 0, "row": 60, "rows": ROWS}
+    loaders = ranks(dataset, 2, 10, **options)
+    for _ in zip(*[iter(each) for each in loaders], range(3), strict=False):
+        state = loaders[0].state_dict()
     loaders = ranks(dataset, 2, 10, **options)
     for each in loaders:
         each.load_state_dict(state)
     assert steps(loaders) == wanted[3:]
-    (other,) = ranks(dataset, 1, 7, **options)
-    other.load_state_dict(state)
-    with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
-        next(iter(other))
+    # Also where the place is one of whole steps of theirs.
+    for size, batch_size in ((1, 7), (1, 20), (1, 60), (3, 10)):
+        other = ranks(dataset, size, batch_size, **options)[0]
+        other.load_state_dict(state)
+        with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
+            next(iter(other))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rows": 7}, "of rows=7, and this loader has rows=1003"),
+        ({"seed": 1}, "of seed=1, and this loader has seed=0"),
+        ({"shuffle": False}, "of shuffle=False"),
+        ({"subset": "train"}, "of subset='train'"),
+        ({"row": -5}, "Give what state_dict"),
+        ({"epoch": -1}, "Give what state_dict"),
+        ({"rows": None}, "Give what state_dict"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(
+    dataset: Dataset, change: dict[str, object], text: str
+) -> None:
+    loader = dataset.loader(0, 1, 10)
+    with pytest.raises(InvalidArgumentError, match=text):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    with pytest.raises(InvalidArgumentError, match="Give what state_dict"):
+        loader.load_state_dict({})
+
+
+def test_a_data_set_that_was_deleted_says_so(dataset: Dataset) -> None:
+    again = load(dataset.store, dataset.path)
+    dataset.store.delete(f"{dataset.path}/{MANIFEST_NAME}")
+    with pytest.raises(StoreError, match="is not there any more: it was deleted"):
+        next(iter(again.loader(0, 1, 10)))
 
 
 def test_resuming_takes_less_than_a_second(dataset: Dataset) -> None:
@@ -158,7 +196,7 @@ def test_a_loader_travels_and_serves_dataloader(
     whole = DataLoader(dataset.loader(0, 1, 10, seed=2), batch_size=None)
     assert [batch["id"].tolist() for batch in whole][:3] == first
     # The end of real workers takes torch 5 s.
-    monkeypatch.setattr(loader_module, "get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr(loader_module, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
     with pytest.raises(InvalidArgumentError, match="would read all rows"):
         next(iter(loader))
 
@@ -178,7 +216,7 @@ def test_rank_and_size_come_from_the_launcher(
 
 
 def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="Load that of the same data"):
+    with pytest.raises(InvalidArgumentError, match="Load it with the same data"):
         dataset.loader(0, 1).load_state_dict({"epoch": 0, "row": 0, "rows": 5})
     with pytest.raises(InvalidArgumentError, match="There is no data set 'data/none'"):
         load(tmp_path / "store", "data/none")

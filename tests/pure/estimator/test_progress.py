@@ -108,6 +108,27 @@ def test_a_line_of_a_record_of_the_users_own() -> None:
     assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
 
 
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(text)
+
+
+@pytest.mark.parametrize("stream", [Closed(), None, object()])
+def test_a_stdout_that_takes_nothing_leaves_the_users_function_its_records(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, stream: object
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    seen: list[int] = []
+    reporter = EpochReporter(
+        checkpoints, epochs=2, verbose=1, progress=lambda r: seen.append(r["epoch"])
+    )
+    with reporter:
+        reporter.show_step("step 1/2")
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    assert seen == [1, 2]
+
+
 def test_every_epoch_is_reported_once_as_it_happens(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
