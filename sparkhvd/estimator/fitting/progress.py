@@ -201,6 +201,11 @@ class EpochReporter:
         """Show how far an epoch is: on a terminal in a line that the next one replaces, elsewhere in a line per 10 s."""
         if not self._verbose or self._stopping.is_set():
             return
+        number = text.removeprefix("epoch ").partition("/")[0]
+        if (
+            number.isdigit() and int(number) <= self._reported
+        ):  # it comes another way than the epoch's line
+            return
         if _is_terminal():
             sys.stdout.write(f"\r\x1b[K{self._prefix}{text}")
             sys.stdout.flush()

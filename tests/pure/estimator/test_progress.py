@@ -108,6 +108,19 @@ def test_a_line_of_a_record_of_the_users_own() -> None:
     assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
 
 
+def test_progress_that_its_epochs_line_has_overtaken_is_not_shown(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None) as reporter:
+        save(checkpoints, 1)
+        wait_until(lambda: reporter._reported == 1, "the epoch is reported")
+        reporter.show_step("epoch 1/2  step 2/2")
+        reporter.show_step("epoch 2/2  step 1/2")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [format_epoch(record(1), 2), "epoch 2/2  step 1/2"]
+
+
 class Closed(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError(text)
