@@ -26,15 +26,15 @@ VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
 # Where a module is looked for, in this order.
 _HOMES = (("horovod", "sparkhvd.horovod"), ("horovod.torch", "sparkhvd.torch"))
-_KERAS = (
+_PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
 _ABSENT = {
-    "horovod.tensorflow": _KERAS,
-    "horovod.mxnet": _KERAS,
-    "horovod.keras": f"{_KERAS}, or with Keras 3 on its torch backend and horovod.torch.DistributedOptimizer",
-    "horovod.spark.keras": f"{_KERAS}; horovod.spark.torch has an estimator",
-    "horovod.spark.tensorflow": f"{_KERAS}; horovod.spark.torch has an estimator",
+    "horovod.tensorflow": _PYTORCH_ONLY,
+    "horovod.mxnet": _PYTORCH_ONLY,
+    "horovod.keras": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend and horovod.torch.DistributedOptimizer",
+    "horovod.spark.keras": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
+    "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
     "horovod.spark.lightning": "Its estimator is not here under this name: sparkhvd.lightning.TorchEstimator fits a LightningModule, "
     "and Trainer(strategy='horovod') trains one on ranks",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
