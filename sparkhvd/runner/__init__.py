@@ -48,6 +48,8 @@ Each module imports only those above it:
     horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
     reports     a trainer's report on its function
     preflight   checks before anything long starts
+    lines       lines of a rank's output, with or without an end
+    driver_port  a port of the driver for tasks, and the proof of both ends
     processes   fresh and forked processes of trainers
     nurseries   the nursery of a process or an executor, which forks trainers of later launches
     starting    what a trainer's start needs

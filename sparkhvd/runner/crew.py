@@ -20,6 +20,7 @@ from typing import IO
 
 from sparkhvd.runner import leftovers
 from sparkhvd.runner.guard import Guard
+from sparkhvd.runner.lines import read_lines
 
 __all__ = ["Crew"]
 
@@ -93,7 +94,7 @@ class Crew:
 
     def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
         with pipe:
-            while line := pipe.readline(_LINE_BYTES):
+            for line in read_lines(pipe.fileno(), _LINE_BYTES):
                 self._on_line(rank, stream, line)
 
     def _wait(

@@ -13,15 +13,15 @@ an interrupt means that there is no time left to save.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import threading
 import time
 from collections.abc import Generator
 
-from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.rendezvous.handshake import HELLO, Turn, answer, introduce
+from sparkhvd.rendezvous import Job
+from sparkhvd.rendezvous.handshake import HELLO, answer, introduce
 from sparkhvd.rendezvous.loop import Loop, Task, Wait, read
+from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
 from sparkhvd.spark import SparkShim
 
@@ -38,15 +38,9 @@ _RELEASE_S = INTERRUPT_GRACE_S + _MARGIN_S
 # The longest that a selector waits, in whole days.
 _FOREVER_S = 24.0 * 86400
 _POLL_S = 0.05
-_FIRST = Turn(0, 0)
+# Any task is number 1 at this port.
+_PURPOSE = "interrupt"
 _ENDED = b"\1"
-
-
-def _pair(key: str, job_id: str, attempt: int, rank: int) -> Job:
-    """Return the driver (0) and any task (1) as two ranks that prove to each other that they know the attempt's key."""
-    # A key of its own: no proof between ranks is one here.
-    pair_key = hmac.digest(bytes.fromhex(key), b"sparkhvd interrupt", "sha256")
-    return Job(pair_key, job_id, attempt, rank, 2, (Endpoint("", 0, "", ""),) * 2)
 
 
 class Interrupter:
@@ -77,12 +71,9 @@ class Interrupter:
             return None
         # A job can do without: then Ctrl-C has Spark's own effect.
         with contextlib.suppress(Exception):
-            own, host = shim.own_addresses()
-            family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
-            listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
+            listening, host = listen(shim)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            listening.setblocking(False)
-            return cls(listening, host, _pair(key, job_id, attempt, 0), size)
+            return cls(listening, host, proof_between(_PURPOSE, key, job_id, attempt, 0, 2), size)
         return None
 
     def interrupt(self) -> None:
@@ -107,7 +98,7 @@ class Interrupter:
         with contextlib.suppress(OSError):  # not a task, or one that is gone
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
-            if (yield from answer(self._job, _FIRST, hello, sock, known_until)) is None:
+            if (yield from answer(self._job, FIRST, hello, sock, known_until)) is None:
                 sock.close()
                 return
             with contextlib.suppress(OSError):
@@ -140,7 +131,7 @@ class InterruptWatch:
             trainer: which to interrupt.
         """
         self._address = address
-        self._job = _pair(key, job_id, attempt, 1)
+        self._job = proof_between(_PURPOSE, key, job_id, attempt, 1, 2)
         self._trainer = trainer
         self._sock: socket.socket | None = None
         self._is_over = threading.Event()
@@ -167,7 +158,7 @@ class InterruptWatch:
                 self._interrupt(sock)
 
     def _introduce(self, sock: socket.socket) -> Generator[Wait, None, None]:
-        if (yield from introduce(self._job, 0, _FIRST, sock, time.monotonic() + _FOREVER_S)):
+        if (yield from introduce(self._job, 0, FIRST, sock, time.monotonic() + _FOREVER_S)):
             self._is_interrupted.set()
 
     def _interrupt(self, sock: socket.socket) -> None:

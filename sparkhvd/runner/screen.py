@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import launching
+from sparkhvd.runner.lines import Tail
 
 __all__ = ["Output", "Screen"]
 
@@ -37,7 +37,7 @@ class Screen:
     def __init__(self, output: Output, size: int) -> None:
         self._timestamps = output.timestamps
         self._lock = threading.Lock()
-        self._tails = [deque[str](maxlen=_TAIL_LINES) for _ in range(size)]
+        self._tails = [Tail(_TAIL_LINES) for _ in range(size)]
         self._files: dict[tuple[int, str], BinaryIO] = {}
         if output.folder is None:
             return
@@ -55,20 +55,19 @@ class Screen:
 
     def show(self, rank: int, stream: str, line: bytes) -> None:
         """Pass a line on, with its end or cut."""
-        text = line.decode(errors="replace").rstrip("\n")
         target = sys.stdout if stream == "stdout" else sys.stderr
         with self._lock:
             if file := self._files.get((rank, stream)):
                 file.write(line)
-            self._tails[rank].append(text)
+            text = self._tails[rank].add(line)
             with contextlib.suppress(OSError, ValueError):  # a reader that has gone
                 target.write(launching.line_of(f"[{rank}] {text}", timestamp=self._timestamps))
                 target.flush()
 
-    def tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int) -> tuple[str, ...]:
         """Return the last lines of a rank."""
         with self._lock:
-            return list(self._tails[rank])
+            return self._tails[rank].lines()
 
     def __enter__(self) -> Screen:
         return self

@@ -24,12 +24,13 @@ from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight, stored
+from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
-from sparkhvd.runner.live.frames import pair
+from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
 from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
@@ -325,7 +326,8 @@ def _carrier(way: Way, spec: TaskSpec, rank: int, files: SharedFiles | None) -> 
         if files is None:
             raise InternalError("live output has neither an address nor files.")
         return ChunkWriter(files, way.folder, rank)
-    return Connection(way.address, pair(spec.key, spec.job_id, spec.attempt, spec.size, rank))
+    proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, rank + 1, spec.size + 1)
+    return Connection(way.address, proof)
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:

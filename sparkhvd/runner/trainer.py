@@ -9,7 +9,6 @@ own), and then the pipes reach their end.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -17,12 +16,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparkhvd.errors import InternalError
 from sparkhvd.runner import leftovers, nurseries
 from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, read_report, write_frame
+from sparkhvd.runner.lines import Tail, read_lines
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
 from sparkhvd.runner.starting import Start, may_fork, prepare
@@ -30,7 +30,7 @@ from sparkhvd.runner.starting import Start, may_fork, prepare
 __all__ = ["Trainer", "inherited", "interrupt"]
 
 LOG_TAIL_LINES = 100
-# A line without an end (a progress bar) is passed on at this length.
+# A longer line is passed on in pieces.
 _LINE_BYTES = 16 << 10
 # How long a trainer may live on after it has reported: threads and exit handlers of the user's code.
 EXIT_GRACE_S = 30.0
@@ -77,7 +77,7 @@ class Trainer:
         self.result = b""
         self._num_threads = prologue.num_threads
         self._log, self._tell, self._progress = log, tell or log, progress
-        self._tail: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
+        self._tail = Tail(LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
         self._status: int | None = 0
         self._rss = 0
@@ -261,7 +261,7 @@ class Trainer:
             "attempt": attempt,
             "pid": self.pid,
             "num_threads": self._num_threads,
-            "log_tail": tuple(self._tail),
+            "log_tail": self._tail.lines(),
             "wall_s": self._wall_s,
             "peak_rss_bytes": self._rss,
         }
@@ -295,12 +295,12 @@ class Trainer:
     # --- the threads
 
     def _relay(self, fd: int) -> None:
-        for line in _lines(fd):
-            text = line.decode(errors="replace").rstrip("\r")
-            self._tail.append(text)
-            # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
-            with contextlib.suppress(Exception):
-                self._log(f"[{self.rank}] {text}")
+        with contextlib.closing(_Closing(fd)):
+            for line in read_lines(fd, _LINE_BYTES):
+                text = self._tail.add(line)
+                # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
+                with contextlib.suppress(Exception):
+                    self._log(f"[{self.rank}] {text}")
 
     def _pass_message(self, message: bytes) -> None:
         lines = message.decode(errors="replace").split("\n")
@@ -343,20 +343,6 @@ class Trainer:
         _drain(self._pumps, self._mark)
         self._ended.set()
         self._on_end()
-
-
-def _lines(fd: int) -> Iterator[bytes]:
-    """Read a pipe to its end; yield its lines, and close it."""
-    pending = b""
-    with contextlib.closing(_Closing(fd)):
-        while data := os.read(fd, 1 << 16):
-            *lines, pending = (pending + data).split(b"\n")
-            yield from lines
-            if len(pending) > _LINE_BYTES:
-                yield pending
-                pending = b""
-        if pending:
-            yield pending
 
 
 def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:

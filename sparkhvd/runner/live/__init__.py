@@ -15,7 +15,7 @@ that is derived from the attempt's; the driver only ever shows what comes, as te
 
 Each module imports only those above it:
 
-    frames    records on a connection, and the proof of both ends
+    frames    records on a connection
     throttle  how many lines pass
     backlog   records that the driver has not acknowledged
     sender    task's end

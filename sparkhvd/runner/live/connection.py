@@ -11,8 +11,9 @@ from collections.abc import Generator
 from sparkhvd.rendezvous import Job
 from sparkhvd.rendezvous.handshake import introduce
 from sparkhvd.rendezvous.loop import Loop, Wait
+from sparkhvd.runner.driver_port import FIRST
 from sparkhvd.runner.live.backlog import Backlog
-from sparkhvd.runner.live.frames import ACK, FIRST, pack
+from sparkhvd.runner.live.frames import ACK, pack
 
 __all__ = ["Connection"]
 

@@ -1,16 +1,12 @@
-"""Records on a connection from a task to the driver, and the proof of both ends."""
+"""Records on a connection from a task to the driver."""
 
 from __future__ import annotations
 
-import hmac
 import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.rendezvous.handshake import Turn
-
-__all__ = ["ACK", "FIRST", "HEADER", "MAX_RECORD_BYTES", "Record", "pack", "pair", "unpack"]
+__all__ = ["ACK", "HEADER", "MAX_RECORD_BYTES", "PURPOSE", "Record", "pack", "unpack"]
 
 # Number of the record and bytes of its text, which follows.
 HEADER = struct.Struct("!QI")
@@ -18,7 +14,8 @@ HEADER = struct.Struct("!QI")
 ACK = struct.Struct("!Q")
 # The driver refuses longer ones.
 MAX_RECORD_BYTES = 1 << 20
-FIRST = Turn(0, 0)
+# Of the driver's port; each rank is the next number there, as the driver is 0.
+PURPOSE = "live output"
 
 
 class Record(NamedTuple):
@@ -31,22 +28,6 @@ class Record(NamedTuple):
 
     number: int
     text: str
-
-
-def pair(key: str, job_id: str, attempt: int, size: int, rank: int | None) -> Job:
-    """Return a job in which the driver is rank 0, and each rank the next one, to prove to each other that they know the attempt's key.
-
-    Args:
-        key: of the attempt, in hex.
-        job_id: of the attempt.
-        attempt: 0 for the first launch.
-        size: number of ranks.
-        rank: this process's; None for the driver.
-    """
-    # A key of its own: no proof between ranks is one here.
-    pair_key = hmac.digest(bytes.fromhex(key), b"sparkhvd live output", "sha256")
-    own = 0 if rank is None else rank + 1
-    return Job(pair_key, job_id, attempt, own, size + 1, (Endpoint("", 0, "", ""),) * (size + 1))
 
 
 def pack(records: Iterable[Record]) -> bytes:

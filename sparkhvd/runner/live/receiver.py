@@ -15,8 +15,9 @@ from collections.abc import Generator
 
 from sparkhvd.rendezvous.handshake import HELLO, answer
 from sparkhvd.rendezvous.loop import Loop, Task, Wait, read, send, sleep
+from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.live.display import Display
-from sparkhvd.runner.live.frames import ACK, FIRST, HEADER, MAX_RECORD_BYTES, Record, pair
+from sparkhvd.runner.live.frames import ACK, HEADER, MAX_RECORD_BYTES, PURPOSE, Record
 from sparkhvd.spark import SparkShim
 
 __all__ = ["Receiver"]
@@ -60,7 +61,7 @@ class Receiver:
         self.address = (host, int(listening.getsockname()[1]))
         self._listening = listening
         self._display = display
-        self._job = pair(key, job_id, attempt, size, None)
+        self._job = proof_between(PURPOSE, key, job_id, attempt, 0, size + 1)
         self._size = size
         self._of_rank: dict[int, socket.socket] = {}
         self._num_open = 0
@@ -85,11 +86,7 @@ class Receiver:
         Raises:
             OSError: this process cannot listen there.
         """
-        own, host = shim.own_addresses()
-        family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
-        listening.setblocking(False)
-        return cls(listening, host, display, key, job_id, attempt, size)
+        return cls(*listen(shim), display, key, job_id, attempt, size)
 
     def __enter__(self) -> Receiver:
         self._thread.start()

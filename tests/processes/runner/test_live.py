@@ -22,11 +22,12 @@ import pytest
 from sparkhvd.data.store import Store
 from sparkhvd.data.store.mailbox import collect
 from sparkhvd.rendezvous.handshake import HELLO
+from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.live import connection, files, receiver, sender
 from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.display import Display
 from sparkhvd.runner.live.files import ChunkReader, ChunkWriter, Mailbox, folder_of
-from sparkhvd.runner.live.frames import pair
+from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.receiver import Receiver
 from sparkhvd.runner.live.sender import Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome
@@ -74,7 +75,7 @@ def proxied(screen: Screen) -> Iterator[tuple[Receiver, Proxy]]:
 
 
 def sender_to(address: tuple[str, int], rank: int = 0, *, key: str = KEY, **way: bool) -> Sender:
-    carrier = Connection(address, pair(key, "job", 0, SIZE, rank))
+    carrier = Connection(address, proof_between(PURPOSE, key, "job", 0, rank + 1, SIZE + 1))
     return Sender(Way(address, **way), rank, carrier)
 
 

@@ -19,6 +19,7 @@ from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner import interrupts, launching
+from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.interrupts import Interrupter, InterruptWatch
@@ -61,7 +62,9 @@ def trainer_of(rank: int, folder: Path, *, ends: bool = True) -> Iterator[Traine
 def interrupter_of(size: int) -> Iterator[Interrupter]:
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
-    with Interrupter(listening, "127.0.0.1", interrupts._pair(KEY, "job", 0, 0), size) as driver:
+    with Interrupter(
+        listening, "127.0.0.1", proof_between("interrupt", KEY, "job", 0, 0, 2), size
+    ) as driver:
         yield driver
 
 
