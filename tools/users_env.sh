@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder>.
 #
-# Lightning, Accelerate and transformers are installed here; torch and all else comes from the main environment, by a path
+# Lightning, Accelerate, transformers and PEFT are installed here; torch and all else comes from the main environment, by a path
 # that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
 
-echo "test-users: installing lightning, accelerate and transformers into $folder"
+echo "test-users: installing lightning, accelerate, transformers and peft into $folder"
 rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
 pip install "huggingface-hub>=0.30" "safetensors>=0.4.3" "tokenizers>=0.21" "tqdm>=4.60" regex typer
 pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning-utilities>=0.10" "accelerate>=1,<2" \
-  "transformers>=4.50,<6"
+  "transformers>=4.50,<6" "peft>=0.15,<1"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$main" > "$(site "$folder/bin/python")/zz_main_environment.pth"
