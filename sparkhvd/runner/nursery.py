@@ -5,13 +5,14 @@ launch ranks: one, or the Python workers of a Spark executor.
 
     owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `Ends`   fork a trainer
     owner -> nursery   {"modules": [...]}                                                 import them for later trainers
+    owner -> nursery   `LEAVING`                                                          the owner has come to need another one
     nursery -> owner   {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
     owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
 
 **Threads**: none, or a fork would be unsafe: after each import it looks, and a nursery with threads forks no more. **Trust**: owners
 run as the same user; their code runs in forks only; the modules are those that an owner names. **Failure**: a trainer survives its
 nursery, and dies with the pipe of its owner. **Shutdown**: when its last trainer is gone and the process of the pidfd, too, or
-the only owner of a private one; and after a minute without a request.
+the only owner of a private one; and after a minute without a request, or after some seconds if an owner has left it and none has asked since.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import NoReturn
 
 from sparkhvd.rendezvous.loop import is_same_user
 from sparkhvd.runner import blas, child, spawning
-from sparkhvd.runner.frames import read_frame
+from sparkhvd.runner.frames import LEAVING, read_frame
 from sparkhvd.runner.pickling import dumps
 from sparkhvd.runner.processes import Ends, kill_group, receive, send
 
@@ -37,6 +38,8 @@ __all__ = ["IDLE_S", "main"]
 
 # How long a nursery waits for work.
 IDLE_S = 60.0
+# The same once an owner needs another one: probably all of them do.
+_LEFT_S = 5.0
 _MESSAGE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 7
 
@@ -85,16 +88,17 @@ class _Server:
         self._lifetime = lifetime
         self._is_private = is_private
         self._is_over = False
+        self._idle_s = IDLE_S
         self._owners: dict[int, socket.socket] = {}
         self._trainers: list[_Forked] = []
 
     def serve(self) -> None:
-        """Serve until there is no more use for it, or a minute has passed without any."""
+        """Serve until there is no more use for it, or a time has passed without any."""
         while self._trainers or not self._is_over:
             ends = {t.pidfd: t for t in self._trainers if not t.has_ended}
             channels = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
             asked = [] if self._is_over else [self._lifetime, self._listener.fileno()]
-            timeout = None if self._trainers else IDLE_S
+            timeout = None if self._trainers else self._idle_s
             ready, _, _ = select.select([*asked, *self._owners, *ends, *channels], [], [], timeout)
             if not ready and not self._trainers:
                 return
@@ -147,7 +151,12 @@ class _Server:
             owner.close()
             self._is_over |= self._is_private
             return
-        _load(json.loads(data)["modules"])
+        message = json.loads(data)
+        if message == LEAVING:
+            self._idle_s = _LEFT_S
+            return
+        self._idle_s = IDLE_S
+        _load(message["modules"])
         if fds:
             self._fork(fds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -237,6 +238,31 @@ def test_a_nursery_ends_when_it_is_not_used() -> None:
         assert subprocess.run(
             [sys.executable, "-c", program, str(fd)], pass_fds=[fd], timeout=30, check=True
         )
+
+
+def test_a_shared_nursery_that_one_leaves_stays_for_those_who_use_it() -> None:
+    program = (
+        "import os, sys; from sparkhvd.runner import nursery; nursery._LEFT_S = 1.0; "
+        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), False)"
+    )
+    name = secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0sparkhvd-nursery-{name}")
+        listener.listen()
+        fd = listener.fileno()
+        process = subprocess.Popen([sys.executable, "-c", program, str(fd)], pass_fds=[fd])
+    with process:
+        first, second, third = (
+            Nursery(("key",), dict(os.environ), os.getpid(), name) for _ in range(3)
+        )
+        first.close()
+        second.prepare(["numpy"])
+        time.sleep(1.5)
+        assert is_alive(process.pid)
+        second.close()
+        process.wait(timeout=10)
+        assert not third.is_usable()
+        third.close()
 
 
 def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkhvd.runner import run
-from tests.harness.processes import NURSERY
+from tests.harness.processes import NURSERY, is_alive
+from tests.harness.soak import soak
+from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,3 +30,20 @@ def test_ranks_are_forked_by_nurseries_unless_the_setting_says_otherwise(
     assert {pid for pid, _ in first} & {pid for pid, _ in later}, "no worker was used again"
     fresh = run(parent, num_proc=2, spark=spark, verbose=0, env={"SPARKHVD_NURSERY": "0"})
     assert all(NURSERY not in command for _, command in fresh)
+
+
+@soak("processes/runner/test_nursery")
+def test_launches_of_which_each_reads_another_variable_early_leave_few_nurseries(
+    spark: SparkSession,
+) -> None:
+    used = set()
+    for value in range(4):
+        env = {"OMP_STACKSIZE": f"{value + 1}M"}
+        used |= {pid for pid, _ in run(parent, num_proc=2, spark=spark, verbose=0, env=env)}
+    assert len(used) >= 4
+    left = wait_until(
+        lambda: [alive] if len(alive := set(filter(is_alive, used))) <= 2 else [],
+        "nurseries that nobody asks any more end",
+        within_s=15,
+    )
+    assert left != [set()]
