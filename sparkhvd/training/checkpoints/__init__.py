@@ -11,6 +11,7 @@ Each module imports only those above it:
     cadence            times of checkpoints inside an epoch
     fingerprint        comparison of two fits
     module_state       buffers and extra state of a module
+    frozen             parameters that no step changes
     rank_state         state of one rank: random numbers, sums
     compression_state  state of PowerSGD
     checkpoint         a checkpoint and its file

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.checkpoints.frozen import Frozen
 from sparkhvd.training.checkpoints.rank_state import RankState
 from sparkhvd.training.hashing import HashingWriter, sha256_of
 from sparkhvd.training.types import History, State
@@ -31,7 +32,9 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+# Version 3 had all parameters in it.
+_READ_VERSIONS = (3, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
@@ -49,7 +52,7 @@ class Checkpoint:
 
     Attributes:
         epoch: epochs that are done.
-        model: the model's state dict.
+        model: the model's state dict, in its file without what `frozen` names.
         optimizer: the optimizer's state dict.
         scheduler: the scheduler's state dict, or None.
         history: the records of these epochs.
@@ -60,6 +63,7 @@ class Checkpoint:
         buffers: the model's buffers that its state dict leaves out.
         ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, where all ranks are alike.
         compression: the state of the compression of gradients, see `gather_compression`.
+        frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
     """
 
     epoch: int
@@ -74,6 +78,7 @@ class Checkpoint:
     buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
     ranks: list[RankState] = field(default_factory=list, repr=False)
     compression: State = field(default_factory=dict, repr=False)
+    frozen: Frozen | None = None
 
     @property
     def position(self) -> Position:
@@ -104,7 +109,7 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
     check_seal(file, url)
     values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
     version = values.pop("format_version")
-    if version != FORMAT_VERSION:
+    if version not in _READ_VERSIONS:
         raise InvalidArgumentError(
             f"{url} has format version {version}; this sparkhvd reads {FORMAT_VERSION}. Give another run_id."
         )

@@ -2,6 +2,7 @@
 
     runs/<run_id>/checkpoints/epoch-<k>.pt             after k epochs
     runs/<run_id>/checkpoints/epoch-<k>-step-<s>.pt    after k epochs and s steps of the next
+    runs/<run_id>/checkpoints/frozen-<sha256>.pt       parameters that no step changes, of all of these
     runs/<run_id>/checkpoints/latest.json              the pointer to the newest
     runs/<run_id>/metrics.jsonl                        one JSON line per epoch
     runs/<run_id>/attempts/writer                      the attempt that writes them: the last that began
@@ -14,6 +15,7 @@ holds those of each rank. The newest file that is whole counts.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import secrets
@@ -21,11 +23,14 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any
+
+from torch import Tensor
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.training.checkpoints.checkpoint import (
     Checkpoint,
     DamagedError,
@@ -34,7 +39,9 @@ from sparkhvd.training.checkpoints.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from sparkhvd.training.checkpoints.frozen import Frozen
 from sparkhvd.training.hashing import PIECE_BYTES
+from sparkhvd.training.modules import weights
 from sparkhvd.training.types import History, Value
 
 __all__ = ["Checkpoints", "Choice"]
@@ -146,6 +153,12 @@ class Checkpoints:
                 "same time run_ids of their own."
             )
 
+    def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
+        """Write the frozen parameters that checkpoints leave out, unless they are there; return their SHA-256."""
+        sha256 = weights.dump(tensors)
+        weights.store_weights(tensors, sha256, self._store, _frozen_path(self._folder, sha256))
+        return sha256
+
     def write_history(self, history: Sequence[Mapping[str, Value]]) -> None:
         """Write the metrics file."""
         lines = "".join(json.dumps(record) + "\n" for record in history)
@@ -231,7 +244,24 @@ class Checkpoints:
 
     def _load(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
         with self._opened(path) as file:
-            return read_checkpoint(file, self._store.full_url(path), is_mapped=is_mapped)
+            checkpoint = read_checkpoint(file, self._store.full_url(path), is_mapped=is_mapped)
+        if checkpoint.frozen is None:
+            return checkpoint
+        return replace(
+            checkpoint, model={**checkpoint.model, **self._frozen(path, checkpoint.frozen)}
+        )
+
+    def _frozen(self, path: str, frozen: Frozen) -> dict[str, Tensor]:
+        """Load the parameters that the checkpoint of a path leaves out."""
+        name = _frozen_path(path.rpartition("/")[0], frozen["sha256"])
+        try:
+            tensors = weights.Weights(frozen["sha256"], None, self._store, name).load()
+        except (InvalidArgumentError, InternalError) as e:
+            raise DamagedError(
+                f"{self._store.full_url(name)}, which holds the frozen parameters of {path.rpartition('/')[2]}, is damaged or gone."
+            ) from e
+        # Out of a mapping, as `read_checkpoint` has the others.
+        return copy.deepcopy({name: tensors[name] for name in frozen["names"]})
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[IO[bytes]]:
@@ -277,6 +307,10 @@ class Checkpoints:
     def _positions(self) -> set[Position]:
         matches = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
         return {(int(m[1]), int(m[2] or 0)) for m in matches if m}
+
+
+def _frozen_path(folder: str, sha256: str) -> str:
+    return f"{folder}/frozen-{sha256}.pt"
 
 
 def _words(position: Position) -> str:

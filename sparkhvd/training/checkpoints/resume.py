@@ -16,6 +16,7 @@ from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.checkpoints.frozen import broadcast_weights
 from sparkhvd.training.checkpoints.module_state import (
     extra_states,
     load_buffers,
@@ -185,7 +186,7 @@ def resume(start: Start, state: TrainingState) -> Position:
     resumed, model = start.resumed, state.model
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
-    hvd.broadcast_parameters(_tensors(model.state_dict()), 0)
+    broadcast_weights(model)
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
     parts: list[tuple[Stateful | None, State | None]] = [
@@ -237,11 +238,16 @@ def take(
     history: History,
     step: int = 0,
     ranks: Sequence[RankState] = (),
+    *,
+    weights: State,
 ) -> Checkpoint:
-    """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0."""
+    """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0.
+
+    `weights` is what it holds of the model's state dict.
+    """
     return Checkpoint(
         epoch=len(history),
-        model=state.model.state_dict(),
+        model=weights,
         optimizer=state.optimizer.state_dict() if state.optimizer is not None else {},
         scheduler=state.scheduler.state_dict() if state.scheduler is not None else None,
         history=list(history),
@@ -252,12 +258,3 @@ def take(
         step=step,
         ranks=list(ranks),
     )
-
-
-def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return parameters and buffers of a state dict, without extra states, which may be tensors too."""
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
-    }

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -29,6 +30,7 @@ from sparkhvd.training.checkpoints.cadence import Cadence
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.compression_state import gather_compression
 from sparkhvd.training.checkpoints.files import Checkpoints, Choice
+from sparkhvd.training.checkpoints.frozen import FrozenParameters
 from sparkhvd.training.checkpoints.rank_state import RankState, gather_rank_states
 from sparkhvd.training.checkpoints.resume import TrainingState, take
 from sparkhvd.training.early_stopping import best_epoch
@@ -57,6 +59,7 @@ class Saver:
         self._is_writer = hvd.rank() == 0
         self._path = ""
         self._writing: Future[None] | None = None
+        self._frozen = FrozenParameters()
 
     def after_step(self, history: History, step: int, totals: Totals, seconds: float) -> None:
         """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
@@ -83,7 +86,9 @@ class Saver:
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         compression = gather_compression(self._state.compression)
         if self._is_writer:
-            self._save(take(self._spec, self._state, history, step, ranks), compression)
+            weights, left_out = self._frozen.divide(self._state.model)
+            checkpoint = take(self._spec, self._state, history, step, ranks, weights=weights)
+            self._save(checkpoint, compression, left_out)
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -97,10 +102,11 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, checkpoint: Checkpoint, compression: State) -> None:
+    def _save(self, checkpoint: Checkpoint, compression: State, left_out: list[str]) -> None:
         """Copy a checkpoint and write the copy in the background, after the one before.
 
-        `compression` becomes part of it and is not copied: nothing else uses it.
+        `compression` becomes part of it and is not copied: nothing else uses it. `left_out` are the parameters that it leaves to
+        the file of the frozen ones.
         """
         self.wait()
         taken = time.monotonic()
@@ -111,15 +117,22 @@ class Saver:
         self._cadence.taken(taken)
         self._path = self._checkpoints.path(*checkpoint.position)
         self._writing = Future()
-        arguments = (self._writing, copied, keep, taken)
+        arguments = (self._writing, copied, left_out, keep, taken)
         threading.Thread(
             target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
         ).start()
 
     def _write(
-        self, done: Future[None], checkpoint: Checkpoint, keep: Choice | None, taken: float
+        self,
+        done: Future[None],
+        checkpoint: Checkpoint,
+        left_out: list[str],
+        keep: Choice | None,
+        taken: float,
     ) -> None:
         try:
+            frozen = self._frozen.record(left_out, self._checkpoints.write_frozen)
+            checkpoint = replace(checkpoint, frozen=frozen)
             num_epochs = self._spec.num_checkpoints
             self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
             self._cadence.written(time.monotonic() - taken)

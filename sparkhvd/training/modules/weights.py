@@ -96,15 +96,18 @@ def load(path: str) -> dict[str, Tensor]:
     return _checked(torch.load(path, weights_only=True))
 
 
-def store_weights(tensors: Mapping[str, Tensor], sha256: str, store: Store) -> Weights:
+def store_weights(
+    tensors: Mapping[str, Tensor], sha256: str, store: Store, name: str = ""
+) -> Weights:
     """Put weights into the store, unless they are there; a whole file is never changed or deleted.
 
-    One that is cut off, which a killed writer leaves on a mount that cannot rename, is written anew.
+    One that is cut off, which a killed writer leaves on a mount that cannot rename, is written anew. Without a `name` the hash
+    names it.
 
     Raises:
         InternalError: the bytes have another SHA-256 than `sha256`.
     """
-    weights = Weights(sha256, None, store)
+    weights = Weights(sha256, None, store, name)
     if not _is_whole(store, weights.path):
         with store.open_output(weights.path) as sink:
             if dump(tensors, sink) != sha256:
