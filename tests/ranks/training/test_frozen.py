@@ -132,8 +132,10 @@ def test_a_lost_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_broadcast_where_ranks_differ_alone() -> None:
+    made = net(width=200)  # threads draw from one generator
+
     def body(engine: Any) -> tuple[int, int, bool]:
-        model = net(width=200)
+        model = copy.deepcopy(made)
         with torch.no_grad():
             model[3].weight.fill_(hvd.rank())
         begin = broadcast_bytes()
@@ -142,7 +144,7 @@ def test_frozen_parameters_are_broadcast_where_ranks_differ_alone() -> None:
         if hvd.rank() == 1:
             model[0].weight.data[0, 0] += 1
         broadcast_weights(model)
-        is_alike = torch.equal(model[0].weight, net(width=200)[0].weight)
+        is_alike = torch.equal(model[0].weight, made[0].weight)
         return trained - begin, broadcast_bytes() - trained, is_alike and not model[3].weight.any()
 
     trained, more = 4 * 201, 4 * 200 * 3
