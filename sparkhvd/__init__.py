@@ -18,6 +18,7 @@ Each module imports only those above it:
     processors     CPUs that a process may use
     rank_settings  settings on their way to a rank
     sessions       sessions of Spark: checks and keys
+    connect        what only Spark Connect has
     spark          a session, classic or Connect, behind one interface
     engine         compiled collectives: the only ctypes
     rendezvous     authenticated connections between ranks

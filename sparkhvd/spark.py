@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd import connect
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.interfaces import address_towards
 from sparkhvd.sessions import check_session, is_connect, session_key
@@ -72,6 +73,10 @@ class SparkShim:
         """Return True if executors are on the driver's host by the master's kind: `local[...]` and `local-cluster[...]`."""
         return not self.is_connect and self.session.sparkContext.master.startswith("local")
 
+    def is_served_here(self) -> bool:
+        """Return True if this process has Spark's driver: a classic session, or one of a Connect server that it has started."""
+        return not self.is_connect or connect.is_served_here(self.session)
+
     def runs_this_python(self) -> bool:
         """Return True if Spark's workers are on this host and run the Python of this process."""
         return self._has_executors_here() and self.worker_python() == sys.executable
@@ -91,7 +96,7 @@ class SparkShim:
         """Return the address at which this process can listen for executors, and its host as they reach it."""
         if self.is_connect:
             # Towards the server; it is unknown whether executors on other hosts can use it.
-            address = address_towards(self.session.client.host.strip("[]"))
+            address = address_towards(connect.server_host(self.session))
             return address, address
         host = self.session.conf.get("spark.driver.host")
         own = self.session.conf.get("spark.driver.bindAddress", host)
@@ -135,23 +140,11 @@ class SparkShim:
             requests = requests.resource("gpu", gpus)
         profile = ResourceProfileBuilder().require(requests).build
         if self.is_connect:
-            self._register_remotely(profile)
+            connect.register_profile(self.session, profile)
         else:
             context = self.session.sparkContext._jsc.sc()
             context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)
         return profile
-
-    def _register_remotely(self, profile: ResourceProfile) -> None:
-        """Register a profile at the server of this session; by itself it would use the thread's active session."""
-        from pyspark.sql.connect import proto
-
-        tasks = {
-            name: proto.TaskResourceRequest(resource_name=name, amount=request.amount)
-            for name, request in profile.taskResources.items()
-        }
-        profile._id = self.session.client._create_profile(
-            proto.ResourceProfile(task_resources=tasks)
-        )
 
     def worker_python(self) -> str:
         """Return the Python that Spark's workers run; for messages, so it never raises."""

@@ -130,7 +130,7 @@ def run(
 
     Output of a rank comes line by line, after its [rank], to this process while the rank runs: to `stdout`, else to stderr, in a notebook to
     the cell. It never makes a rank wait: of more than 2,000 lines or 1 MiB per second and rank the rest is left out here and counted, and the
-    executor's log has all of it. Over Spark Connect there is no way from `run` to the client, and one line says so; a fit's lines come through
+    executor's log has all of it. Over Spark Connect the executors may not reach the client: one line says so after 10 s; a fit's lines come through
     its store. `sparkhvd.log_to_driver(message)` and docs/observe.md have more.
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job: `fn` has 5 s to save, then
@@ -151,7 +151,7 @@ def run(
         extra_mpi_args: the same.
         env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
-        stdout: a stream of this process that gets the ranks' output as it comes; over Spark Connect the last 100 lines of each rank at the end.
+        stdout: a stream of this process that gets the ranks' output as it comes; where ranks do not reach it, the last lines at the end.
         stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
         verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         nics: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means `Settings.interfaces`, or else the

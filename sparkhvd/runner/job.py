@@ -131,7 +131,7 @@ class _Plan:
     @property
     def is_terminal(self) -> bool:
         """Whether the tasks' stderr is this process's."""
-        return self.is_local and not self.shim.is_connect
+        return self.is_local and self.shim.is_served_here()
 
     def slots(self) -> int | None:
         """Return the slots of the registered executors, on Spark Connect the configured ones."""

@@ -1,11 +1,17 @@
-"""Driver's side of live output: by a connection, by files, or not at all, and what is shown when the ranks have ended."""
+"""Driver's side of live output: by a connection, by files, or not at all, and what is shown when the ranks have ended.
+
+Executors do not always reach a client of Spark Connect. With a store it reads files; without one it listens as a classic driver does, and
+says so when ranks have run for a while and none was there.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
+from sparkhvd import connect
 from sparkhvd.runner import launching
 from sparkhvd.runner.horovod_arguments import write_tails
 from sparkhvd.runner.live.display import Display
@@ -17,6 +23,9 @@ from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
 __all__ = ["Attempt", "LiveOutput"]
+
+# How long ranks may run before one has reached a Connect client.
+_REACH_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class LiveOutput:
         *,
         on_terminal: bool,
     ) -> None:
-        """Prepare what there can be; nothing runs before `with`. Prints why there is none.
+        """Prepare what there can be; nothing runs before `with`. Prints why there is none, a Connect client also later.
 
         Args:
             shim: session.
@@ -60,6 +69,7 @@ class LiveOutput:
         self._stream = options.stream
         self._shows_lines = choice != "messages"
         self._source: Receiver | ChunkReader | None = None
+        self._watch: _Watch | None = None
         self.way: Way | None = None
         is_wanted = options.stream is not None or options.verbose > 0
         if not is_wanted or choice == "0":
@@ -70,23 +80,22 @@ class LiveOutput:
         self._display = Display(self._show, attempt.size, options.show_progress)
         is_shown = options.verbose > 0
         way = Way(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
-        why = ""
-        if not shim.is_connect:
-            try:
-                receiver = Receiver.listen(shim, self._display, *astuple(attempt))
-                self._source, self.way = receiver, replace(way, address=receiver.address)
-            except Exception as e:  # noqa: BLE001 - Spark's, of a conf without an address, too; a job can do without
-                why = f"this process cannot listen ({e})"
-        elif options.mailbox is not None and options.run_dir is not None:
+        says_why = is_shown and attempt.number == 0
+        if shim.is_connect and options.mailbox is not None and options.run_dir is not None:
             folder = folder_of(options.run_dir, attempt.number, attempt.job_id)
             self._source = ChunkReader(options.mailbox, folder, self._display)
             self.way = replace(way, folder=folder)
-        else:
-            why = "executors cannot reach a client of Spark Connect"
-        if why and is_shown and attempt.number == 0:
-            sys.stderr.write(
-                f"sparkhvd: No live output of the ranks: {why}. It is in the executors' logs.\n"
-            )
+            return
+        try:
+            receiver = Receiver.listen(shim, self._display, *astuple(attempt))
+        except Exception as e:  # noqa: BLE001 - Spark's, of a conf without an address, too; a job can do without
+            if says_why:
+                _say(f"this process cannot listen ({e}). It is in the executors' logs.")
+            return
+        self._source = receiver
+        self.way = replace(way, address=receiver.address, at_once=shim.is_connect)
+        if shim.is_connect and says_why:
+            self._watch = _Watch(shim, attempt.size, receiver)
 
     def _show(self, text: str) -> None:
         if self._stream is None and getattr(sys.stderr, "isatty", lambda: False)():
@@ -96,9 +105,13 @@ class LiveOutput:
     def __enter__(self) -> LiveOutput:
         if self._source is not None:
             self._source.__enter__()
+        if self._watch is not None:
+            self._watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._watch is not None:
+            self._watch.__exit__()
         if self._source is not None:
             self._source.__exit__()
 
@@ -112,3 +125,44 @@ class LiveOutput:
             if self._shows_lines:
                 silent = [o for o in outcomes if o.rank is None or not self._display.last(o.rank)]
         write_tails(self._stream, silent)
+
+
+class _Watch:
+    """Watch of a Connect client that says once if ranks run and none has reached it; a context manager around the stage."""
+
+    def __init__(self, shim: SparkShim, size: int, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._news = connect.noticing_tasks(shim.session, size, self._begin)
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._is_over = False
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._timer is None and not self._is_over:
+                self._timer = threading.Timer(_REACH_S, self._look)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _look(self) -> None:
+        if not self._receiver.was_reached:
+            host, port = self._receiver.address
+            _say(
+                f"for {_REACH_S:.0f} s none has reached this client of Spark Connect at {host}, port {port}. Is there a firewall, a tunnel or "
+                "NAT between the executors and it? It is in the executors' logs; the last of it comes with the results."
+            )
+
+    def __enter__(self) -> None:
+        self._news.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._news.__exit__(None, None, None)
+        with self._lock:
+            self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+
+def _say(why: str) -> None:
+    sys.stderr.write(f"sparkhvd: No live output of the ranks: {why}\n")
+    sys.stderr.flush()

@@ -314,6 +314,8 @@ class _Output:
         return () if self._sender is None else tuple(self._sender.close())
 
     def __enter__(self) -> _Output:
+        if self._sender is not None:
+            self._sender.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -36,18 +37,29 @@ class Connection:
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
+        # None once the driver was there.
+        self._tried_since: float | None = math.inf
 
     def deliver(self, backlog: Backlog) -> None:
         """Send records until the backlog has ended and is empty, or `abort` is called."""
         pause, longest = _PAUSES_S
         while not self._is_over.is_set() and backlog.take(0.0):
+            if self._tried_since == math.inf:
+                self._tried_since = time.monotonic()
             with contextlib.suppress(OSError), self._connected() as sock:
                 if self._is_proved(sock):
+                    self._tried_since = None
                     pause = _PAUSES_S[0]
                     _serve(sock, backlog)
                     continue
             self._is_over.wait(pause)
             pause = min(longest, 2 * pause)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the driver was never there, longer than a connection may take."""
+        since = self._tried_since
+        return since is not None and time.monotonic() - since > _CONNECT_S
 
     def abort(self) -> None:
         """End `deliver` soon."""

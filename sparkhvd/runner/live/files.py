@@ -1,4 +1,4 @@
-"""Live output through files that the driver and the ranks share, where executors cannot reach the driver: Spark Connect.
+"""Live output through files that the driver and the ranks share, where executors may not reach the driver: Spark Connect.
 
 A task writes a small file about once per second, if there is output, into a folder of the attempt; the driver shows what it finds there, and
 deletes it with its next look.
@@ -97,6 +97,11 @@ class ChunkWriter:
     def abort(self) -> None:
         """End `deliver` soon."""
         self._is_over.set()
+
+    @property
+    def is_lost(self) -> bool:
+        """False: a store that refuses has its own deadlines."""
+        return False
 
 
 class ChunkReader:

@@ -65,6 +65,7 @@ class Receiver:
         self._size = size
         self._of_rank: dict[int, socket.socket] = {}
         self._num_open = 0
+        self._was_reached = False
         self._loop = Loop()
         self._is_ending = self._is_over = False
         self._wakes, self._woken = socket.socketpair()
@@ -97,6 +98,11 @@ class Receiver:
         with contextlib.suppress(OSError):  # the thread is at its end
             self._wakes.send(b"\0")
         self._thread.join(_DRAIN_S + _JOIN_S)
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether a rank has connected."""
+        return self._was_reached
 
     @property
     def is_stuck(self) -> bool:
@@ -153,6 +159,7 @@ class Receiver:
                 if known is None:
                     return
                 rank = known[1] - 1
+                self._was_reached = True
                 yield from self._records(sock, rank)
         finally:
             self._num_open -= 1

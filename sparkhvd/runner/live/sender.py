@@ -30,6 +30,11 @@ class Carrier(Protocol):
         """End `deliver` soon."""
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing has ever come through, for so long that its end needs no waiting."""
+        ...
+
 
 @dataclass(frozen=True)
 class Way:
@@ -41,6 +46,7 @@ class Way:
         shows_lines: whether ordinary lines go there, or messages only.
         on_terminal: whether the task's stderr is the driver's, so that nothing must go both ways.
         is_shown: whether lines that are left out may be on that stderr.
+        at_once: whether a rank connects before its first line, because the driver says so where none comes.
     """
 
     address: tuple[str, int] | None = None
@@ -48,6 +54,7 @@ class Way:
     shows_lines: bool = True
     on_terminal: bool = False
     is_shown: bool = True
+    at_once: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, from which `from_dict` rebuilds it."""
@@ -71,7 +78,7 @@ class Sender:
     """Sender of one rank's lines; a context manager."""
 
     def __init__(self, way: Way, rank: int, carrier: Carrier) -> None:
-        """Prepare a sender; nothing runs before the first line.
+        """Prepare a sender; nothing runs before the first line, or before `with` if the way is tried at once.
 
         Args:
             way: to the driver.
@@ -79,6 +86,7 @@ class Sender:
             carrier: which brings them there.
         """
         self._carrier = carrier
+        self._at_once = way.at_once
         self._backlog = Backlog(
             rank, way.elsewhere, shows_lines=way.shows_lines, is_limited=not way.on_terminal
         )
@@ -118,12 +126,14 @@ class Sender:
         with self._lock:
             self._is_closed = True
         if self._thread is not None:
-            self._thread.join(FLUSH_S - _ABORT_S)
+            self._thread.join(0.0 if self._carrier.is_lost else FLUSH_S - _ABORT_S)
             self._carrier.abort()
             self._thread.join(_ABORT_S)
         return self._backlog.rest()
 
     def __enter__(self) -> Sender:
+        if self._at_once:  # the first look drops progress, and connects for it
+            self.progress("begins")
         return self
 
     def __exit__(self, *_: object) -> None:

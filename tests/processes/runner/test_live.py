@@ -117,6 +117,27 @@ def test_a_rank_without_output_has_neither_thread_nor_connection() -> None:
         assert driver._display.last(0) == 0
 
 
+def test_a_rank_that_a_driver_watches_for_connects_before_its_first_line() -> None:
+    screen = Screen()
+    with receiver_for(screen.show) as driver, sender_to(driver.address, at_once=True) as rank:
+        wait_until(lambda: driver.was_reached, "it has connected")
+        rank.line("[0] line 0")
+        wait_until(lambda: screen.lines, "its line is shown")
+        assert rank.close() == []
+    assert screen.lines == texts(0, 1)
+
+
+def test_the_end_of_a_rank_whose_driver_was_never_there_takes_no_time() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with sender_to(closed.getsockname(), at_once=True) as rank:
+            rank.line("[0] line 0")
+            time.sleep(connection._CONNECT_S + 0.1)
+            began = time.monotonic()
+            assert [record.text for record in rank.close()] == ["[0] line 0"]
+            assert time.monotonic() - began < sender.FLUSH_S / 2
+
+
 def test_nothing_is_lost_or_doubled_when_connections_are_cut_or_refused() -> None:
     screen, count = Screen(), 3000
     with proxied(screen) as (_, proxy), sender_to(proxy.address, on_terminal=True) as rank:

@@ -1,4 +1,4 @@
-"""Output of ranks on a Spark Connect client while they run, through the store; and a flood from an executor."""
+"""Output of ranks on a Spark Connect client while they run, through the store or a port of it; and a flood from an executor."""
 
 from __future__ import annotations
 
@@ -53,16 +53,75 @@ TorchEstimator(
     model=nn.Linear(1, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=waits, feature_cols=["x"],
     label_cols=["y"], batch_size=4, epochs=1, num_proc=1, max_retries=0, run_id="r", store=store).fit(df)
 answering.join()
-run(print, ("quiet",), num_proc=1, spark=spark)
 written, sys.stderr = sys.stderr, terminal
 lines = written.getvalue().splitlines()
 assert sum("a live line" in line for line in lines) == 1, lines
 assert lines.count("[0] a message") == 1 and lines.count("[0] a step") >= 2, lines
 print("SHOWN after", written.since)
 assert written.since < 3.0, written.since
-why = "executors cannot reach a client of Spark Connect. It is in the executors' logs."
-assert lines.count(f"sparkhvd: No live output of the ranks: {why}") == 1, lines
 assert not [path for path in store.list("runs/r/attempts", recursive=True) if "live" in path]
+print("ALL WELL")
+"""
+
+# The same without a store: through a port of the client, where executors reach it.
+RUN = """
+import io, os, threading
+from pyspark.sql.connect.client import DefaultChannelBuilder
+from pyspark.sql.connect.session import SparkSession as Remote
+from sparkhvd import run
+from sparkhvd.runner import live_output
+from sparkhvd.spark import SparkShim
+
+def waits(number):
+    print("a live line", number)
+    deadline = time.monotonic() + 60
+    while not os.path.exists(FOLDER + f"/seen{number}"):
+        assert time.monotonic() < deadline, "nobody has seen it"
+        time.sleep(0.05)
+    print("last words")
+
+class Shown(io.StringIO):
+    def __init__(self, text, number):
+        super().__init__()
+        self.text, self.path = text, FOLDER + f"/seen{number}"
+
+    def write(self, text):
+        if self.text in text:
+            open(self.path, "w").close()
+        terminal.write(text)
+        return super().write(text)
+
+class Nameless(DefaultChannelBuilder):
+    @property
+    def host(self):
+        raise NotImplementedError
+
+def lines_of(text, number, session):
+    sys.stderr = Shown(text, number)
+    try:
+        run(waits, (number,), num_proc=1, spark=session, max_retries=0)
+        return sys.stderr.getvalue().splitlines()
+    finally:
+        sys.stderr = terminal
+
+terminal = sys.stderr
+own = ["[0] a live line 0", "[0] last words"]
+assert lines_of("a live line", 0, spark) == own
+
+# As a client behind NAT. What ranks have printed comes in the end.
+live_output._REACH_S, reach = 1.0, SparkShim.own_addresses
+SparkShim.own_addresses = lambda shim: ("127.0.0.1", "192.0.2.1")
+late, *rest = lines_of("none has reached", 1, spark)
+SparkShim.own_addresses = reach
+assert "No live output of the ranks: for 1 s none has reached this client of Spark Connect at 192.0.2.1, port " in late, late
+assert rest == ["[0] a live line 1", "[0] last words"], rest
+
+builder = Nameless(f"sc://{spark.client._builder.endpoint}")
+nameless = Remote.builder.channelBuilder(builder).create()
+assert lines_of("", 2, nameless) == [
+    "sparkhvd: No live output of the ranks: this process cannot listen (the session's channel builder does not tell the host of the "
+    "Spark Connect server). It is in the executors' logs."]
+nameless.stop()
 print("ALL WELL")
 """
 
@@ -103,9 +162,31 @@ def test_a_flood_of_a_rank_is_counted(tmp_path: Path) -> None:
     assert "ALL WELL" in output, output
 
 
+@soak("processes/runner/test_live")
+def test_a_client_that_has_started_its_own_server_shows_a_line_once(tmp_path: Path) -> None:
+    body = """
+from sparkhvd import run
+
+run(print, ("a line",), num_proc=2, spark=spark)
+run(print, ("a quiet line",), num_proc=2, spark=spark, verbose=0)
+"""
+    output = run_on("local[2]", body, tmp_path, remote=True)
+    assert sorted(line for line in output.splitlines() if " line" in line) == [
+        "[0] a line",
+        "[1] a line",
+    ], output
+
+
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
     body = with_folder(PROGRAM, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
+    assert "ALL WELL" in output, output
+
+
+def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_comes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    output = run_client(cluster.remote, with_folder(RUN, tmp_path), tmp_path)
     assert "ALL WELL" in output, output
 
 
