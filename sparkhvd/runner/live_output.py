@@ -77,9 +77,11 @@ class LiveOutput:
         self._log = launching.log_to(
             options.stream, verbose=options.verbose, timestamps=options.timestamps
         )
-        self._display = Display(self._show, attempt.size, options.show_progress)
         is_shown = options.verbose > 0
         way = Way(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
+        # A task on the driver's terminal writes there what is left out at once, and not what is lost at its end.
+        elsewhere = "" if on_terminal else way.elsewhere
+        self._display = Display(self._show, attempt.size, options.show_progress, elsewhere)
         says_why = is_shown and attempt.number == 0
         if shim.is_connect and options.mailbox is not None and options.run_dir is not None:
             folder = folder_of(options.run_dir, attempt.number, attempt.job_id)

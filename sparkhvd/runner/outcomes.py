@@ -90,7 +90,7 @@ class Outcome:
         wall_s: seconds from the start of the process to its end.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
-        unsent: numbers and texts of records of live output that the driver may not have shown.
+        unsent: numbers, texts and lines of records of live output that the driver may not have shown; see `live.frames.Record`.
     """
 
     rank: int | None
@@ -110,7 +110,7 @@ class Outcome:
     wall_s: float = 0.0
     job_id: str = ""
     warnings: tuple[str, ...] = ()
-    unsent: tuple[tuple[int, str], ...] = ()
+    unsent: tuple[tuple[int, str, int], ...] = ()
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` rebuilds this outcome."""
@@ -123,7 +123,7 @@ class Outcome:
         data = {name: value for name, value in json.loads(text).items() if name in known}
         for name in ("log_tail", "warnings"):
             data[name] = tuple(data.get(name, ()))
-        data["unsent"] = tuple((number, text) for number, text in data.get("unsent", ()))
+        data["unsent"] = tuple(tuple(fields) for fields in data.get("unsent", ()))
         return cls(**data)
 
 
@@ -146,12 +146,13 @@ def embed(outcome: Outcome) -> str:
 
     Traceback and output are cut, because Spark Connect shortens long messages.
     """
+    last = max((number for number, *_ in outcome.unsent), default=0)
     short = replace(
         outcome,
         message=_middle_cut(outcome.message),
         traceback=_middle_cut(outcome.traceback),
         log_tail=tuple(_tail_lines(outcome.log_tail)),
-        unsent=tuple((number, _middle_cut(text)) for number, text in outcome.unsent[-1:]),
+        unsent=tuple((n, _middle_cut(text) * (n == last), k) for n, text, k in outcome.unsent),
     )
     packed = base64.urlsafe_b64encode(zlib.compress(short.to_json().encode(), 9)).decode()
     return f"[sparkhvd-outcome:{outcome.job_id}:{packed}]"

@@ -309,7 +309,7 @@ class _Output:
             for line in text.split("\n"):
                 _log(line, timestamp=self._timestamp)
 
-    def close(self) -> tuple[tuple[int, str], ...]:
+    def close(self) -> tuple[tuple[int, str, int], ...]:
         """Let the driver have the last lines; return those that it may not have got."""
         return () if self._sender is None else tuple(self._sender.close())
 

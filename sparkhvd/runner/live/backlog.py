@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 
-from sparkhvd.runner.live.frames import Record
+from sparkhvd.runner.live.frames import Record, left_out
 from sparkhvd.runner.live.throttle import LINES, MESSAGES, Bucket
 
 __all__ = ["Backlog"]
@@ -44,7 +43,7 @@ class Backlog:
         self._lines, self._messages = Bucket(LINES, now), Bucket(MESSAGES, now)
         self._records: deque[Record] = deque()
         self._open: list[str] = []
-        self._open_bytes = 0
+        self._open_bytes = self._open_lines = 0
         self._bytes = 0
         self._last = 0
         self._newest = ""
@@ -98,31 +97,32 @@ class Backlog:
             self._close_record()
         self._open.append(text)
         self._open_bytes += num_bytes
+        self._open_lines += text.count("\n") + 1
         self._bytes += num_bytes
         if was_empty:
             self._changed.notify_all()
 
     def _tell_left_out(self) -> None:
         if self._left_out:
-            notice = self._notice(self._left_out)
+            notice = left_out(self._rank, self._left_out, self._elsewhere)
+            self._open_lines += self._left_out
             self._left_out = 0
             self._open.append(notice)
             self._open_bytes += len(notice) + 1
             self._bytes += len(notice) + 1
 
-    def _notice(self, count: int) -> str:
-        where = f"; {self._elsewhere}" if self._elsewhere else ""
-        return f"[{self._rank}] ({count:,} line{'s' * (count != 1)} left out here{where})"
-
     def _close_record(self) -> None:
         """Number the lines that have come; from then on the record is the same, however often it is sent."""
         if self._open:
             self._last += 1
-            self._records.append(Record(self._last, "\n".join(self._open)))
-            self._open, self._open_bytes = [], 0
+            self._records.append(Record(self._last, "\n".join(self._open), self._open_lines))
+            self._open, self._open_bytes, self._open_lines = [], 0, 0
 
     def take(self, gather_s: float) -> list[Record]:
         """Wait for lines; return the first records that are not acknowledged, or none once it has ended and is empty.
+
+        The wait for a rank that prints nothing has no deadline: `end` ends it, which a task calls however its rank ends, and the
+        thread is a daemon that goes with its process.
 
         Progress comes before them, once, as a record with number 0.
 
@@ -160,20 +160,13 @@ class Backlog:
             self._changed.notify_all()
 
     def rest(self) -> list[Record]:
-        """Return the last records that are not acknowledged, as far as they can travel with an outcome."""
+        """Return the records that are not acknowledged; those that cannot travel with an outcome without their text."""
         with self._changed:
             self._close_record()
-            kept: deque[Record] = deque()
+            found: deque[Record] = deque()
             room = _REST_BYTES
             for record in reversed(self._records):
                 room -= len(record.text)
-                if room < 0:
-                    lost = _num_lines(self._records) - _num_lines(kept)
-                    kept.appendleft(Record(record.number, self._notice(lost)))
-                    break
-                kept.appendleft(record)
-            return list(kept)
-
-
-def _num_lines(records: Iterable[Record]) -> int:
-    return sum(record.text.count("\n") + 1 for record in records)
+                # The driver may have shown it, and knows then that it is not lost.
+                found.appendleft(record if room >= 0 else record._replace(text=""))
+            return list(found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from sparkhvd.runner.live.frames import Record
+from sparkhvd.runner.live.frames import Record, left_out
 from sparkhvd.runner.outcomes import Outcome
 
 __all__ = ["Display"]
@@ -19,6 +19,7 @@ class Display:
         show: Callable[[str], None],
         size: int,
         progress: Callable[[str], None] = lambda _: None,
+        elsewhere: str = "",
     ) -> None:
         """Make a display.
 
@@ -26,7 +27,9 @@ class Display:
             show: called with whole lines.
             size: number of ranks.
             progress: called with a line on the progress of the training.
+            elsewhere: where lines are that are lost; "" for nowhere.
         """
+        self._elsewhere = elsewhere
         self._show = show
         self._progress = progress
         # Number of the last record that is shown, by rank.
@@ -49,8 +52,15 @@ class Display:
         self._shown[rank] = record.number
 
     def show_rest(self, outcomes: Iterable[Outcome]) -> None:
-        """Show what ranks had not sent when they ended."""
+        """Show what ranks had not sent when they ended, and count what is lost."""
         for outcome in outcomes:
-            for number, text in outcome.unsent:
-                if outcome.rank is not None:
-                    self.take(outcome.rank, Record(number, text))
+            if outcome.rank is not None:
+                self._show_unsent(outcome.rank, [Record(*fields) for fields in outcome.unsent])
+
+    def _show_unsent(self, rank: int, records: Sequence[Record]) -> None:
+        lost = [each for each in records if not each.text and each.number > self._shown[rank]]
+        if lost:
+            text = left_out(rank, sum(each.lines for each in lost), self._elsewhere)
+            self.take(rank, Record(lost[-1].number, text))
+        for record in records:
+            self.take(rank, record)

@@ -6,7 +6,16 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["ACK", "HEADER", "MAX_RECORD_BYTES", "PURPOSE", "Record", "pack", "unpack"]
+__all__ = [
+    "ACK",
+    "HEADER",
+    "MAX_RECORD_BYTES",
+    "PURPOSE",
+    "Record",
+    "left_out",
+    "pack",
+    "unpack",
+]
 
 # Number of the record and bytes of its text, which follows.
 HEADER = struct.Struct("!QI")
@@ -23,11 +32,19 @@ class Record(NamedTuple):
 
     Attributes:
         number: 1, 2, ... for each rank of an attempt; 0 of progress, which may be lost.
-        text: whole lines, without the end of the last.
+        text: whole lines, without the end of the last; "" of a record that is lost.
+        lines: lines of the rank that it stands for: its own, and those that a line of it counts as left out.
     """
 
     number: int
     text: str
+    lines: int = 0
+
+
+def left_out(rank: int, lines: int, elsewhere: str) -> str:
+    """Return the line that says how many lines of a rank are not shown, and where they are; "" for nowhere."""
+    where = f"; {elsewhere}" if elsewhere else ""
+    return f"[{rank}] ({lines:,} line{'s' * (lines != 1)} left out here{where})"
 
 
 def pack(records: Iterable[Record]) -> bytes:

@@ -172,10 +172,10 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
             assert time.monotonic() - began < sender.FLUSH_S + 0.5
         assert screen.lines == ["[0] line 0"]
         proxy.swallows = False
-        ended = Outcome(0, Kind.OK, unsent=((1, "[0] line 0"), *unsent))
+        ended = Outcome(0, Kind.OK, unsent=((1, "[0] line 0", 1), *unsent))
     again = Outcome.from_json(ended.to_json())
     assert not driver.is_stuck
-    driver._display.show_rest([again, Outcome(1, Kind.OK, unsent=((1, "[1] of another"),))])
+    driver._display.show_rest([again, Outcome(1, Kind.OK, unsent=((1, "[1] of another", 1),))])
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
 
@@ -189,6 +189,27 @@ def test_lines_that_vanish_for_a_while_come_later() -> None:
         wait_until(lambda: len(screen.lines) == count, "all lines are shown")
         assert rank.close() == []
     assert screen.lines == texts(0, count)
+
+
+def test_of_a_rank_that_ends_before_a_slow_driver_every_line_is_shown_or_counted_once() -> None:
+    """Fill the queue; of what the driver does not come to, the last goes with the outcome, and some is on its way then."""
+    screen, echoed, count = Screen(), 0, 60_000
+
+    def show(text: str) -> None:
+        screen.show(text)
+        time.sleep(0.03)
+
+    with receiver_for(show) as driver, sender_to(driver.address, 1, on_terminal=True) as one:
+        for number in range(count):
+            echoed += not one.line(f"[1] line {number} {'x' * 100}")
+        ended = Outcome(1, Kind.OK, unsent=tuple(one.close()))
+    driver._display.show_rest([Outcome.from_json(ended.to_json())])
+    assert printed(screen, 1) == count
+    assert 0 < len(screen.lines) < count - echoed
+    # That those were on stderr, too, was wrong.
+    assert sum(line.endswith(" left out here)") for line in screen.lines) == 1
+    numbers = [int(line.split()[2]) for line in screen.lines if "left out" not in line]
+    assert numbers == sorted(set(numbers))
 
 
 DRIVER = f"""
@@ -273,8 +294,7 @@ def test_what_travels_with_an_outcome_is_bounded_and_says_what_is_missing() -> N
     assert not all(taken)
     assert sum(len(record.text) for record in rest) < 300 << 10
     screen = Screen()
-    for record in rest:
-        screen.show(record.text)
+    Display(screen.show, SIZE).show_rest([Outcome(0, Kind.OK, unsent=tuple(rest))])
     assert re.fullmatch(r"\[0\] \([\d,]+ lines left out here\)", screen.lines[0])
     assert printed(screen, 0) == 6000
 
@@ -315,7 +335,7 @@ def test_a_stream_that_blocks_holds_up_neither_the_rank_nor_the_driver(
         began = time.monotonic()
         unsent = tuple(rank.close())
     assert time.monotonic() - began < sender.FLUSH_S + 1.5
-    assert unsent == ((1, "[0] a line"),)
+    assert unsent == ((1, "[0] a line", 1),)
     assert driver.is_stuck
     released.set()
     driver._thread.join(10)
