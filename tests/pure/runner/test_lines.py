@@ -37,7 +37,7 @@ def of_pipe(*parts: bytes | float) -> list[tuple[float, bytes]]:
 
 
 def test_lines_come_whole_and_long_ones_in_pieces() -> None:
-    lines = [line for _, line in of_pipe(b"one\n\ntw", 0.05, b"o\n", b"x" * 3000, b"y\nlast")]
+    lines = [line for _, line in of_pipe(b"one\n\ntw", 0.05, b"o\n", b"x" * 3000, 0.05, b"y\nlast")]
     assert b"".join(lines) == b"one\n\ntwo\n" + b"x" * 3000 + b"y\nlast"
     assert lines[:3] == [b"one\n", b"\n", b"two\n"]
     assert lines[-1] == b"last"
