@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparkhvd.data.columns.decoders import pad as pad
+    from sparkhvd.data.columns.images import image as image
     from sparkhvd.data.packed import read_packed as read_packed
     from sparkhvd.data.store.store import Store as Store
     from sparkhvd.estimator.classification import (
@@ -61,6 +62,7 @@ _HOMES = {
     "TorchModel": "sparkhvd.estimator.model",
     "TorchRegressionModel": "sparkhvd.estimator.regression",
     "TorchRegressor": "sparkhvd.estimator.regression",
+    "image": "sparkhvd.data.columns.images",
     "pad": "sparkhvd.data.columns.decoders",
     "read_packed": "sparkhvd.data.packed",
     "trust": "sparkhvd.estimator.saving.trust",

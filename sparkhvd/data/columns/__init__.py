@@ -7,6 +7,7 @@ Each module imports only those above it:
     schema    type, shape and storage of each column
     storage   Spark types as stored types and tensors
     check     columns of a source, checked on the driver
+    images    decoder of images
     decoders  the user's functions from stored values to arrays
     shapes    shapes of one row, as Params give them
     features  batches of columns as the arguments of `forward`

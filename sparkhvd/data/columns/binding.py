@@ -15,7 +15,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import checked_shape, row_shape_of
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["bind_inputs", "model_dtype"]
+__all__ = ["bind_inputs", "each_column", "model_dtype"]
 
 Shape = Sequence[int]
 
@@ -81,6 +81,11 @@ def bind_inputs(
         f"columns ({quoted(c.name for c in columns)}), so it is not clear which goes where. Say it with "
         f"inputs={{'<argument>': ['<column>', ...], ...}}, or with one entry per column in input_shapes."
     )
+
+
+def each_column(schema: DataSchema) -> InputBinding:
+    """Make an argument of each feature column, whatever the model takes."""
+    return InputBinding(tuple(_single(None, c) for c in schema.features))
 
 
 def _bind_by_name(

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data.columns.images import image
 from sparkhvd.data.columns.ragged import Ragged, Values
 from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
@@ -79,7 +80,7 @@ class RowFunctions:
         """Return the names of the functions, for comparing two runs."""
 
         def name(function: object) -> str:
-            if isinstance(function, (Mapping, pad)):
+            if isinstance(function, (Mapping, pad, image)):
                 return repr(function)
             return str(getattr(function, "__qualname__", type(function).__name__))
 
@@ -153,34 +154,32 @@ class RowFunctions:
         if not column.has_decoder and (is_padded or not column.is_collated):
             return values
         count = len(values)
+        out: Any = [None] * count
+        if not column.is_collated:
+            assert column.decoded is not None
+            out = np.empty((count, *column.decoded), column.row_dtype)
 
-        def decoded(number: int) -> Any:
-            raw = _raw(column, values, number)
-            return self._decode_one(column, raw) if column.has_decoder else raw
+        def fill(numbers: range) -> None:
+            for number in numbers:
+                row: Any = _raw(column, values, number)
+                if column.has_decoder:
+                    row = self._decode_one(column, row)
+                    if not column.is_collated:
+                        _check_row(column, row)
+                    elif row.dtype != column.row_dtype:
+                        row = row.astype(column.row_dtype)
+                out[number] = row
 
         if pool is None:
-            rows = list(map(decoded, range(count)))
+            fill(range(count))
         else:
             # A task of its own for every row would cost more than many decoders.
             step = max(1, count // _TASKS)
-            shares = (range(i, min(i + step, count)) for i in range(0, count, step))
-            decoded_shares = pool.map(lambda numbers: list(map(decoded, numbers)), shares)
-            rows = [row for share in decoded_shares for row in share]
-        if column.is_collated:
-            if not column.has_decoder:
-                return rows
-            return [r.astype(column.row_dtype, copy=False) for r in rows]
-        assert column.decoded is not None
-        out = np.empty((count, *column.decoded), column.row_dtype)
-        for number, row in enumerate(rows):
-            if row.shape != column.decoded or not _fits(row.dtype, column):
-                raise InvalidArgumentError(
-                    f"decoders[{column.name!r}] returned {row.dtype} of shape {row.shape} for a row; for the first row it "
-                    f"gave shape {column.decoded}, to be held as {column.row_dtype}. Return one shape and dtype, or give "
-                    f"collate_fn={{{column.name!r}: ...}} for rows that differ."
-                )
-            out[number] = row
-        return out
+            for _ in pool.map(
+                fill, (range(i, min(i + step, count)) for i in range(0, count, step))
+            ):
+                pass
+        return cast("Values | list[Any]", out)
 
     def _decode_one(self, column: Column, raw: bytes | str | Array) -> Array:
         function = self.decoders[column.name]
@@ -190,7 +189,8 @@ class RowFunctions:
         except SparkhvdError:
             raise
         except Exception as e:
-            shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.100}"
+            # A path as a whole.
+            shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.300}"
             if isinstance(function, Mapping) and isinstance(e, KeyError):
                 raise InvalidArgumentError(
                     f"decoders[{column.name!r}] is a dict of {len(function)} values without {shown}, which a row has. Add it, or "
@@ -239,5 +239,12 @@ def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
     return row.copy()  # the function may write to it
 
 
-def _fits(dtype: npt.DTypeLike, column: Column) -> bool:
-    return column.is_explicit or np.can_cast(dtype, column.row_dtype, "same_kind")
+def _check_row(column: Column, row: Array) -> None:
+    """Raise InvalidArgumentError unless a decoded row is like the first."""
+    fits = column.is_explicit or np.can_cast(row.dtype, column.row_dtype, "same_kind")
+    if row.shape != column.decoded or not fits:
+        raise InvalidArgumentError(
+            f"decoders[{column.name!r}] returned {row.dtype} of shape {row.shape} for a row; for the first row it "
+            f"gave shape {column.decoded}, to be held as {column.row_dtype}. Return one shape and dtype, or give "
+            f"collate_fn={{{column.name!r}: ...}} for rows that differ."
+        )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd.data.columns.decoders import pad
+from sparkhvd.data.columns.images import image
 from sparkhvd.data.store.addresses import without_secrets
 from sparkhvd.data.store.spark_files import read_file
 from sparkhvd.data.store.store import Store
@@ -161,8 +162,8 @@ def _encode_known(value: object) -> dict[str, Any] | None:
         return {"compression": next(n for n, kind in COMPRESSIONS.items() if kind is value)}
     if type(value) is PowerSGD:
         return {"powersgd": {"rank": value.rank, "warm_up_steps": value.warm_up_steps}}
-    if type(value) is pad and _is_json(asdict(value)):
-        return {"pad": asdict(value)}
+    if type(value) in (pad, image) and _is_json(asdict(value)):
+        return {type(value).__name__: asdict(value)}
     if isinstance(value, PurePath):
         return {"path": str(value)}
     return None
@@ -361,6 +362,7 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "path": Path,
     "settings": lambda content: Settings(**content),
     "powersgd": lambda content: PowerSGD(**content),
+    "image": lambda content: image(**content),
     "pad": lambda content: pad(**content),
 }
 

@@ -1,0 +1,188 @@
+"""Images as a column: bytes of JPEG, PNG and the like, or paths and URLs of such files, decoded to arrays where rows are read.
+
+Pillow decodes. It lets go of Python's lock meanwhile, so that threads decode at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.store.addresses import split
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["image"]
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_FITS = ("stretch", "crop", "pad", "exact")
+_DTYPES = ("float32", "uint8")
+# A local path as Spark names it: "file:/a/b", "file:///a/b".
+_FILE_URL = re.compile(r"file:/+")
+# Folders that are kept open.
+_FOLDERS = 256
+
+
+@dataclass(frozen=True)
+class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 224)}
+    """Decoder of images to arrays (channels, height, width).
+
+    A value is the bytes of an image, or the path or URL of one: an absolute path, or what a store's address may be (`s3://`,
+    `gs://`, `hdfs://`, ... or a scheme of fsspec), with the credentials that the process has. JPEGs of more than twice the size are
+    decoded at a smaller scale, which is faster. Needs Pillow.
+
+    Attributes:
+        height: in pixels.
+        width: in pixels.
+        channels: 3 (RGB), 1 (gray) or 4 (RGBA); other images are converted.
+        dtype: "float32", or "uint8" for a model that converts by itself, which moves a quarter of the bytes.
+        mean: subtracted from each channel, or from all; of values from 0 to 1, as is `std`.
+        std: divides each channel, or all.
+        fit: "stretch" (to the size), "crop" (the middle, of the whole height or width), "pad" (the whole, with 0 beside it) or "exact" (another
+            size is an error).
+
+    Raises:
+        InvalidArgumentError: an argument is out of range, or Pillow is not installed.
+    """
+
+    height: int
+    width: int
+    channels: int = 3
+    dtype: str = "float32"
+    mean: float | Sequence[float] = 0.0
+    std: float | Sequence[float] = 1.0
+    fit: str = "stretch"
+
+    def __post_init__(self) -> None:
+        for name, known in (("channels", tuple(_MODES)), ("dtype", _DTYPES), ("fit", _FITS)):
+            if getattr(self, name) not in known:
+                raise InvalidArgumentError(
+                    f"image: {name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, known))}."
+                )
+        for name in ("height", "width"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise InvalidArgumentError(
+                    f"image: {name} is {getattr(self, name)!r}; it must be a number of pixels, at least 1."
+                )
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                object.__setattr__(self, name, tuple(map(float, value)))
+                if len(value) != self.channels:
+                    raise InvalidArgumentError(
+                        f"image: {name} has {len(value)} numbers and the image {self.channels} channels. Give one per channel, or one for all."
+                    )
+        if not np.all(np.asarray(self.std) > 0):
+            raise InvalidArgumentError(f"image: std is {self.std!r}; it must be above 0.")
+        if self.dtype == "uint8" and (self.mean, self.std) != (0.0, 1.0):
+            raise InvalidArgumentError(
+                "image: mean and std make floats, and dtype is 'uint8'. Give dtype='float32', or scale in the model."
+            )
+        _pillow()
+
+    @functools.cached_property
+    def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Factor and shift of each channel, from bytes to values."""
+        mean, std = (
+            np.broadcast_to(np.float64(v), self.channels).reshape(-1, 1, 1)
+            for v in (self.mean, self.std)
+        )
+        return np.float32(1 / (255 * std)), np.float32(-mean / std)
+
+    def __call__(self, value: bytes | str) -> npt.NDArray[Any]:
+        """Decode one image.
+
+        Raises:
+            OSError: the file cannot be read, or is no image.
+        """
+        data = value if isinstance(value, bytes) else _read(value)
+        try:
+            pixels = self._pixels(data)
+        except OSError as e:  # Pillow names an object of Python's
+            reason = str(e).partition(" <_io.")[0]
+            raise OSError(f"its {len(data):,} bytes are no whole image: {reason}") from e
+        planes = pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
+        if self.dtype == "uint8":
+            return planes  # its owner copies it once, into a batch
+        factor, shift = self._scale
+        out = np.empty(planes.shape, np.float32)
+        np.multiply(planes, factor, out=out)
+        if shift.any():
+            out += shift
+        return out
+
+    def _pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
+        pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
+        with pil.open(io.BytesIO(data)) as opened:
+            if self.fit == "exact" and opened.size != size:
+                raise ValueError(
+                    f"it has {opened.height} x {opened.width} pixels, and image(fit='exact') asks for {self.height} x {self.width}"
+                )
+            opened.draft(None, (2 * self.width, 2 * self.height))
+            found = opened if opened.mode == mode else opened.convert(mode)
+            return np.asarray(found if found.size == size else self._fitted(found))
+
+    def _fitted(self, found: Image) -> Image:
+        """Resize an image."""
+        size = (self.width, self.height)
+        if self.fit == "stretch":
+            return found.resize(size)
+        if self.fit == "crop":
+            width, height = self._largest(found, min)
+            left, top = (found.width - width) / 2, (found.height - height) / 2
+            return found.resize(size, box=(left, top, left + width, top + height))
+        width, height = self._largest(found, max)
+        scaled = (round(size[0] * found.width / width), round(size[1] * found.height / height))
+        inner = found.resize((max(1, scaled[0]), max(1, scaled[1])))
+        outer = _pillow().new(found.mode, size)
+        outer.paste(inner, ((size[0] - inner.width) // 2, (size[1] - inner.height) // 2))
+        return outer
+
+    def _largest(self, found: Image, choose: Any) -> tuple[float, float]:
+        """Return width and height, in the proportion asked for, of a box inside the image (`min`) or around it (`max`)."""
+        scale = choose(found.width / self.width, found.height / self.height)
+        return self.width * scale, self.height * scale
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as e:
+        raise InvalidArgumentError(
+            "image needs Pillow, which is not installed here: pip install pillow, also where the ranks run."
+        ) from e
+    return Image
+
+
+def _read(path: str) -> bytes:
+    """Read a file by its path or URL."""
+    if match := _FILE_URL.match(path):
+        path = "/" + path[match.end() :]
+        # `binaryFile` has paths as they are, `input_file_name()` quotes them.
+        path = path if Path(path).exists() else unquote(path)
+    if path.startswith("/"):
+        return Path(path).read_bytes()
+    if ":" not in path:
+        raise ValueError(
+            "the path is relative, and each rank has a working directory of its own. Give absolute paths or URLs, for example by "
+            "concat_ws('/', lit(folder), path)"
+        )
+    folder, name = split(path)
+    return _folder(folder).read_bytes(name)
+
+
+@functools.lru_cache(_FOLDERS)
+def _folder(url: str) -> Store:
+    return Store(url)
