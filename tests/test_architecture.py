@@ -95,6 +95,7 @@ LAZY = {
 
 # Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
+    "PIL": (1, "optional: columns of images"),
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
