@@ -31,6 +31,7 @@ Each module imports only those above it:
     training       the training loop of a rank
     estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
     lightning      Lightning's strategy
+    keras          Horovod's API of Keras, and its estimator
     horovod        packages with Horovod's layout
     __main__       `python -m sparkhvd doctor`
 """

@@ -30,10 +30,8 @@ _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
 _ABSENT = {
-    "horovod.tensorflow": _PYTORCH_ONLY,
+    "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
-    "horovod.keras": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend and horovod.torch.DistributedOptimizer",
-    "horovod.spark.keras": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
     "horovod.spark.lightning": "Its estimator is not here under this name: sparkhvd.lightning.TorchEstimator fits a LightningModule, "
     "and Trainer(strategy='horovod') trains one on ranks",

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "sparkhvd/distributed/inner.py": "Gloo's own, by which a user chooses its network interfaces",
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
+    "sparkhvd/keras/backend.py": "Keras' own, the backend that its import takes",
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
     "sparkhvd/data/loader.py": "a rank's place, likewise",

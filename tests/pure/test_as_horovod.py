@@ -44,8 +44,8 @@ assert extension_available("torch") and not extension_available("tensorflow")
 assert SparkBackend(3).num_processes() == 3
 for missing, word in (
     ("horovod.tensorflow", "Train with PyTorch"),
-    ("horovod.tensorflow.keras", "Train with PyTorch"),
-    ("horovod.spark.keras", "horovod.spark.torch has an estimator"),
+    ("horovod.tensorflow.keras", "and horovod.keras"),
+    ("horovod.spark.tensorflow", "horovod.spark.torch has an estimator"),
     ("horovod.nonsense", "No module named 'horovod.nonsense'"),
 ):
     try:

@@ -4,6 +4,7 @@ Each module imports only those above it:
 
     common  backends and stores
     torch   the estimator of PyTorch modules
+    keras   the estimator of models of Keras 3
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""The package `keras`, checked: Keras 3 on its torch backend."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["keras"]
+
+_OLDEST = (3, 5)
+_HOW = "Set the variable KERAS_BACKEND=torch before anything imports keras, or import sparkhvd.keras before it"
+
+
+def _find() -> Any:
+    """Import Keras; where nobody has imported it or chosen a backend yet, on torch.
+
+    Raises:
+        ImportError: there is none, it is too old, or the package of its backend is not there.
+        InvalidArgumentError: its backend is another one.
+    """
+    if "keras" not in sys.modules:
+        os.environ.setdefault("KERAS_BACKEND", "torch")  # noqa: TID251 - Keras' own, read at its import
+    try:
+        found = importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        if error.name == "keras":
+            raise ImportError(
+                "sparkhvd.keras: keras is not installed. Run `pip install 'sparkhvd[keras]'`.",
+                name="keras",
+            ) from None
+        raise ImportError(
+            f"sparkhvd.keras: keras cannot be imported, because {error.name} is not there. It takes Keras 3 on its torch backend. {_HOW}.",
+            name="keras",
+        ) from error
+    version = str(getattr(found, "__version__", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(
+            f"sparkhvd.keras: keras is {version}, and it must be {'.'.join(map(str, _OLDEST))} or newer. Run "
+            "`pip install 'sparkhvd[keras]'`.",
+            name="keras",
+        )
+    if (backend := found.backend.backend()) != "torch":
+        raise InvalidArgumentError(
+            f"sparkhvd.keras: the backend of keras is {backend}, and gradients are reduced on torch alone. {_HOW}."
+        )
+    return found
+
+
+keras: Any = _find()

@@ -1,0 +1,87 @@
+"""Batches of a prepared data set, as Keras takes them: tuples of inputs, labels and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from sparkhvd.data.dataset import Dataset
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.keras.network import arranged
+
+__all__ = ["Batches"]
+
+
+class Batches(IterableDataset[Any]):
+    """Batches of one rank; every iteration is the epoch `epoch` from its begin, because Keras looks at a first batch before it trains.
+
+    Where the last step of an epoch has no row for this rank, rows of another batch come, and `rows` is 0.
+
+    Attributes:
+        epoch: that the next iteration gives.
+        rows: of this rank in the batch that came last.
+        spare: columns of a batch that had rows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dataset: Dataset,
+        columns: tuple[Sequence[str], Sequence[str], str | None],
+        batch_size: int,
+        **options: Any,
+    ) -> None:
+        """Describe the batches.
+
+        Args:
+            model: of Keras, which takes them.
+            dataset: the rows.
+            columns: features, labels, and that of weights.
+            batch_size: rows per rank and step.
+            **options: of `Loader`.
+        """
+        super().__init__()
+        self._model = model
+        self._features, self._labels, self._weight = columns
+        self._loader = dataset.loader(batch_size=batch_size, **options)
+        self.epoch = 0
+        self.rows = 0
+        self.spare: dict[str, Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, equal on every rank."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the batches of the epoch."""
+        self._loader.set_epoch(self.epoch)
+        for columns in self._loader:
+            self.rows = len(columns[self._features[0]])
+            if self.rows:
+                self.spare = columns
+            elif self.spare is None:
+                raise InvalidArgumentError(
+                    f"KerasEstimator: rank {self._loader.rank} of {self._loader.size} has no row to train on. Fit with fewer ranks (num_proc)."
+                )
+            yield self._arranged(columns if self.rows else self.spare)
+
+    def _arranged(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
+        inputs = arranged(self._model, [columns[name] for name in self._features])
+        labels = [columns[name] for name in self._labels]
+        weights = () if self._weight is None else (columns[self._weight],)
+        return (inputs, labels[0] if len(labels) == 1 else labels, *weights)
+
+    def for_keras(self) -> DataLoader[Any]:
+        """Return the batches as what Keras takes batches from."""
+        return DataLoader(self, batch_size=None, collate_fn=_same)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._loader.close()
+
+
+def _same(batch: Any) -> Any:
+    return batch

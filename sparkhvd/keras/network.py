@@ -1,0 +1,102 @@
+"""A model of Keras as a module of torch whose pickle holds its configuration and its variables, so that any process of Spark can have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.keras.backend import keras
+
+__all__ = ["Network", "arranged"]
+
+
+class Network(nn.Module):
+    """Module around a built model of Keras: takes a tensor for each feature column, and gives the outputs of inference.
+
+    Attributes:
+        model: of Keras; no module of this one, whose parameters are its variables.
+        variables: of the model, in Keras' order.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, custom_objects: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        own = {
+            type(each).__name__: type(each)
+            for each in model.modules()
+            if isinstance(each, keras.Layer) and not type(each).__module__.startswith("keras.")
+        }
+        vars(self).update(model=model, custom_objects={**own, **(custom_objects or {})})
+        self.variables = nn.ParameterList([variable.value for variable in model.variables])
+
+    def forward(self, *columns: Tensor) -> Any:
+        """Return the model's output, or a tuple of them.
+
+        Args:
+            columns: (rows, *shape) each, in the order of the model's inputs.
+        """
+        is_on_gpu = any(each.is_cuda for each in self.variables)
+        with keras.device("gpu" if is_on_gpu else "cpu"):
+            found = self.model(arranged(self.model, columns), training=False)
+        if isinstance(found, Mapping):
+            found = tuple(found.values())
+        return tuple(found) if isinstance(found, (list, tuple)) else found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        config = keras.saving.serialize_keras_object(self.model)
+        config.pop("compile_config", None)  # a worker needs no optimizer
+        return _rebuild, (json.dumps(config), vars(self)["custom_objects"], list(self.variables))
+
+
+def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tensor]) -> Network:
+    with keras.device("cpu"):
+        model = keras.saving.deserialize_keras_object(
+            json.loads(text), custom_objects=dict(custom_objects), safe_mode=False
+        )
+    variables = model.variables
+    if [tuple(v.shape) for v in variables] != [tuple(each.shape) for each in values]:
+        raise InvalidArgumentError(
+            f"The configuration of {type(model).__name__} gives a model with {len(variables)} variables, and the model has {len(values)}, or "
+            "their shapes differ. Let its get_config() and build() make all of them."
+        )
+    with torch.no_grad():
+        for variable, value in zip(variables, values, strict=True):
+            variable.value.copy_(value)
+    return Network(model, custom_objects)
+
+
+def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
+    """Return feature columns as the model's inputs: one each, or all joined where the model has one.
+
+    Raises:
+        InvalidArgumentError: the model has another number of inputs.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:  # a class of the user's, which says nothing of its inputs
+        return columns[0] if len(columns) == 1 else list(columns)
+    if len(inputs) == 1 and len(columns) > 1:
+        columns = [
+            torch.cat([each.flatten(1) if each.ndim > 1 else each[:, None] for each in columns], 1)
+        ]
+    if len(inputs) != len(columns):
+        raise InvalidArgumentError(
+            f"The model has {len(inputs)} inputs ({', '.join(each.name for each in inputs)}), and there are {len(columns)} feature columns. Give "
+            "one for each input, in their order; all are joined where there is one input."
+        )
+    shaped = [_shaped(each, wanted.shape[1:]) for each, wanted in zip(columns, inputs, strict=True)]
+    structure = getattr(model, "input", None)  # a Sequential has none
+    if isinstance(structure, Mapping):
+        return dict(zip(structure, shaped, strict=True))
+    return shaped if isinstance(structure, (list, tuple)) else shaped[0]
+
+
+def _shaped(column: Tensor, shape: Sequence[int | None]) -> Tensor:
+    """Return a column with the rows that an input wants, where that tells every length."""
+    lengths = [length for length in shape if length is not None]
+    return column if len(lengths) < len(shape) else column.reshape(len(column), *lengths)

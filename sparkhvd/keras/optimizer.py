@@ -1,0 +1,267 @@
+"""`DistributedOptimizer`: the user's optimizer of Keras, stepping with gradients that are reduced over all ranks.
+
+Gradients of a model on torch are those of its parameters, so hooks of torch's `DistributedOptimizer` reduce them while backward runs: here
+over an optimizer of torch that does nothing but that. Keras' own then steps with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.keras.backend import keras
+from sparkhvd.torch.arguments import check_compression, to_integer
+from sparkhvd.torch.collectives.reductions import to_op
+from sparkhvd.torch.optimizer.arguments import check_arguments, group_lists
+from sparkhvd.torch.process_sets import members
+
+__all__ = ["Distributed", "DistributedOptimizer"]
+
+_Gradients = Sequence["Tensor | None"]
+
+
+class _Reduction(torch.optim.Optimizer):
+    """Optimizer of torch that changes nothing: made distributed, it only reduces gradients."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+        del closure
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of a `DistributedOptimizer`.
+
+    Attributes:
+        passes: batches whose gradients add up before they are reduced.
+        is_mean: whether these sums are divided by `passes`.
+        reduction: further arguments of torch's.
+    """
+
+    passes: int
+    is_mean: bool
+    reduction: dict[str, Any]
+
+
+class Distributed:
+    """Mixin that reduces gradients before the optimizer's own class applies them.
+
+    Attributes:
+        loss_share: factor of the loss in the next backward pass. Where the ranks' batches differ in rows, the mean of the gradients is that of
+            all rows if each rank's factor is its rows, divided by the mean of all ranks' rows.
+    """
+
+    loss_share = 1.0
+    _plain_class: type[Any]
+    _options: _Options | None = None
+    _reducing: Any = None
+    _held: contextlib.ExitStack | None = None
+    _sums: tuple[Tensor | None, ...] = ()
+    _pass = 0
+    # Keras'.
+    built: bool
+    _trainable_variables: list[Any]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **options: Any) -> Any:
+        """Return a plain optimizer: what travels and what is saved is that."""
+        return cls._plain_class.from_config(config, **options)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the optimizer's variables, and reduce the gradients of these from now on."""
+        super().build(variables)  # type: ignore[misc]
+        self._attach(variables)
+
+    def _attach(self, variables: Sequence[Any]) -> None:
+        if self._options is None or self._reducing is not None or not variables:
+            return
+        options = self._options
+        named = [(f"{number}.{v.path}", v.value) for number, v in enumerate(variables)]
+        reducing = hvd.DistributedOptimizer(
+            _Reduction([parameter for _, parameter in named]), named, **options.reduction
+        )
+        held = contextlib.ExitStack()
+        if options.passes > 1:
+            # Keras drops the gradients of every batch, so they add up here, and hooks have nothing to send.
+            held.enter_context(reducing.no_sync())  # type: ignore[attr-defined]
+        # Not by `setattr`, in which Keras looks for variables.
+        vars(self).update(_reducing=reducing, _held=held)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss as backward takes it."""
+        scaled: Tensor = super().scale_loss(loss)  # type: ignore[misc]
+        return scaled if self.loss_share == 1.0 else scaled * self.loss_share
+
+    def apply(self, grads: _Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
+        """Step with the gradients of all ranks; every rank must call it equally often.
+
+        Args:
+            grads: of this rank, or what the program has made of the reduced ones in `.grad` behind `backward()`.
+            trainable_variables: of the gradients; None = all.
+        """
+        options = self._options
+        if options is None or not grads:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if not self.built:
+            with keras.name_scope(vars(self)["name"]):
+                self.build(list(trainable_variables or ()))
+        variables = (
+            self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        )
+        sums = self._add_up(grads, options)
+        if sums is None:
+            return
+        reduced = self._reduced(sums, [variable.value for variable in variables])
+        super().apply(reduced, variables)  # type: ignore[misc]
+
+    def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
+        """Return the sums of the gradients of `backward_passes_per_step` batches; None where some are to come."""
+        if options.passes == 1:
+            return grads
+        before = self._sums or (None,) * len(grads)
+        # Copies: a program may set gradients to zero in place.
+        sums = [
+            (None if g is None else g.clone()) if s is None else (s if g is None else s + g)
+            for s, g in zip(before, grads, strict=True)
+        ]
+        passed = self._pass + 1
+        is_last = passed == options.passes
+        vars(self).update(_sums=() if is_last else tuple(sums), _pass=0 if is_last else passed)
+        if not is_last:
+            return None
+        return (
+            [None if s is None else s / options.passes for s in sums] if options.is_mean else sums
+        )
+
+    def _reduced(self, grads: _Gradients, parameters: Sequence[Tensor]) -> _Gradients:
+        reducing = self._reducing
+        if reducing is None or not reducing._reducers:  # one rank
+            return grads
+        if all(reducer.is_reduced for reducer in reducing._reducers):
+            reducing.step()  # ends the use of what backward has reduced
+            return grads
+        every = [p for group in reducing.param_groups for p in group["params"]]
+        kept = [p.grad for p in every]
+        for parameter in every:
+            parameter.grad = None
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = None if grad is None else grad.detach().to(parameter.dtype)
+        try:
+            reducing.step()
+            return [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, grad in zip(every, kept, strict=True):
+                parameter.grad = grad
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> Any:
+    """Return an optimizer of Keras as one that steps with gradients reduced over all ranks.
+
+    Every rank must make it, and train a model with the same variables in the same order; ranks that differ get a `MismatchError` in their first
+    step. Gradients are reduced in buckets while `loss.backward()` runs, and lie in `.grad` when it returns, so that what a `train_step` of the
+    user makes of them there is the same on every rank. Gradients from elsewhere, such as `torch.autograd.grad`, are reduced in `apply`.
+
+    The result's class is a subclass of the optimizer's own with the same name; it shares variables with the optimizer given, which should not be
+    used any more. Saved with its model, pickled or copied it is the plain optimizer: `load_model` makes it distributed again. With one rank
+    nothing is communicated.
+
+    Args:
+        optimizer: any of Keras, also one that has been built, or a `LossScaleOptimizer`.
+        name: of the optimizer; None = its own.
+        device_dense: Horovod's, without effect.
+        device_sparse: the same.
+        compression: `Compression.fp16`, `.bf16`, or `Compression.powersgd(rank=4)`, one for each optimizer.
+        sparse_as_dense: send sparse gradients as dense ones.
+        gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
+        op: Average, Sum, Min, Max or Product.
+        backward_passes_per_step: batches whose gradients add up before they are reduced and applied. Batches between do not count as iterations.
+        average_aggregated_gradients: divide these sums by `backward_passes_per_step`.
+        num_groups: deprecated; give `groups`.
+        groups: a number of buckets, or lists of variables that share one.
+        process_set: the ranks whose gradients are combined.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong; of groups only in the first step.
+        NotInitializedError: `init()` was not called.
+    """
+    del device_dense, device_sparse
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError(
+            "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: expected an optimizer of Keras, got {type(optimizer).__name__}. Give one such as "
+            "keras.optimizers.SGD(0.1)."
+        )
+    op = to_op(op)
+    passes, predivide = check_arguments(op, backward_passes_per_step, gradient_predivide_factor)
+    check_compression("DistributedOptimizer", compression)
+    members(process_set)
+    if op is hvd.Adasum:
+        raise InvalidArgumentError(
+            "DistributedOptimizer: op=Adasum combines steps and not gradients, which optimizers of Keras do not give. Give op=Average, or "
+            "train with sparkhvd.torch."
+        )
+    if groups is not None and to_integer(groups) is None:
+        variables: list[list[Any]] = group_lists(groups)
+        groups = [[variable.value for variable in group] for group in variables]
+    reduction = {
+        "compression": compression,
+        "op": op,
+        "gradient_predivide_factor": predivide,
+        "num_groups": num_groups,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
+    kind = _distributed_class(type(optimizer))
+    made = kind.__new__(kind)
+    vars(made).update(vars(optimizer))
+    options = _Options(passes, average_aggregated_gradients, reduction)
+    vars(made).update(_options=options, **({} if name is None else {"name": name}))
+    if made.built:
+        made._attach(made._trainable_variables)
+    return made
+
+
+@functools.cache
+def _distributed_class(kind: Any) -> Any:
+    """Make the subclass of an optimizer's class; the same one in every call."""
+    made = type(
+        kind.__name__,
+        (Distributed, kind),
+        {"__module__": kind.__module__, "__doc__": kind.__doc__, "_plain_class": kind},
+    )
+    registered = keras.saving.get_registered_name(kind)
+    package, separator, name = registered.partition(">")
+    if separator:  # saved models must have the name of the user's class, which loads as before
+        for each in (made, kind):
+            keras.saving.register_keras_serializable(package, name)(each)
+    return made
