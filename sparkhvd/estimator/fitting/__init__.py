@@ -11,6 +11,7 @@ Each module imports only those above it:
     trial             model and labels, tried on zeros
     request           checked request of a fit
     specify           the ranks' spec
+    status_line       how far the fits of this process are, in one line
     progress          epochs, shown while the ranks train
     cross_validation  fits that share their data
     on_parquet        sources of `fit_on_parquet`

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import time
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 
 from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
+from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.user_code.logs import RESERVED
 
@@ -28,7 +28,7 @@ POLL_S = 0.25
 TASK_POLL_S = 2.0
 # A phase that takes longer is announced.
 _LATE_S = 5.0
-# Seconds between two lines on how far an epoch is, where no terminal lets them replace each other.
+# Seconds between two lines on how far an epoch is, where they cannot replace each other.
 _PLAIN_S = 10.0
 # A share of an epoch's time in which it waited for data, and a time, from which on its line says so.
 _MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0
@@ -80,7 +80,7 @@ def _is_finite(value: object) -> bool:
 @contextlib.contextmanager
 def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator[None]:
     """Print a line on a phase of the fit that has not ended after some seconds; `verbose` 0 prints nothing."""
-    timer = threading.Timer(after_s, _print_line, (text,))
+    timer = threading.Timer(after_s, of_this_process.print, (text,))
     timer.daemon = True
     if verbose:
         timer.start()
@@ -88,19 +88,6 @@ def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator
         yield
     finally:
         timer.cancel()
-
-
-def _print_line(line: str) -> None:
-    """Print a line; on a terminal in place of Spark's progress bar, which is drawn anew."""
-    # A stream that is closed or full ends no thread that has other work.
-    with contextlib.suppress(Exception):
-        sys.stdout.write(f"\r\x1b[K{line}\n" if _is_terminal() else f"{line}\n")
-        sys.stdout.flush()
-
-
-def _is_terminal() -> bool:
-    """Return True if lines can be replaced; programs put streams with fewer methods in the place of stdout."""
-    return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
@@ -112,7 +99,7 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
     """
     for name, (count, total) in skipped.items():
         if verbose and count:
-            _print_line(
+            of_this_process.print(
                 f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number"
             )
 
@@ -124,7 +111,7 @@ def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) 
     if slots is None or slots > num_proc:
         return TASK_POLL_S
     if verbose:
-        _print_line(
+        of_this_process.print(
             f"Epochs and lines of ranks are printed when the training ends: this client does not see {store.url}. To look there needs a "
             f"free task slot; the ranks use all {slots}."
         )
@@ -166,7 +153,8 @@ class EpochReporter:
         self._prefix = self._brackets(is_alone=True)
         self._reported = 0
         self._said_at = time.monotonic()
-        self._is_line_open = False
+        # For the line on how far the fit is.
+        self._last_loss = ""
         self._warned: set[str] = set()
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # start of the read that is under way
@@ -187,9 +175,7 @@ class EpochReporter:
         with _training_lock:
             _training.remove(self)
         self._stopping.set()
-        if self._is_line_open:
-            sys.stdout.write("\r\x1b[K")
-            sys.stdout.flush()
+        of_this_process.remove(self)
         # The user's function may take its time; a store that does not answer ends the wait.
         while self._thread.is_alive():
             began = self._reading_since
@@ -198,7 +184,7 @@ class EpochReporter:
             self._thread.join(0.05)
 
     def show_step(self, text: str) -> None:
-        """Show how far an epoch is: on a terminal in a line that the next one replaces, elsewhere in a line per 10 s."""
+        """Show how far an epoch is: on a terminal or in a notebook in a line that the next one replaces, elsewhere in a line per 10 s."""
         if not self._verbose or self._stopping.is_set():
             return
         number = text.removeprefix("epoch ").partition("/")[0]
@@ -206,13 +192,13 @@ class EpochReporter:
             number.isdigit() and int(number) <= self._reported
         ):  # it comes another way than the epoch's line
             return
-        if _is_terminal():
-            sys.stdout.write(f"\r\x1b[K{self._prefix}{text}")
-            sys.stdout.flush()
-            self._is_line_open = True
-        elif time.monotonic() - self._said_at >= _PLAIN_S:
+        if of_this_process.show(self, f"{self._prefix}{text}", self._last_loss):
+            if self._stopping.is_set():  # meanwhile
+                of_this_process.remove(self)
+            return
+        if time.monotonic() - self._said_at >= _PLAIN_S:
             self._said_at = time.monotonic()
-            _print_line(f"{self._prefix}{text}")
+            of_this_process.print(f"{self._prefix}{text}")
 
     def _brackets(self, *, is_alone: bool) -> str:
         """Return the beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
@@ -222,7 +208,9 @@ class EpochReporter:
     def ended(self, reason: str, epoch: int) -> None:
         """Print the reason why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
         if self._verbose and reason:
-            _print_line(f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}")
+            of_this_process.print(
+                f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}"
+            )
 
     def _check_losses(self, record: Mapping[str, object]) -> None:
         """Warn of the first epoch whose loss is not finite, and of the first metric that is NaN."""
@@ -274,9 +262,11 @@ class EpochReporter:
         self._reported = max(self._reported, len(history))
 
     def _report(self, record: dict[str, Any]) -> None:
+        if "loss" in record:  # a loop of the user's own may not say
+            self._last_loss = f"  loss {_short(record['loss'])} in epoch {record['epoch']}"
         if self._verbose:
             self._said_at = time.monotonic()
-            _print_line(f"{self._prefix}{format_epoch(record, self._epochs)}")
+            of_this_process.print(f"{self._prefix}{format_epoch(record, self._epochs)}")
         self._check_losses(record)
         if self._progress is not None:
             try:
