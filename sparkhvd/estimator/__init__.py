@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparkhvd.data.columns.decoders import pad as pad
     from sparkhvd.data.columns.images import image as image
+    from sparkhvd.data.columns.texts import tokenizer as tokenizer
     from sparkhvd.data.packed import read_packed as read_packed
     from sparkhvd.data.store.store import Store as Store
     from sparkhvd.estimator.classification import (
@@ -65,6 +66,7 @@ _HOMES = {
     "image": "sparkhvd.data.columns.images",
     "pad": "sparkhvd.data.columns.decoders",
     "read_packed": "sparkhvd.data.packed",
+    "tokenizer": "sparkhvd.data.columns.texts",
     "trust": "sparkhvd.estimator.saving.trust",
 }
 

@@ -8,6 +8,7 @@ Each module imports only those above it:
     storage   Spark types as stored types and tensors
     check     columns of a source, checked on the driver
     images    decoder of images
+    texts     tokens of texts
     decoders  the user's functions from stored values to arrays
     shapes    shapes of one row, as Params give them
     features  batches of columns as the arguments of `forward`

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sparkhvd.data.columns.images import image
 from sparkhvd.data.columns.ragged import Ragged, Values
 from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
+from sparkhvd.data.columns.texts import tokenizer
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
 __all__ = ["Decoder", "RowFunctions", "pad"]
@@ -80,7 +81,7 @@ class RowFunctions:
         """Return the names of the functions, for comparing two runs."""
 
         def name(function: object) -> str:
-            if isinstance(function, (Mapping, pad, image)):
+            if isinstance(function, (Mapping, pad, image, tokenizer)):
                 return repr(function)
             return str(getattr(function, "__qualname__", type(function).__name__))
 
@@ -154,6 +155,12 @@ class RowFunctions:
         if not column.has_decoder and (is_padded or not column.is_collated):
             return values
         count = len(values)
+        if (
+            isinstance(tokens := self.collate.get(column.name), tokenizer)
+            and not column.has_decoder
+        ):
+            texts = [_raw(column, values, number) for number in range(count)]
+            return cast("Ragged", self._called(column.name, tokens.encode, texts))
         out: Any = [None] * count
         if not column.is_collated:
             assert column.decoded is not None
@@ -217,8 +224,12 @@ class RowFunctions:
         function = self.collate[name]
         if isinstance(rows, Ragged) and isinstance(function, pad):
             return rows.padded(function.value, function.length)
+        return self._called(name, function, rows)
+
+    def _called(self, name: str, function: Callable[[Any], Any], rows: object) -> Any:
+        """Call a function of a column's rows."""
         try:
-            return function(cast("list[Any]", rows))
+            return function(rows)
         except SparkhvdError:
             raise
         except Exception as e:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import FLOATS, Column
+from sparkhvd.data.columns.texts import Arguments
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["Argument", "InputBinding", "from_numpy", "quoted"]
@@ -112,7 +113,8 @@ def _as_tensors(value: object, dtype: torch.dtype) -> object:
         is_cast = value.is_floating_point() and dtype.is_floating_point
         return value.to(dtype) if is_cast else value
     if isinstance(value, Mapping):
-        return {k: _as_tensors(v, dtype) for k, v in value.items()}
+        kind = Arguments if isinstance(value, Arguments) else dict
+        return kind({k: _as_tensors(v, dtype) for k, v in value.items()})
     if type(value) is list:
         return [_as_tensors(v, dtype) for v in value]
     if type(value) is tuple:
@@ -148,9 +150,17 @@ class InputBinding:
 
         A tensor may share memory with the batch.
         """
-        args = tuple(a.tensor(batch) for a in self.arguments if a.name is None)
-        kwargs = {a.name: a.tensor(batch) for a in self.arguments if a.name is not None}
-        return args, kwargs
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in self.arguments:
+            made, name = argument.tensor(batch), argument.name
+            if isinstance(made, Arguments) and (name is None or name in made):
+                kwargs.update(made)
+            elif name is None:
+                args.append(made)
+            else:
+                kwargs[name] = made
+        return tuple(args), kwargs
 
     def with_casts(self, columns: Sequence[Column]) -> tuple[Column, ...]:
         """Return the feature columns with `cast_to` set for integers that an argument joins with floats."""

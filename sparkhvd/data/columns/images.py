@@ -96,10 +96,10 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Factor and shift of each channel, from bytes to values."""
         mean, std = (
-            np.broadcast_to(np.float64(v), self.channels).reshape(-1, 1, 1)
+            np.broadcast_to(np.asarray(v, np.float64), self.channels).reshape(-1, 1, 1)
             for v in (self.mean, self.std)
         )
-        return np.float32(1 / (255 * std)), np.float32(-mean / std)
+        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
     def __call__(self, value: bytes | str) -> npt.NDArray[Any]:
         """Decode one image.
@@ -146,7 +146,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         width, height = self._largest(found, max)
         scaled = (round(size[0] * found.width / width), round(size[1] * found.height / height))
         inner = found.resize((max(1, scaled[0]), max(1, scaled[1])))
-        outer = _pillow().new(found.mode, size)
+        outer: Image = _pillow().new(found.mode, size)
         outer.paste(inner, ((size[0] - inner.width) // 2, (size[1] - inner.height) // 2))
         return outer
 

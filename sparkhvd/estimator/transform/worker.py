@@ -25,7 +25,7 @@ from sparkhvd.data.arrow_memory import numpy_to_array
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
-from sparkhvd.data.columns.ragged import Values, row_shape
+from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.findings import Findings, shape_text
 from sparkhvd.errors import InvalidArgumentError
@@ -44,6 +44,8 @@ __all__ = ["Computation", "Output", "PredictSpec", "features", "load_spec", "pre
 MAX_ROWS = 4096
 # Models that a worker keeps: a pipeline has few stages with a model, and workers live long.
 KEPT_MODELS = 3
+# Entries of the padded rows of one call.
+MAX_ENTRIES = 8192
 # Bytes of the inputs of one call.
 MAX_BYTES = 64 << 20
 _REMEDY = "Fill or drop them first, or set handle_invalid to 'skip' or {column: value}."
@@ -185,11 +187,46 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 def run(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
+    """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64.
+
+    Rows that are padded to the longest of a batch are put in batches of about equal length first: what is padded costs as much as
+    what is not.
+    """
     decoded = spec.functions.decode(spec.columns, columns)
+    num_rows = len(next(iter(columns.values())))
+    lengths = [v.lengths for v in decoded.values() if isinstance(v, Ragged)]
+    if not lengths:
+        return _outputs(spec, model, decoded, num_rows, move)
+    groups = groups_by_length(np.sum(lengths, axis=0))
+    parts = [
+        _outputs(spec, model, {n: _taken(v, rows) for n, v in decoded.items()}, len(rows), move)
+        for rows in groups
+    ]
+    back = np.argsort(np.concatenate(groups))
+    return [np.concatenate(values)[back] for values in zip(*parts, strict=True)]
+
+
+def groups_by_length(lengths: Rows) -> list[Rows]:
+    """Divide rows into groups of about equal length, the longest first; one padded has up to `MAX_ENTRIES`, or is one row."""
+    order = np.argsort(-lengths, kind="stable")
+    groups, start = [], 0
+    while start < len(order):
+        rows = max(1, MAX_ENTRIES // max(1, int(lengths[order[start]])))
+        groups.append(order[start : start + rows])
+        start += rows
+    return groups
+
+
+def _taken(values: Any, rows: Rows) -> Any:
+    return [values[row] for row in rows] if isinstance(values, list) else take(values, rows)
+
+
+def _outputs(
+    spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
+) -> list[np.ndarray[Any, Any]]:
+    """Compute the output columns of rows that are decoded, in one call of the model."""
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
     outputs = heads.outputs_of(model(*arguments, **keywords))
-    num_rows = len(next(iter(columns.values())))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
             raise InvalidArgumentError(
