@@ -300,12 +300,18 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             show_progress=reporter.show_step,
         )
         with reporter:
-            report = launch(request.shim, train, (spec,), {}, cluster.num_proc, options)
+            report = self._run_ranks(request, spec, options)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         report_skipped(report.results[0].skipped, cluster.verbose)
         if report.results[0].warning:
             warnings.warn(report.results[0].warning, stacklevel=4)
         return report
+
+    def _run_ranks(
+        self, request: Request, spec: TrainSpec, options: LaunchOptions
+    ) -> JobReport[TrainResult]:
+        """Train on the ranks."""
+        return launch(request.shim, train, (spec,), {}, request.cluster.num_proc, options)
 
     def _untrained(
         self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None

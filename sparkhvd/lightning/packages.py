@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["find", "package_of"]
+__all__ = ["find", "is_module", "package_of"]
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -31,6 +31,12 @@ def find() -> list[Any]:
         f"sparkhvd.lightning: neither of {' and '.join(_NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
         name="lightning",
     )
+
+
+def is_module(module: Any) -> bool:
+    """Return True for a LightningModule of either package."""
+    packages = filter(None, map(sys.modules.get, _NAMES))  # the module's class has imported its own
+    return any(isinstance(module, package.LightningModule) for package in packages)
 
 
 def package_of(module: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ class Strategy(_Base):  # type: ignore[misc]
         self._broadcast_buffers = broadcast_buffers
         self._own_device: torch.device | None = None
         self._is_fitting = False
+        # Factor of the loss of the rank's batch, where ranks have different numbers of rows.
+        self.loss_weight: Callable[[], float] | None = None
         self._options = {
             "compression": compression,
             "op": op,
@@ -170,6 +172,12 @@ class Strategy(_Base):  # type: ignore[misc]
         self._package.strategies.Strategy.optimizers.fset(self, optimizers)
         distributed.forward_to(optimizers, self._lightning_optimizers)
 
+    def backward(self, closure_loss: Tensor, *args: Any, **options: Any) -> Any:
+        """Run the backward pass of a loss, weighted by the rank's share of the step's rows."""
+        if self.loss_weight is not None:
+            closure_loss = closure_loss * self.loss_weight()
+        return super().backward(closure_loss, *args, **options)
+
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let backward passes inside only add to this rank's gradients."""
@@ -220,6 +228,8 @@ class Strategy(_Base):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, or over a group of torch's, in place; return what is no tensor as it is.
 
+        The mean of whole numbers is a new tensor of float64: Lightning divides by the mean number of rows.
+
         Args:
             tensor: any shape.
             group: of torch.distributed.
@@ -235,6 +245,8 @@ class Strategy(_Base):  # type: ignore[misc]
             raise InvalidArgumentError(
                 f"SparkhvdStrategy.reduce(reduce_op={reduce_op!r}): give one of {', '.join(_REDUCTIONS)}."
             )
+        if op == dist.ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.double()
         dist.all_reduce(tensor, op, group=group)
         return tensor
 

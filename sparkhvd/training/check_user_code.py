@@ -49,6 +49,11 @@ class UserCode:
         return self.train_step is not None or self.train_fn is not None
 
     @property
+    def feeds_model(self) -> bool:
+        """True if the user's loop gives the model what it takes, so that the columns need not fit its `forward`."""
+        return getattr(self.train_fn, "feeds_model", False)
+
+    @property
     def can_log(self) -> bool:
         """True if a function or a callback may report numbers while training."""
         return self.train_step is not None or bool(self.callbacks)

@@ -100,7 +100,7 @@ def train(spec: TrainSpec) -> TrainResult:
         stopped = ""
         with Saver(spec, checkpoints, state) as saver:
             if program.user.train_fn is not None:
-                ctx = TrainFnContext(spec, state, moment, checkpoints, saver, history)
+                ctx = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
                 run_train_fn(program.user, ctx, data)
             else:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))

@@ -16,8 +16,10 @@ Every rank runs it. Collectives of `sparkhvd.torch` may be called from it.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,11 +33,12 @@ from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
-from sparkhvd.training.checkpoints.resume import TrainingState
+from sparkhvd.training.checkpoints.rank_state import load_rng
+from sparkhvd.training.checkpoints.resume import Position, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import seed_everything
-from sparkhvd.training.types import History, Record, TensorBatch, Value
+from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_tensors
@@ -71,6 +74,7 @@ class Loader:
         self._ctx = ctx
         self._is_training = is_training
         self._epoch = ctx.start_epoch
+        self._start_step = ctx.start_step if is_training else 0
         self.num_rows = reader.num_rows
 
     def __len__(self) -> int:
@@ -83,21 +87,34 @@ class Loader:
             raise InvalidArgumentError(
                 f"set_epoch: epoch is {epoch!r}; it must be a whole number of at least 0."
             )
-        self._epoch = epoch
+        if epoch != self._epoch:
+            self._epoch, self._start_step = epoch, 0
 
     def __iter__(self) -> Iterator[TensorBatch]:
-        """Yield the batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank)."""
+        """Yield the batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank).
+
+        The first one of a run that was interrupted inside an epoch is the rest of that.
+        """
+        for begin, tensors in self.ahead():
+            begin()
+            yield tensors
+
+    def ahead(self) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
+        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead."""
         epoch, self._epoch = self._epoch, self._epoch + 1
+        start, self._start_step = self._start_step, 0
         spec = self._ctx._spec
         if self._is_training:
             seed_everything(spec.seed, epoch, hvd.rank())
-        for batch in self._reader.epoch(epoch if self._is_training else 0):
-            self._ctx._begin(batch, epoch if self._is_training else None)
+        if start:
+            self._ctx._restore()
+        for batch in self._reader.epoch(epoch if self._is_training else 0, start):
             columns = batch.columns
             if spec.transformed is not None:
                 expected = spec.transformed.columns
                 columns = self._functions.apply(columns, expected, is_training=self._is_training)
-            yield batch_tensors(spec, self._schema, columns, self._ctx.device)
+            begin = functools.partial(self._ctx._begin, batch, epoch if self._is_training else None)
+            yield begin, batch_tensors(spec, self._schema, columns, self._ctx.device)
 
 
 class TrainFnContext(Context):
@@ -110,8 +127,10 @@ class TrainFnContext(Context):
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches, or None.
         start_epoch: epochs that an interrupted run with this run_id has had; else 0.
+        start_step: steps of the epoch after those that it has had; else 0. `train_loader` begins behind them.
         history: the records so far; those of an interrupted run come first.
         num_rows: rows of the loaders' last batch, on this rank.
+        num_global_rows: rows of that batch over all ranks.
         seed: of the run.
     """
 
@@ -123,34 +142,50 @@ class TrainFnContext(Context):
         spec: TrainSpec,
         state: TrainingState,
         moment: Moment,
-        checkpoints: Checkpoints,
         saver: Saver,
-        history: History,
+        position: Position,
+        kept: State,
     ) -> None:
-        """Begin after the epochs of `history`."""
+        """Begin at a position; `kept` are the states of the objects that an interrupted run has kept."""
         super().__init__(spec, state, moment)
+        history = position.history
         moment.epoch = len(history)
         self._spec = spec
-        self._checkpoints = checkpoints
+        self._checkpoints = Checkpoints(spec.store, spec.run_dir)
         self._saver = saver
+        self._kept, self._known = state.kept, kept
+        self._rank_state = position.rank_state
         self._is_saved = False
         self._began = time.monotonic()
         self._share = 1.0
         self.val_loader = None
         self.history = history
-        self.start_epoch = len(history)
-        self.num_rows = 0
+        self.start_epoch, self.start_step = len(history), position.step
+        self._steps_done = position.step
+        self.num_rows = self.num_global_rows = 0
         self.seed = spec.seed
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
         """Note the batch that a loader gives; `epoch` of a training batch, counted from 0."""
-        self.num_rows = batch.num_rows
+        self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
         if epoch is not None:
             steps = len(self.train_loader)
             self.moment.epoch, self.moment.step = epoch + 1, epoch * steps + batch.step + 1
+            self._steps_done = batch.step + 1
             self._is_saved = False
             # The optimizer averages over ranks: this makes the average one over rows.
-            self._share = batch.num_rows * self.size / sum(batch.rows_per_rank)
+            self._share = batch.num_rows * self.size / self.num_global_rows
+
+    def _restore(self) -> None:
+        """Continue with the random numbers of a run that was interrupted inside an epoch."""
+        if self._rank_state is not None:
+            load_rng(self._rank_state["rng"])
+            self._began = time.monotonic() - self._rank_state["seconds"]
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor of the mean loss over this rank's rows of the last batch, so that the average over ranks is one over rows."""
+        return self._share
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()` of a mean over this rank's rows, so that all ranks' step is that of the global batch.
@@ -183,6 +218,25 @@ class TrainFnContext(Context):
         if self.rank == 0:
             self._saver.wait()  # it writes this file too
             self._checkpoints.write_history(self.history)
+
+    def keep(self, name: str, part: Stateful) -> None:
+        """Keep the state of an object in checkpoints, such as an optimizer of the function's own; load that of an interrupted run.
+
+        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and has what rank 0
+        returns: tensors, numbers, texts, and dicts and lists of these.
+        """
+        self._kept[name] = part
+        if name in self._known:
+            part.load_state_dict(cast("State", self._known[name]))
+
+    def after_step(self) -> None:
+        """Write a checkpoint inside the epoch if one is due (`checkpoint_interval_s`); every rank must call it, after each step.
+
+        A run that is interrupted goes on behind the last one: `train_loader` begins there, with the random numbers of then.
+        """
+        if self._steps_done < len(self.train_loader):
+            seconds = time.monotonic() - self._began
+            self._saver.after_step(self.history, self._steps_done, None, seconds)
 
     def save_checkpoint(self) -> None:
         """Write model, optimizer, scheduler and history as they are now; every rank must call it.

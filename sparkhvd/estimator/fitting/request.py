@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparkhvd.data.columns import heads
-from sparkhvd.data.columns.binding import bind_inputs, model_dtype
+from sparkhvd.data.columns.binding import bind_inputs, each_column, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import bind_labels, is_class_index, is_of_row
@@ -254,9 +254,9 @@ def _check_columns(
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
-        inputs = bind_features(options, model, schema)
+        inputs = bind_features(options, model, user, schema)
         schema = replace(schema, features=inputs.with_casts(schema.features))
-        if all(c.row_shape is not None for c in schema.features):
+        if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
             try_model(model, inputs, schema, compared, metrics=metrics)
     return schema
@@ -273,6 +273,17 @@ def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:
     return tuple(weights)
 
 
-def bind_features(options: FitOptions, model: torch.nn.Module, schema: DataSchema) -> InputBinding:
-    """Decide which columns become which argument of the model."""
-    return bind_inputs(model, schema, input_shapes=options.input_shapes, inputs=options.inputs)
+def bind_features(
+    options: FitOptions, model: torch.nn.Module, user: UserCode, schema: DataSchema
+) -> InputBinding:
+    """Decide which columns become which argument of the model.
+
+    Raises:
+        InvalidArgumentError: they do not fit, and the user's code does not feed the model.
+    """
+    try:
+        return bind_inputs(model, schema, input_shapes=options.input_shapes, inputs=options.inputs)
+    except InvalidArgumentError:
+        if not user.feeds_model:
+            raise
+        return each_column(schema)

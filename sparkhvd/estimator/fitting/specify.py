@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
 from sparkhvd.estimator.fitting.request import Request, bind_features, overrides
 from sparkhvd.estimator.fitting.trial import try_model
@@ -24,12 +26,15 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     """
     options, program, transformed = request.options, request.program, data.transformed
     schema = data.schema if transformed is None else transformed
-    inputs = bind_features(options, program.model, schema)
+    inputs = bind_features(options, program.model, program.user, schema)
     if transformed is not None:
         inputs = bind_transformed(inputs, transformed)
     labels = bind_labels(schema, request.losses, options.label_shapes)
     compared = None if program.user.computes_loss else labels
-    widths = try_model(program.model, inputs, schema, compared, data.examples, program.metrics)
+    widths: tuple[int, ...] | None = None
+    # Then a model that does not take the columns as they are is no mistake.
+    with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
+        widths = try_model(program.model, inputs, schema, compared, data.examples, program.metrics)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
     check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)
@@ -61,7 +66,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         early_stopping=request.loop.early_stopping,
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
-        trial=data.examples if widths is None else None,
+        trial=data.examples if widths is None and not program.user.feeds_model else None,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths

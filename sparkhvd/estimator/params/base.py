@@ -6,6 +6,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params
@@ -15,15 +16,22 @@ from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.foreign import ELSEWHERE
 from sparkhvd.estimator.params.table import GROUPS, Row, TableParam, rows_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["TorchParams", "accessors", "camel_case", "with_signature"]
 
 T = TypeVar("T", bound=type)
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def camel_case(name: str) -> str:
     """Convert a name to its form in getters and setters: "batch_size" -> "BatchSize", "outputCols" -> "OutputCols"."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+# Of a Param that has none.
+_PLAIN = Row(accepts="Any", holds="Any")
 
 
 def _own_params(cls: type) -> list[TableParam]:
@@ -111,8 +119,8 @@ class TorchParams(Params):
 
     @classmethod
     def _row(cls, name: str) -> Row:
-        row: Row = getattr(cls, name).row
-        return row
+        """Return the row of a Param; that of one without effects for Params of a subclass of the user's."""
+        return getattr(getattr(cls, name, None), "row", _PLAIN)
 
     def _check_values(self) -> None:
         """Check the values of the Params that are set, or have defaults.
@@ -138,8 +146,10 @@ class TorchParams(Params):
             )
 
     def _read_options(self, options: type[Options]) -> Options:
-        """Read the Params into a frozen dataclass whose fields have their names."""
-        values = {n: self._get(n) for n, row in rows_of(type(self)).items() if row.is_option}
+        """Read the Params into a frozen dataclass whose fields have their names; a subclass may have others, too."""
+        known = {each.name for each in fields(options)}
+        rows = rows_of(type(self)).items()
+        values = {n: self._get(n) for n, row in rows if row.is_option and n in known}
         for name, row in rows_of(type(self)).items():
             if row.stands_for and self._get(name):
                 target, value = row.stands_for
@@ -231,7 +241,11 @@ def with_signature(cls: T) -> T:
     names = sorted(shown, key=lambda name: order[shown[name].group])
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = inspect.signature(cls).parameters.values()
-    own = [p for p in parameters if p.kind is keyword and not p.name.startswith("_")]
+    own = [
+        p
+        for p in parameters
+        if p.kind is keyword and not p.name.startswith("_") and p.name not in rows_of(cls)
+    ]
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect.signature
         own + [inspect.Parameter(name, keyword, default=None) for name in names]
     )

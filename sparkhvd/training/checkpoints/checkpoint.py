@@ -63,6 +63,7 @@ class Checkpoint:
         buffers: the model's buffers that its state dict leaves out.
         ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, where all ranks are alike.
         compression: the state of the compression of gradients, see `gather_compression`.
+        kept: states of the objects that a `train_fn` keeps, by name.
         frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
     """
 
@@ -78,6 +79,7 @@ class Checkpoint:
     buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
     ranks: list[RankState] = field(default_factory=list, repr=False)
     compression: State = field(default_factory=dict, repr=False)
+    kept: State = field(default_factory=dict, repr=False)
     frozen: Frozen | None = None
 
     @property

@@ -35,7 +35,7 @@ class RankState(TypedDict):
     """A rank's own state inside an epoch."""
 
     rng: RngState
-    totals: TotalsState
+    totals: TotalsState | None
     seconds: float
     stop_reason: str
     extra: State
@@ -43,13 +43,13 @@ class RankState(TypedDict):
 
 
 def gather_rank_states(
-    model: nn.Module, totals: TotalsState, seconds: float, *, stop_reason: str = ""
+    model: nn.Module, totals: TotalsState | None, seconds: float, *, stop_reason: str = ""
 ) -> list[RankState]:
     """Gather every rank's own state, by rank; all ranks must call it.
 
     Args:
         model: its buffers are compared over ranks; those that differ from rank 0's are part of the result.
-        totals: the rank's sums of the epoch so far: tensors and plain values.
+        totals: the rank's sums of the epoch so far: tensors and plain values; None where a `train_fn` has its own.
         seconds: that the epoch has taken so far on this rank.
         stop_reason: of a callback of this rank that has asked to stop after the epoch; "" if none has.
 

@@ -51,6 +51,7 @@ class TrainingState:
         scaler: of the loss, for float16; else None.
         callbacks: the user's; some have a state.
         compression: of gradients; some have a state.
+        kept: objects of a `train_fn`, by name.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class TrainingState:
     scaler: torch.amp.GradScaler | None
     callbacks: Callbacks | None = None
     compression: Compression | None = None
+    kept: dict[str, Stateful] = field(default_factory=dict)
 
 
 class Resumed(TypedDict):
@@ -72,6 +74,7 @@ class Resumed(TypedDict):
     scaler: State | None
     callbacks: State | None
     extra: State
+    kept: State
     problem: str
     is_new: bool
 
@@ -119,6 +122,7 @@ class Position:
         if self.rank_state is None:
             return 0.0
         load_rng(self.rank_state["rng"])
+        assert self.rank_state["totals"] is not None
         totals.load_state_dict(self.rank_state["totals"])
         return self.rank_state["seconds"]
 
@@ -159,6 +163,7 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
         "scaler": source.scaler,
         "callbacks": source.callbacks,
         "extra": extra,
+        "kept": source.kept,
         "problem": problem,
         "is_new": checkpoint is None,
     }
@@ -240,10 +245,11 @@ def take(
     ranks: Sequence[RankState] = (),
     *,
     weights: State,
+    kept: State,
 ) -> Checkpoint:
     """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0.
 
-    `weights` is what it holds of the model's state dict.
+    `weights` is what it holds of the model's state dict, `kept` the states of `TrainingState.kept`.
     """
     return Checkpoint(
         epoch=len(history),
@@ -257,4 +263,5 @@ def take(
         buffers=unsaved_buffers(state.model),
         step=step,
         ranks=list(ranks),
+        kept=kept,
     )

@@ -61,22 +61,23 @@ class Saver:
         self._writing: Future[None] | None = None
         self._frozen = FrozenParameters()
 
-    def after_step(self, history: History, step: int, totals: Totals, seconds: float) -> None:
+    def after_step(
+        self, history: History, step: int, totals: Totals | None, seconds: float
+    ) -> None:
         """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
 
         Args:
             history: the records of the epochs that are done.
             step: steps that are done of this one.
-            totals: of this epoch, on this rank.
+            totals: of this epoch, on this rank; None where a `train_fn` has its own.
             seconds: that this epoch has taken.
         """
         if not self._is_due():
             return
         callbacks = self._state.callbacks
         stop_reason = callbacks.ctx.stop_reason if callbacks is not None else ""
-        ranks = gather_rank_states(
-            self._state.model, totals.state_dict(), seconds, stop_reason=stop_reason
-        )
+        sums = None if totals is None else totals.state_dict()
+        ranks = gather_rank_states(self._state.model, sums, seconds, stop_reason=stop_reason)
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History) -> None:
@@ -85,9 +86,12 @@ class Saver:
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         compression = gather_compression(self._state.compression)
+        kept: State = {name: each.state_dict() for name, each in self._state.kept.items()}
         if self._is_writer:
             weights, left_out = self._frozen.divide(self._state.model)
-            checkpoint = take(self._spec, self._state, history, step, ranks, weights=weights)
+            checkpoint = take(
+                self._spec, self._state, history, step, ranks, weights=weights, kept=kept
+            )
             self._save(checkpoint, compression, left_out)
 
     def _is_due(self) -> bool:

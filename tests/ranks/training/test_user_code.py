@@ -524,6 +524,49 @@ def test_the_best_of_train_fn_is_one_that_it_saved(
     assert float(custom.weights(4)["0.weight"][0, 0]) == result.history[3]["weight"]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_train_fn_goes_on_inside_an_epoch_with_the_states_that_it_keeps(
+    store: Store, tmp_path: Path, size: int
+) -> None:
+    stops_at = [0]
+
+    def loop(ctx: Any) -> None:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(ctx.model.parameters(), lr=0.01), ctx.model.named_parameters()
+        )
+        ctx.keep("adam", optimizer)
+        for _ in range(ctx.start_epoch, ctx.epochs):
+            for batch in ctx.train_loader:
+                # Ranks that are threads draw from one generator.
+                noise = torch.rand(len(batch["y"])) if size == 1 else 0.0
+                loss = F.mse_loss(ctx.model(batch["x"]).squeeze(1) + noise, batch["y"])
+                optimizer.zero_grad()
+                ctx.backward(loss)
+                optimizer.step()
+                ctx.after_step()
+                if ctx.step == stops_at[0]:
+                    raise ValueError("a loss")
+            ctx.log({"began": f"{ctx.start_epoch}, {ctx.start_step > 0}"})
+            ctx.save_checkpoint()
+
+    options = {"epochs": 3, "batch_size": 4, "checkpoint_interval_s": 1e-6}
+    whole = case(store, user={"train_fn": loop}, options=options)
+    whole.optimizer = None
+    whole.train(size)
+    other = Store.create(tmp_path / "stopped")
+    stopped = case(other, user={"train_fn": loop}, options=options)
+    stopped.optimizer = None
+    steps = -(-75 // (4 * size))
+    stops_at[0] = steps + 5  # of the second epoch
+    with pytest.raises(RanksFailed):
+        stopped.train(size)
+    stops_at[0] = 0
+    result = stopped.train(size)
+    assert [r["began"] for r in result.history] == ["0, False", "1, True", "1, True"]
+    for name, weights in whole.weights(3).items():
+        assert torch.equal(weights, stopped.weights(3)[name])
+
+
 def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(store: Store) -> None:
     def loop(ctx: Any) -> None:
         assert ctx.optimizer is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,12 @@ import pytest
 pl = pytest.importorskip("lightning", reason="runs where lightning is: make test-users")
 
 import torch  # noqa: E402 - after importorskip
+from pyspark.ml import Pipeline  # noqa: E402
+from pyspark.ml.feature import VectorAssembler  # noqa: E402
 from torch import nn  # noqa: E402
 
 from sparkhvd.errors import InvalidArgumentError  # noqa: E402
+from sparkhvd.estimator import TorchModel  # noqa: E402
 from sparkhvd.lightning import TorchEstimator  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 
@@ -21,14 +26,16 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(600)
 travels_by_value = by_value(__name__)
-ROWS = 96  # of which 72 are trained on: 6 whole steps
+# Of which 75 are trained on: 6 whole steps, and one of 3 rows.
+ROWS = 100
 
 
 class Regression(pl.LightningModule):  # type: ignore[misc]  # untyped
-    def __init__(self, batch_format: str) -> None:
+    def __init__(self, batch_format: str = "dict", dropout: float = 0.0) -> None:
         super().__init__()
+        self.save_hyperparameters()
         torch.manual_seed(1)
-        self.net = nn.Linear(2, 1)
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Dropout(dropout), nn.Linear(8, 1))
         self.batch_format = batch_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,8 +53,39 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # untyped
     def validation_step(self, batch: Any, _: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class KilledOnce(pl.Callback):  # type: ignore[misc]  # untyped
+    """Rank 1 is killed at a batch, by an attempt that finds no file."""
+
+    def __init__(self, file: Path, epoch: int, batch: int) -> None:
+        self.file, self.at = file, (epoch, batch)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        is_due = (trainer.current_epoch, number) == self.at
+        if trainer.global_rank == 1 and is_due and not self.file.exists():
+            self.file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Counting(pl.Callback):  # type: ignore[misc]  # untyped
+    """Counts steps, with a state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps += 1
+        trainer.lightning_module.log("steps", float(self.steps), on_epoch=True)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
 
 
 @pytest.fixture(scope="module")
@@ -56,36 +94,109 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, ["x", "y", "held_out"])
 
 
-def fitted(df: DataFrame, store: Path, num_proc: int, batch_format: str) -> Any:
-    estimator = TorchEstimator(
-        model=Regression(batch_format),
-        feature_cols=["x"],
-        label_cols=["y"],
-        num_proc=num_proc,
-        batch_size=12 // num_proc,
-        epochs=3,
-        store=store,
-        validation="held_out",
-        batch_format=batch_format,
-    )
-    return estimator.fit(df)
+def estimator(store: Path, num_proc: int = 2, **options: Any) -> TorchEstimator:
+    given = {
+        "model": Regression(options.get("batch_format", "dict")),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "num_proc": num_proc,
+        "batch_size": 12 // num_proc,
+        "epochs": 3,
+        "store": str(store),
+        "validation": "held_out",
+        "random_seed": 5,
+    }
+    return TorchEstimator(**{**given, **options})
+
+
+def weights_of(model: TorchModel) -> dict[str, torch.Tensor]:
+    return model.getModel().state_dict()
 
 
 def test_two_ranks_give_the_model_of_one(df: DataFrame, tmp_path: Path) -> None:
-    two, one = (fitted(df, tmp_path, n, f) for n, f in ((2, "dict"), (1, "tuple")))
-    for name, weights in one.getModel().state_dict().items():
-        found = two.getModel().state_dict()[name]
-        torch.testing.assert_close(found, weights, rtol=0, atol=1e-4)
-    assert [record["epoch"] for record in two.history] == [0, 1, 2]
+    """Also with a last step whose rows the ranks have in unequal parts."""
+    two = estimator(tmp_path).fit(df)
+    one = estimator(tmp_path, 1, batch_format="tuple").fit(df)
+    for name, weights in weights_of(one).items():
+        torch.testing.assert_close(weights_of(two)[name], weights, rtol=0, atol=2e-5)
+    assert [record["epoch"] for record in two.history] == [1, 2, 3]
+    assert [record["rows"] for record in two.history] == [75] * 3
     assert two.history[2]["val_loss"] < two.history[0]["val_loss"]
     predicted = two.transform(df).select("x", "y__output").limit(5).collect()
     for row in predicted:
         wanted = two.getModel()(torch.tensor([row.x]))[0, 0].item()
         assert row["y__output"] == pytest.approx(wanted, abs=1e-5)
+    two.write().overwrite().save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
+    assert loaded.transform(df).collect() == two.transform(df).collect()
 
 
-def test_wrong_arguments_are_refused_before_any_job() -> None:
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (1, 0), (1, 3), (2, 6)])
+def test_a_killed_rank_costs_nothing_but_time(
+    df: DataFrame, tmp_path: Path, epoch: int, batch: int
+) -> None:
+    def fitted(*callbacks: Any) -> TorchModel:
+        return estimator(
+            tmp_path,
+            model=Regression(dropout=0.5),
+            callbacks=[Counting(), pl.pytorch.callbacks.EarlyStopping("val_loss"), *callbacks],
+            checkpoint_interval_s=1e-6,
+        ).fit(df)
+
+    whole, stopped = fitted(), fitted(KilledOnce(tmp_path / "killed", epoch, batch))
+    assert (tmp_path / "killed").exists()
+    for name, weights in weights_of(whole).items():
+        assert torch.equal(weights, weights_of(stopped)[name])
+    timed = ("seconds", "rows", "rows_per_s")
+    same = [{n: v for n, v in r.items() if n not in timed} for r in whole.history]
+    assert [{n: v for n, v in r.items() if n not in timed} for r in stopped.history] == same
+
+
+def test_the_model_is_the_best_of_a_model_checkpoint(df: DataFrame, tmp_path: Path) -> None:
+    kept = pl.pytorch.callbacks.ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=1)
+    fitted = estimator(tmp_path, callbacks=[kept], run_id="best").fit(df)
+    losses = [record["val_loss"] for record in fitted.history]
+    best = losses.index(max(losses))
+    (file,) = (tmp_path / "runs" / "best" / "lightning").iterdir()
+    assert file.name.startswith(f"epoch={best}-")
+    saved = torch.load(file, weights_only=False)["state_dict"]
+    for name, weights in saved.items():
+        assert torch.equal(weights, weights_of(fitted)[name])
+
+
+def test_it_is_a_stage_of_a_pipeline_and_takes_param_maps(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = [(n / 40, n % 3 / 3, float(n)) for n in range(40)]
+    df = spark.createDataFrame(rows, ["a", "b", "y"])
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="x")
+    stage = estimator(tmp_path, epochs=1)
+    stage.clear(stage.validation)
+    pipeline = Pipeline(stages=[assembler, stage])
+    model = pipeline.fit(df)
+    assert model.transform(df).where("y__output IS NULL").count() == 0
+    stage.write().overwrite().save(str(tmp_path / "estimator"))
+    loaded = TorchEstimator.load(str(tmp_path / "estimator"), trust=True)
+    assert loaded.getOrDefault("epochs") == 1
+    two = loaded.fit(assembler.transform(df), [{loaded.batch_size: 4}, {loaded.batch_size: 20}])
+    assert [len(each.history) for each in two] == [1, 1]
+
+
+def test_loggers_write_into_the_folder_of_the_run(df: DataFrame, tmp_path: Path) -> None:
+    logger = pl.pytorch.loggers.CSVLogger(str(tmp_path / "csv"))
+    estimator(tmp_path, logger=logger, log_every_n_steps=1, epochs=1).fit(df)
+    (metrics,) = (tmp_path / "csv").rglob("metrics.csv")
+    assert "val_loss" in metrics.read_text()
+
+
+def test_wrong_arguments_are_refused_before_any_job(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="model is a Linear; it must be a LightningModu"):
-        TorchEstimator(model=nn.Linear(2, 1), feature_cols=["x"])
-    with pytest.raises(InvalidArgumentError, match="batch_format is 'list'"):
-        TorchEstimator(model=Regression("dict"), feature_cols=["x"], batch_format="list")
+        estimator(tmp_path, model=nn.Linear(2, 1)).fit(df)
+    with pytest.raises(InvalidArgumentError, match="batch_format is 'list'; it must be one of"):
+        estimator(tmp_path, batch_format="list").fit(df)
+    with pytest.raises(InvalidArgumentError, match="loss has no effect on a LightningModule: trai"):
+        estimator(tmp_path, loss=nn.MSELoss()).fit(df)
+    with pytest.raises(InvalidArgumentError, match="trainer_args has 'max_epochs', which the fit"):
+        estimator(tmp_path, trainer_args={"max_epochs": 3}).fit(df)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'callback'"):
+        estimator(tmp_path, callback=[])

@@ -1,0 +1,126 @@
+"""Between Lightning's trainer and the run of a fit: history, progress, and checkpoints inside and after epochs."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import sparkhvd.torch as hvd
+from sparkhvd.lightning.checkpoints import IN_MEMORY, RunFiles, plain
+from sparkhvd.training.progress import Progress
+from sparkhvd.training.train_fn import TrainFnContext
+
+__all__ = ["RunState", "bridge"]
+
+
+class RunState:
+    """State of Lightning, for `ctx.keep`.
+
+    Attributes:
+        trainer: whose state it is; None: the last one's.
+    """
+
+    def __init__(self, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles) -> None:
+        """Take the `CheckpointIO` of the trainer's strategy, and Lightning's files in the run's folder."""
+        self.trainer: Any = None
+        self._ctx, self._io, self._files = ctx, checkpoint_io, files
+        self._logged: dict[str, Any] = {}
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if a trainer can go on from `IN_MEMORY`."""
+        return self._io.state is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's state; every rank must call it."""
+        logged: dict[str, Any] = {}
+        if self.trainer is not None:
+            self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
+            logged = {name: sums_of(each) for name, each in results_of(self.trainer).items()}
+        return {
+            "lightning": plain(self._io.state or {}),
+            "files": dict(self._files.sums),
+            "logged": hvd.allgather_object(logged, name="lightning.logged"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next trainer begin with a state."""
+        self._io.state = {**state["lightning"], "state_dict": self._ctx.model.state_dict()}
+        self._files.sums.update(state["files"])
+        self._logged = state["logged"][self._ctx.rank]
+
+    def add_logged(self) -> None:
+        """Add what an interrupted epoch had logged to the results of the trainer, which begin anew, after its first batch."""
+        logged, self._logged = self._logged, {}
+        if self._ctx.start_step:
+            for name, each in results_of(self.trainer).items():
+                if name in logged:
+                    add_sums(each, logged[name])
+
+
+def results_of(trainer: Any) -> dict[str, Any]:
+    """Return Lightning's running results of `self.log(on_epoch=True)` by name; metrics of torchmetrics are the module's."""
+    found = getattr(trainer, "_results", None) or {}
+    return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
+
+
+def sums_of(result: Any) -> tuple[Any, Any]:
+    """Return what a result has summed up, and over how many rows."""
+    return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
+
+
+def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
+    """Add earlier sums to those of a result."""
+    value, rows = sums[0].to(result.value.device), sums[1]
+    if result.meta.is_max_reduction or result.meta.is_min_reduction:
+        result.value = result.meta.reduce_fx(result.value, value)
+    else:
+        result.value = result.value + value
+    if rows is not None:
+        result.cumulated_batch_size = result.cumulated_batch_size + rows
+
+
+def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
+    """Return the callback that writes history and checkpoints of a run, of a package of Lightning."""
+
+    class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; comes behind all other callbacks
+        def __init__(self) -> None:
+            self._progress: Progress | None = None
+            self._rows = 0
+            self._began = 0.0
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            state.trainer = trainer
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            # Where a run goes on inside an epoch, that epoch does not start.
+            self.on_train_epoch_start(trainer, pl_module)
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            steps = trainer.num_training_batches
+            self._progress = Progress(
+                len(ctx.history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
+            )
+            self._rows, self._began = 0, time.monotonic()
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            state.add_logged()
+            self._rows += ctx.num_global_rows
+            assert self._progress is not None
+            self._progress.step(batch_idx + 1, ctx.num_global_rows)
+            # Between two steps of the optimizer there are gradients, which no checkpoint has.
+            if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
+                ctx.after_step()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}
+            if self._rows:  # else the batches are the user's
+                seconds = max(time.monotonic() - self._began, 1e-9)
+                record |= {"rows": self._rows, "rows_per_s": self._rows / seconds}
+            ctx.log(record)
+            ctx.save_checkpoint()
+
+    return Bridge()
