@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from sparkhvd import rank_context
 from sparkhvd.data.columns.decoders import Decoder, RowFunctions
 from sparkhvd.data.columns.features import Argument
 from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.subset import SUBSETS
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.environment import place_in
 from sparkhvd.torch import context
@@ -43,6 +45,26 @@ def place() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     known = rank_context.context() or place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
     return (0, 1) if known is None else (known.rank, known.size)
+
+
+def _check_whole(name: str, value: Any, least: int | None = None) -> None:
+    """Refuse an argument that is no whole number, or a smaller one."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise InvalidArgumentError(
+            f"loader: {name} is {value!r:.100}; it must be a whole number{bound}."
+        )
+
+
+def _names(columns: Sequence[str]) -> list[str]:
+    """Return the names of columns as a list."""
+    names = [columns] if isinstance(columns, str) else list(columns)
+    if isinstance(columns, str) or not names or len(set(names)) < len(names):
+        raise InvalidArgumentError(
+            f"loader: columns is {columns!r:.100}; it must be a list of names, each once, such as columns={names[:1] or ['x']!r}."
+        )
+    return names
 
 
 # Options that decide which row comes when.
@@ -104,7 +126,7 @@ class Loader(IterableDataset[Any]):
             prefetch_bytes: bound on the batches that are read ahead.
 
         Raises:
-            InvalidArgumentError: an argument is out of range, or one of `rank` and `size` is missing.
+            InvalidArgumentError: an argument is out of range, names a column that is not there, or one of `rank` and `size` is missing.
         """
         super().__init__()
         if batch_format not in ("dict", "tuple"):
@@ -117,17 +139,40 @@ class Loader(IterableDataset[Any]):
             )
         if rank is None or size is None:
             rank, size = place()
+        counts = {
+            "size": size,
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+            "shuffle_bytes": shuffle_bytes,
+            "prefetch_bytes": prefetch_bytes,
+        }
+        for name, number in counts.items():
+            _check_whole(name, number, least=1)
+        _check_whole("seed", seed)
+        _check_whole("rank", rank)
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(
+                f"loader: rank is {rank} and size {size}; expected 0 <= rank < size."
+            )
         self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
         self._is_tuple = batch_format == "tuple"
         schema = dataset.schema
         if subset is None:
             subset = "all" if schema.validation is None else "train"
+        if subset not in SUBSETS:
+            raise InvalidArgumentError(
+                f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
+            )
+        if subset == "validation" and schema.validation is None:
+            raise InvalidArgumentError(
+                "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>)."
+            )
         self._options: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
             "subset": subset,
-            "columns": dataset.columns if columns is None else list(columns),
+            "columns": dataset.columns if columns is None else _names(columns),
             "functions": RowFunctions(decoders or {}, collate or {}),
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -145,6 +190,14 @@ class Loader(IterableDataset[Any]):
             )
             for name in self._options["columns"]
         }
+        for name in self._options["columns"]:
+            if schema.column(name).has_decoder and name not in (decoders or {}):
+                raise InvalidArgumentError(
+                    f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
+                    "leave it out of columns."
+                )
+        for name in (*(decoders or {}), *(collate or {})):
+            schema.column(name)
         self.epoch = 0
         # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
         self._first_row = 0

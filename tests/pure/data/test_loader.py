@@ -7,7 +7,9 @@ import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -220,8 +222,40 @@ def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -
         dataset.loader(0, 1).load_state_dict({"epoch": 0, "row": 0, "rows": 5})
     with pytest.raises(InvalidArgumentError, match="There is no data set 'data/none'"):
         load(tmp_path / "store", "data/none")
-    with pytest.raises(InvalidArgumentError, match="rank is 2 and size 2"):
-        next(iter(dataset.loader(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2, "size": 2}, "rank is 2 and size 2; expected 0 <= rank < size"),
+        ({"rank": -1, "size": 2}, "rank is -1 and size 2"),
+        ({"rank": 0.0, "size": 2}, "rank is 0.0; it must be a whole number."),
+        ({"rank": 0, "size": 0}, "size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"seed": None}, "seed is None; it must be a whole number."),
+        ({"num_workers": 0}, "num_workers is 0"),
+        ({"shuffle_bytes": 0}, "shuffle_bytes is 0"),
+        ({"prefetch_bytes": "1"}, "prefetch_bytes is '1'"),
+        ({"subset": "test"}, "subset is 'test'; it must be one of 'all', 'train', 'validation'"),
+        ({"subset": "validation"}, "the data have no validation column"),
+        ({"columns": "id"}, r"columns is 'id'; .* such as columns=\['id'\]"),
+        ({"columns": []}, r"columns is \[\]; it must be a list of names"),
+        ({"columns": ["id", "id"]}, "each once"),
+        ({"columns": ["id", "none"]}, "Column 'none' is not part of the data"),
+        ({"decoders": {"none": len}}, "Column 'none' is not part of the data"),
+        ({"collate": {"none": len}}, "Column 'none' is not part of the data"),
+        ({"decoders": {"id": 3}}, r"decoders\['id'\] is 3"),
+        ({"batch_format": "list"}, "batch_format is 'list'; it must be 'dict' or 'tuple'"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_the_loader_is_made(
+    dataset: Dataset, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        dataset.loader(**{"rank": 0, "size": 1, **options})
+    assert dataset.loader(np.int64(0), np.int32(1), np.int64(3), seed=-1).batch_size == 3
 
 
 def test_batches_are_tuples_in_the_order_of_columns_where_that_is_asked(dataset: Dataset) -> None:
@@ -233,5 +267,3 @@ def test_batches_are_tuples_in_the_order_of_columns_where_that_is_asked(dataset:
         for batch, wanted in zip(tuples, plain, strict=True):
             assert isinstance(batch, tuple)
             assert all(map(torch.equal, batch, (wanted["id"], wanted[X.name])))
-    with pytest.raises(InvalidArgumentError, match="batch_format is 'list'; it must be 'dict' or"):
-        dataset.loader(0, 1, 10, batch_format="list")
