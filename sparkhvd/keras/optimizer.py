@@ -241,7 +241,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "sparse_as_dense": sparse_as_dense,
         "process_set": process_set,
     }
-    kind = _distributed_class(type(optimizer))
+    own: Any = type(optimizer)
+    kind = _distributed_class(own)
     made = kind.__new__(kind)
     vars(made).update(vars(optimizer))
     options = _Options(passes, average_aggregated_gradients, reduction)

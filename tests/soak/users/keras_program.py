@@ -6,8 +6,11 @@ sparkhvdrun -np 2 python -m tests.soak.users.keras_program FILE CASE...     rank
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 import torch
 
 import sparkhvd.keras as hvd
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 
 BATCH, ROWS, WIDTH = 12, 60, 5
@@ -104,16 +108,29 @@ def half() -> Row:
 
 
 def scaled() -> Row:
-    """The scale of losses halves on all ranks alike, from one that overflows."""
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.01), initial_scale=2.0**127
-    )
-    return fitted(hvd.DistributedOptimizer(optimizer))
+    """The gradients of a step overflow on one rank: all leave it out, and halve the scale."""
+    return overflowing(lambda adam: hvd.DistributedOptimizer(scaling(adam)))
 
 
 def scaled_inside() -> Row:
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    return fitted(keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**127))
+    return overflowing(lambda adam: scaling(hvd.DistributedOptimizer(adam)))
+
+
+def scaling(optimizer: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
+
+
+def overflowing(wrapped: Callable[[Any], Any]) -> Row:
+    model = network()
+    model.compile(wrapped(keras.optimizers.Adam(0.01)), "mse")
+    x, y = rows()
+    if hvd.rank() == hvd.size() - 1:
+        y[-1] = 1e38  # the last row of all
+    hvd.broadcast_global_variables(0, model)
+    model.fit(x, y, batch_size=BATCH // hvd.size(), epochs=3, shuffle=False, verbose=0)
+    found = numbers(model)
+    assert model.optimizer.dynamic_scale == 2.0**7
+    return {"numbers": found}
 
 
 def passes() -> Row:
@@ -203,7 +220,6 @@ def own_class() -> Row:
         model.save(f"{folder}/model.keras")
         loaded = hvd.load_model(f"{folder}/model.keras")
     assert type(loaded.optimizer) is type(model.optimizer)
-    assert type(keras.saving.load_model) is not None
     return trained(loaded, epochs=1)
 
 
@@ -219,6 +235,100 @@ CASES: dict[str, Callable[[], Row]] = {
 def results(names: list[str]) -> dict[str, Row]:
     hvd.init()
     return {name: CASES[name]() for name in names}
+
+
+class Rates(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the rate and the momentum of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        self.seen.append([float(optimizer.learning_rate), optimizer.momentum])
+
+
+def rates(callback: str, options: dict[str, Any], momentum_correction: bool) -> Row:
+    """Train with a callback of rates; return each step's, and what is logged."""
+    hvd.init()
+    kind, seen = getattr(hvd.callbacks, callback), Rates()
+    schedule = kind(initial_lr=0.1, momentum_correction=momentum_correction, **options)
+    model = network(0)
+    # The note comes first, so that it sees the momentum of the step.
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    x, y = rows()
+    history = model.fit(x, y, BATCH // hvd.size(), 4, 0, [seen, schedule], shuffle=False)
+    return {"steps": seen.seen, "lr": history.history["lr"]}
+
+
+def stopped() -> Row:
+    """All ranks stop together, by metrics that differ on each."""
+    hvd.init()
+    x, y = rows()
+    model = network()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.2)), "mse")
+    history = model.fit(
+        x + hvd.rank(),
+        y,
+        BATCH // hvd.size(),
+        epochs=40,
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+            keras.callbacks.EarlyStopping("loss", min_delta=0.01, patience=2),
+        ],
+    )
+    return history.history  # type: ignore[no-any-return]
+
+
+def fails(how: str, folder: str) -> None:
+    """Train until rank 1 fails in its third step; rank 0 writes what it learned."""
+    hvd.init()
+
+    class Failing(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if hvd.rank() == 1 and batch == 2:
+                Path(folder, "failed").write_text(repr(time.time()))
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("the third step")
+
+    try:
+        fitted(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), [Failing()])
+    except hvd.HorovodInternalError as error:
+        seconds = time.time() - float(Path(folder, "failed").read_text())
+        Path(folder, "learned").write_text(f"{type(error).__name__} {seconds} {error}")
+        raise
+
+
+def refused() -> list[str]:
+    """Return the messages of wrong calls, on two ranks."""
+    hvd.init()
+    sgd, callbacks = keras.optimizers.SGD(0.1), hvd.callbacks
+    decay = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+    warm = callbacks.LearningRateWarmupCallback(0.1)
+    wrong = [
+        lambda: hvd.DistributedOptimizer("sgd"),
+        lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd)),
+        lambda: hvd.DistributedOptimizer(sgd, op=hvd.Adasum),
+        lambda: hvd.DistributedOptimizer(sgd, backward_passes_per_step=0),
+        lambda: hvd.broadcast_global_variables(0),
+        lambda: hvd.broadcast_global_variables(0, keras.Sequential([keras.layers.Dense(1)])),
+        lambda: callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0),
+        lambda: callbacks.LearningRateScheduleCallback(None, 1.0),
+        lambda: fitted(hvd.DistributedOptimizer(decay), [warm]),
+        lambda: fitted(hvd.DistributedOptimizer(sgd), jit_compile=True),
+    ]
+    messages = []
+    for call in wrong:
+        try:
+            call()
+        except InvalidArgumentError as error:
+            messages.append(str(error))
+    return messages
 
 
 if __name__ == "__main__":
