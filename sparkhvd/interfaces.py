@@ -15,6 +15,7 @@ from pathlib import Path
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
 __all__ = [
+    "LOOPBACK",
     "Interface",
     "address_on",
     "address_towards",
@@ -23,6 +24,8 @@ __all__ = [
     "own_address",
 ]
 
+# Address at which processes of this host meet, whatever its name and its networks are.
+LOOPBACK = "127.0.0.1"
 # Requests of ioctl, and flags of an interface, as Linux numbers them.
 _ALL_ADDRESSES = 0x8912
 _FLAGS = 0x8913

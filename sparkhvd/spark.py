@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd import connect
 from sparkhvd.errors import SparkhvdError
-from sparkhvd.interfaces import address_towards
+from sparkhvd.interfaces import LOOPBACK, address_towards
 from sparkhvd.sessions import check_session, is_connect, session_key
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class SparkShim:
             # Towards the server; it is unknown whether executors on other hosts can use it.
             address = address_towards(connect.server_host(self.session))
             return address, address
+        if self._has_executors_here():
+            return LOOPBACK, LOOPBACK
         host = self.session.conf.get("spark.driver.host")
         own = self.session.conf.get("spark.driver.bindAddress", host)
         return own.strip("[]"), host.strip("[]")

@@ -155,7 +155,7 @@ def run(
         stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
         verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         nics: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means `Settings.interfaces`, or else the
-            address that Spark has for their host (SPARK_LOCAL_IP there).
+            address that Spark has for their host (SPARK_LOCAL_IP there), with a `local` master the loopback's.
         prefix_output_with_timestamp: whether lines begin with the local time, here and in the executors' logs.
         executable: the Python that Spark's workers run; another one is an error.
         spark: the session to use, classic or Connect; None means the active one.

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from sparkhvd import as_horovod
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.interfaces import address_on, address_towards, is_loopback
+from sparkhvd.interfaces import LOOPBACK, address_on, address_towards, is_loopback
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner.frames import JobFrame
@@ -183,13 +183,17 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
     )
 
 
-def own_address(host: str, hosts: Sequence[str], choice: str = "") -> str:
+def own_address(
+    host: str, hosts: Sequence[str], choice: str = "", *, is_local: bool = False
+) -> str:
     """Return the numeric address of this host at which ranks on other hosts can reach it.
 
     Args:
         host: Spark's name or address of this host.
         hosts: Spark's names or addresses of the hosts of all ranks.
         choice: `Settings.interfaces`.
+        is_local: whether all ranks are children of one process. Spark's name is the driver's then (`spark.driver.host`), which may be one
+            that only others know.
 
     Raises:
         OSError: `host` has no address.
@@ -197,6 +201,8 @@ def own_address(host: str, hosts: Sequence[str], choice: str = "") -> str:
     """
     if choice:
         return address_on(choice)
+    if is_local:
+        return LOOPBACK
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as e:

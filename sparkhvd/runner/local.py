@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement
@@ -26,7 +27,6 @@ __all__ = ["check_num_proc", "collect", "launch_local", "results_of"]
 
 R = TypeVar("R")
 
-_ADDRESS = "127.0.0.1"
 # After a failure the other ranks have this long to report. An exception explains everything; a crash may
 # have been caused by an exception elsewhere; a lost peer surely has a cause, and the engine reports it within 2 s.
 _WAIT_S = {
@@ -62,7 +62,7 @@ def launch_local(
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     host = socket.gethostname()
     plan = TrainersPlan(env, sys.path, os.getcwd(), chosen, use_gpu)
-    with Trainers(range(num_proc), _ADDRESS, plan, program, log, ended.put) as trainers:
+    with Trainers(range(num_proc), LOOPBACK, plan, program, log, ended.put) as trainers:
         gpus = trainers.gpus(host)
         required = trainers.gpu_plan.is_required
         if problem := agreement.check_gpus(trainers.gpu_plan.mode, gpus, is_required=required):
@@ -75,8 +75,8 @@ def launch_local(
                 trainer.enforce_grace()
             return trainers.all[ended.get(timeout=timeout_s)].outcome(host=host)
 
-        with _interruptible(trainers.all), launching.reserved_port(_ADDRESS) as port:
-            trainers.start(job, (_ADDRESS, port))
+        with _interruptible(trainers.all), launching.reserved_port(LOOPBACK) as port:
+            trainers.start(job, (LOOPBACK, port))
             outcomes = collect(take, num_proc)
     return results_of(outcomes, [trainer.result for trainer in trainers.all])
 

@@ -10,6 +10,7 @@ import queue
 import secrets
 from collections.abc import Mapping, Sequence
 
+from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.runner import launching
 from sparkhvd.runner.crew import Crew
@@ -19,8 +20,6 @@ from sparkhvd.runner.watching import Ended, Events, signals, watch
 from sparkhvd.settings import Settings
 
 __all__ = ["run_script"]
-
-_ADDRESS = "127.0.0.1"
 
 
 def run_script(
@@ -42,13 +41,13 @@ def run_script(
             Crew(screen.show, lambda rank, status: events.put(Ended(rank, status)))
         )
         stack.enter_context(signals(events))
-        port = stack.enter_context(launching.reserved_port(_ADDRESS))
+        port = stack.enter_context(launching.reserved_port(LOOPBACK))
         listeners = [
-            stack.enter_context(Listener.bind(_ADDRESS, settings)) for _ in range(num_proc)
+            stack.enter_context(Listener.bind(LOOPBACK, settings)) for _ in range(num_proc)
         ]
         endpoints = tuple(each.endpoint() for each in listeners)
         key = secrets.token_bytes(32)
         job = Job(key, secrets.token_hex(8), 0, 0, num_proc, endpoints)
-        for each in hand_over(listeners, job, env, (_ADDRESS, port)):
+        for each in hand_over(listeners, job, env, (LOOPBACK, port)):
             crew.start(each.rank, command, each.variables, each.descriptors)
         return watch(events, num_proc, crew.send, screen)

@@ -194,8 +194,9 @@ def _run_rank(
         port = 0
         endpoint: dict[str, str | int] = {}
         try:
+            hosts = [host_of(info.address) for info in infos]
             address = launching.own_address(
-                host, [host_of(info.address) for info in infos], settings.interfaces
+                host, hosts, settings.interfaces, is_local=spec.is_local
             )
             with Listener.bind(address, settings) as listener:
                 endpoint = listener.endpoint().to_dict()

@@ -177,6 +177,7 @@ def test_a_host_name_without_an_address_is_named() -> None:
         OSError, match=r"Spark calls this host 'no\.such\.invalid', and that name has"
     ):
         own_address("no.such.invalid", ["no.such.invalid"])
+    assert own_address("no.such.invalid", ["no.such.invalid"], is_local=True) == "127.0.0.1"
 
 
 def test_context_is_none_outside_a_rank() -> None:

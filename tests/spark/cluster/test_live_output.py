@@ -177,6 +177,29 @@ run(print, ("a quiet line",), num_proc=2, spark=spark, verbose=0)
     ], output
 
 
+@soak("pure/runner/test_launching")
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.invalid"])
+def test_ranks_of_a_local_master_meet_whatever_name_others_have_for_the_driver(
+    tmp_path: Path, host: str
+) -> None:
+    body = """
+from sparkhvd import run
+
+def sums():
+    import sparkhvd.torch as hvd
+    import torch
+
+    hvd.init()
+    print("a line")
+    return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+
+assert run(sums, num_proc=2, spark=spark) == [2.0, 2.0]
+"""
+    output = run_on("local[2]", body, tmp_path, conf={"spark.driver.host": host})
+    assert {"[0] a line", "[1] a line"} <= set(output.splitlines()), output
+    assert "No live output" not in output
+
+
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
     body = with_folder(PROGRAM, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
