@@ -96,6 +96,7 @@ LAZY = {
 
 # Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
+    "IPython": (1, "a kernel of Jupyter has imported it, nobody else has a use for it"),
     "PIL": (1, "optional: columns of images"),
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
