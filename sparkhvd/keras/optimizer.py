@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 from sparkhvd.torch.arguments import check_compression, to_integer
 from sparkhvd.torch.collectives.reductions import to_op
+from sparkhvd.torch.gradients.backward_end import after_backward
 from sparkhvd.torch.optimizer.arguments import check_arguments, group_lists
 from sparkhvd.torch.process_sets import members
 
@@ -79,14 +82,42 @@ class Distributed:
         return cls._plain_class.from_config(config, **options)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the optimizer's variables, and reduce the gradients of these from now on."""
+        """Make the optimizer's variables; the first backward pass to these begins to reduce."""
         super().build(variables)  # type: ignore[misc]
-        self._attach(variables)
+        self._watch()
 
-    def _attach(self, variables: Sequence[Any]) -> None:
-        if self._options is None or self._reducing is not None or not variables:
+    def _watch(self) -> None:
+        """Reduce from the end of the first backward pass on.
+
+        Not before: ranks meet there, and a rank may build an optimizer, or load a model, that others do not.
+        """
+        if self._options is None or self._options.passes > 1:
+            return
+        reference = weakref.ref(self)
+        hooks: list[RemovableHandle] = []
+
+        def end() -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._attach()
+                optimizer._reducing.synchronize()
+
+        def begin(_: Tensor) -> None:
+            if hooks:
+                after_backward(end)
+            while hooks:
+                hooks.pop().remove()
+
+        hooks += [
+            variable.value.register_post_accumulate_grad_hook(begin)
+            for variable in self._trainable_variables
+        ]
+
+    def _attach(self) -> None:
+        if self._options is None or self._reducing is not None:
             return
         options = self._options
+        variables = self._trainable_variables
         named = [(f"{number}.{v.path}", v.value) for number, v in enumerate(variables)]
         reducing = hvd.DistributedOptimizer(
             _Reduction([parameter for _, parameter in named]), named, **options.reduction
@@ -146,8 +177,9 @@ class Distributed:
         )
 
     def _reduced(self, grads: _Gradients, parameters: Sequence[Tensor]) -> _Gradients:
+        self._attach()
         reducing = self._reducing
-        if reducing is None or not reducing._reducers:  # one rank
+        if not reducing._reducers:  # one rank
             return grads
         if all(reducer.is_reduced for reducer in reducing._reducers):
             reducing.step()  # ends the use of what backward has reduced
@@ -248,7 +280,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     options = _Options(passes, average_aggregated_gradients, reduction)
     vars(made).update(_options=options, **({} if name is None else {"name": name}))
     if made.built:
-        made._attach(made._trainable_variables)
+        made._watch()
     return made
 
 
