@@ -33,8 +33,6 @@ _ABSENT = {
     "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
-    "horovod.spark.lightning": "Its estimator is not here under this name: sparkhvd.lightning.TorchEstimator fits a LightningModule, "
-    "and Trainer(strategy='horovod') trains one on ranks",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 # Options of python that take a value.

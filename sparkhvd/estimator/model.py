@@ -156,7 +156,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
         import pandas as pd
 
-        frame = pd.DataFrame(self.history)
+        frame = pd.DataFrame(self._require_fitted().history)
         return frame.set_index("epoch") if "epoch" in frame else frame
 
     @property
@@ -168,7 +168,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def summary(self) -> TrainingSummary:
         """Summary of the training, with the names of Spark ML's summaries."""
         fitted = self._require_fitted()
-        return TrainingSummary(self.history, self.timings, fitted.run_id)
+        history = [dict(record) for record in fitted.history]
+        return TrainingSummary(history, self.timings, fitted.run_id)
 
     def __repr__(self) -> str:
         if self._fitted is None:
@@ -220,7 +221,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
         """Return `history` in Horovod's shape: `[-1]["train"]["loss"]`, `[-1]["validation"]["loss"]`, metrics by name and as `all_metrics`."""
-        return horovod_history(self.history, len(self.getLabelColumns()))
+        records = [dict(record) for record in self._require_fitted().history]
+        return horovod_history(records, len(self.getLabelColumns()))
 
     def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
         """Replace the records of the epochs, flat or in Horovod's shape; returns this object."""

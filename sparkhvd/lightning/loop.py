@@ -50,6 +50,11 @@ class LightningLoop:
     # The columns need not fit the module's `forward`: `training_step` gets them.
     feeds_model: ClassVar[bool] = True
 
+    @property
+    def changes_columns(self) -> bool:
+        """True if batches are not those that the data have."""
+        return self.rows is not None or self.data_module is not None
+
     def __call__(self, ctx: TrainFnContext) -> None:
         """Train on a rank; every rank must call it."""
         package = package_of(ctx.model)

@@ -54,6 +54,11 @@ class UserCode:
         return getattr(self.train_fn, "feeds_model", False)
 
     @property
+    def changes_columns(self) -> bool:
+        """True if the model never gets the columns as they are, so that it cannot be tried on them."""
+        return getattr(self.train_fn, "changes_columns", False)
+
+    @property
     def can_log(self) -> bool:
         """True if a function or a callback may report numbers while training."""
         return self.train_step is not None or bool(self.callbacks)

@@ -31,14 +31,15 @@ import sparkhvd.torch.mpi_ops
 from horovod.common.util import extension_available, gloo_built, nccl_built
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.spark.common.backend import Backend, SparkBackend
-from horovod.spark.common.store import Store
+from horovod.spark.common.store import FilesystemStore, HDFSStore, LocalStore, Store
 from horovod.spark.torch import TorchEstimator, TorchModel
 
 assert horovod.__version__ == "0.28.1"
 assert hvd is sparkhvd.horovod.torch
 assert hvd.__spec__.name == "sparkhvd.horovod.torch"
 assert horovod.torch.mpi_ops is sparkhvd.torch.mpi_ops
-assert TorchEstimator is sparkhvd.TorchEstimator
+assert issubclass(TorchEstimator, sparkhvd.TorchEstimator)
+assert issubclass(TorchModel, sparkhvd.TorchModel)
 assert HorovodInternalError is hvd.HorovodInternalError
 assert extension_available("torch") and not extension_available("tensorflow")
 assert SparkBackend(3).num_processes() == 3
@@ -54,13 +55,6 @@ for missing, word in (
         assert word in str(e), e
     else:
         raise AssertionError(missing)
-try:
-    from horovod.spark.common.store import LocalStore
-except ImportError:
-    pass
-else:
-    raise AssertionError("LocalStore")
-
 
 def place(extra):
     import horovod.torch as hvd

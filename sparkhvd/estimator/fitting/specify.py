@@ -34,7 +34,10 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     widths: tuple[int, ...] | None = None
     # Then a model that does not take the columns as they are is no mistake.
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
-        widths = try_model(program.model, inputs, schema, compared, data.examples, program.metrics)
+        if not program.user.changes_columns:
+            widths = try_model(
+                program.model, inputs, schema, compared, data.examples, program.metrics
+            )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
     check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)

@@ -2,9 +2,10 @@
 
 Each module imports only those above it:
 
-    common  backends and stores
-    torch   the estimator of PyTorch modules
-    keras   the estimator of models of Keras 3
+    common     backends and stores, and what the estimators share
+    torch      the estimator of PyTorch modules
+    lightning  the estimator of LightningModules
+    keras      the estimator of models of Keras 3
 """
 
 from __future__ import annotations

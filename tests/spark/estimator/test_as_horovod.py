@@ -11,7 +11,9 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
+import sparkhvd
 from sparkhvd import as_horovod
+from sparkhvd.errors import InvalidArgumentError
 
 MODULE = """
 import torch
@@ -66,3 +68,106 @@ def test_a_module_that_imports_horovod_is_fitted_and_transforms(
     df = spark.createDataFrame([(float(n), 2.0 * n) for n in range(32)], ["x", "y"])
     model = estimator.fit(df)
     assert model.transform(df).count() == 32
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Linear(1, 1)
+
+
+@pytest.mark.usefixtures("as_horovod_installed")
+def test_the_estimator_does_what_horovods_does(spark: SparkSession, tmp_path: Path) -> None:
+    """Learning rate times ranks, whole steps alone, a backend's ranks and variables, a run that stays, hooks, and a plain model."""
+    backends = importlib.import_module("horovod.spark.common.backend")
+    stores = importlib.import_module("horovod.spark.common.store")
+    of_torch = importlib.import_module("horovod.spark.torch")
+
+    class Own(of_torch.TorchEstimator):  # type: ignore[misc,name-defined]
+        def _get_model_kwargs(self, *given: object, **named: object) -> dict[str, object]:
+            self.asked = True  # an attribute of a subclass, no Param
+            kwargs: dict[str, object] = super()._get_model_kwargs(*given, **named)
+            return kwargs
+
+    common = {
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "epochs": 2,
+        "random_seed": 1,
+        "verbose": 0,
+    }
+    df = spark.createDataFrame([(n / 36, 2.0 * n / 36) for n in range(36)], ["x", "y"])
+    store = stores.LocalStore(str(tmp_path / "store"))
+    module = net()
+    estimator = Own(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        backend=backends.SparkBackend(num_proc=2, env={"OWN": "1"}),
+        store=store,
+        run_id="first",
+        input_shapes=[[-1, 1]],
+        mp_start_method="spawn",
+        num_gpus=0,
+        **common,
+    )
+    model = estimator.fit(df)
+    assert estimator.asked
+    assert type(model) is of_torch.TorchModel
+    assert [record["rows"] for record in model._fitted.history] == [32, 32]
+    assert model.getHistory()[1]["train"]["loss"] < model.getHistory()[0]["train"]["loss"]
+    assert store.exists(store.get_run_path("first"))
+    assert store.exists(store.get_checkpoint_path("first"))
+
+    module = net()
+    ours = sparkhvd.TorchEstimator(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.2),
+        num_proc=2,
+        drop_last=True,
+        store=str(tmp_path / "ours"),
+        **common,
+    ).fit(df)
+    for name, weights in ours.getModel().state_dict().items():
+        assert torch.equal(weights, model.getModel().state_dict()[name])
+    wanted = [row.y__output for row in ours.transform(df).collect()]
+    assert [row.y__output for row in model.transform(df).collect()] == wanted
+
+    plain = of_torch.TorchModel(
+        model=ours.getModel(),
+        feature_columns=["x"],
+        label_columns=["y"],
+        input_shapes=[[-1, 1]],
+        history=[],
+        run_id="none",
+        _metadata={},
+    )
+    assert [row.y__output for row in plain.transform(df).collect()] == wanted
+    predict = plain.get_prediction_fn()
+    assert float(predict(plain.getModel(), {"x": 0.5})) == pytest.approx(
+        float(ours.getModel()(torch.tensor([[0.5]])))
+    )
+
+
+def test_a_backend_and_another_number_of_ranks_are_refused(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    from sparkhvd.horovod.spark.common.backend import SparkBackend
+    from sparkhvd.horovod.spark.torch import TorchEstimator
+
+    df = spark.createDataFrame([(1.0, 2.0)], ["x", "y"])
+    module = net()
+    estimator = TorchEstimator(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        loss="mse",
+        feature_cols=["x"],
+        label_cols=["y"],
+        backend=SparkBackend(3),
+        num_proc=2,
+        store=str(tmp_path),
+    )
+    with pytest.raises(
+        InvalidArgumentError, match="num_proc is 2, and the backend has 3 processes"
+    ):
+        estimator.fit(df)

@@ -1,0 +1,133 @@
+"""Horovod's models: `transform` by a function on rows where a subclass has one, and sparkhvd's, which takes batches, else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkhvd import estimator as own
+from sparkhvd.horovod.spark.common.params import ModelParams
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["HorovodModel"]
+
+_NAMES = ("history", "model", "run_id", "_metadata", "optimizer", "loss", "loss_constructors")
+
+# In place of the model of sparkhvd that a class has behind this one.
+_Base: Any = object
+
+
+class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
+    """Mixin before a model of sparkhvd."""
+
+    def __init__(self, *positional: object, **keywords: Any) -> None:
+        own = {name: keywords.pop(name, None) for name in _NAMES}
+        super().__init__(*positional, **keywords)
+        self._set(**own)
+
+    def _set(self, **values: Any) -> Any:
+        made = super()._set(**values)
+        if values.get("model") is not None and self._fitted is None:
+            own.TorchModel.setModel(self, values["model"])
+        return made
+
+    def _take(self, fitted: Any) -> None:
+        """Take what a fit knows of the module and its columns."""
+        self._fitted = fitted._fitted
+        fitted._copyValues(self)
+        for param, value in fitted._paramMap.items():
+            if self.hasParam(param.name) and not self.isSet(param.name):
+                self._set(**{param.name: value})
+
+    def setModel(self, module: Any) -> Any:  # noqa: N802 - Horovod's name
+        """Predict with another module; returns this object."""
+        own.TorchModel.setModel(self, module)
+        return self._set(model=module)
+
+    def getModel(self) -> Any:  # noqa: N802
+        """Return the module."""
+        module = self._get("model")
+        return own.TorchModel.getModel(self) if module is None else module
+
+    def getHistory(self) -> Any:  # noqa: N802
+        """Return the records of the epochs."""
+        records = self._get("history")
+        return own.TorchModel.getHistory(self) if records is None else records
+
+    def getRunId(self) -> Any:  # noqa: N802
+        """Return the name of the run."""
+        return self._get("run_id")
+
+    def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
+        """Return a function of the module and a row, a dict by column, that returns the outputs for the row; a subclass may have another."""
+        features = self._get("feature_cols") or []
+        shapes = self._get("input_shapes") or [[-1]] * len(features)
+
+        def predict(model: Any, row: Mapping[str, Any]) -> Any:
+            import torch
+
+            inputs = [
+                torch.as_tensor(np.asarray(row[name]), dtype=torch.float32).reshape(shape)
+                for name, shape in zip(features, shapes, strict=True)
+            ]
+            with torch.no_grad():
+                return model(*inputs)
+
+        return predict
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        if type(self).get_prediction_fn is HorovodModel.get_prediction_fn:
+            transformed: DataFrame = super()._transform(dataset)
+            return transformed
+        return _by_rows(dataset, self.get_prediction_fn(), self.getModel(), self._output_names())
+
+    def _output_names(self) -> list[str]:
+        """Return the names of the columns that `transform` adds."""
+        return list(
+            self._get("outputCols")
+            or [f"{name}__output" for name in self._get("label_cols") or ["prediction"]]
+        )
+
+    def getOutputCols(self) -> list[str]:  # noqa: N802
+        """Return the names of the columns that `transform` adds."""
+        return self._output_names()
+
+
+def _by_rows(
+    dataset: DataFrame, predict: Callable[..., Any], model: Any, names: Sequence[str]
+) -> DataFrame:
+    """Add a column for each output: a number, or a vector where the function gives several for a row.
+
+    Starts a job for one row, which shows that; without a row, outputs are vectors.
+    """
+    from pyspark.ml.linalg import Vectors, VectorUDT
+    from pyspark.sql import functions as sql
+    from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
+
+    rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
+
+    def outputs(row: Any) -> list[list[float]]:
+        model.eval()
+        made = predict(model, row.asDict())
+        several = made if isinstance(made, (list, tuple)) else [made]
+        return [np.asarray(each, np.float64).reshape(-1).tolist() for each in several]
+
+    as_lists = sql.udf(lambda row: outputs(row), ArrayType(ArrayType(DoubleType())))
+    first = dataset.limit(1).select(as_lists(rows).alias("outputs")).collect()
+    widths = [len(each) for each in first[0]["outputs"]] if first else [2] * len(names)
+    kinds = [DoubleType() if width == 1 else VectorUDT() for width in widths]
+
+    def converted(row: Any) -> tuple[Any, ...]:
+        pairs = zip(outputs(row), widths, strict=True)
+        return tuple(v[0] if width == 1 else Vectors.dense(v) for v, width in pairs)
+
+    result = StructType([StructField(n, k) for n, k in zip(names, kinds, strict=True)])
+    made = sql.udf(lambda row: converted(row), result)(rows)
+    whole = dataset.withColumn("sparkhvd outputs", made)
+    columns = [sql.col(f"`sparkhvd outputs`.`{name}`").alias(name) for name in names]
+    kept = [sql.col(f"`{name}`") for name in dataset.columns if name not in names]
+    return whole.select(*kept, *columns)

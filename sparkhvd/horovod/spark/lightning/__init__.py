@@ -1,0 +1,10 @@
+"""Horovod's `horovod.spark.lightning`: the estimator of LightningModules and its model.
+
+Each module imports only those above it:
+
+    estimator  both classes
+"""
+
+from sparkhvd.horovod.spark.lightning.estimator import TorchEstimator, TorchModel
+
+__all__ = ["TorchEstimator", "TorchModel"]
