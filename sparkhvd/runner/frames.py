@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 __all__ = [
-    "LEAVING",
     "USEFUL_MODULES",
     "JobFrame",
     "Prologue",
@@ -23,9 +22,6 @@ __all__ = [
 
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
-# Message to a nursery of one that needs another from now on.
-LEAVING = {"leaving": True}
-
 # Begin frames for the driver: a part of a message, its end, and progress. The report, which follows the last, is JSON.
 _PART, _END, _PROGRESS = b"m", b"M", b"p"
 # Linux's PIPE_BUF.

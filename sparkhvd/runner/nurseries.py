@@ -7,8 +7,8 @@ processors, and network and file systems. Any difference starts another one, and
 **Threads**: requests of several threads wait for each other. **Ownership**: a process of its own has a nursery that ends with it; the
 Python workers of a Spark executor, which come and go, share the one of the process that has started them. Its socket has an abstract
 name, and both sides refuse a peer of another user. **Shutdown**: with the process that it belongs to, or when it is not used for a
-minute; for some seconds, once one of those that share it has left it for another one. **Failure**: whatever a nursery cannot do, a fresh
-process does.
+minute; for some seconds, where two others of the same executor have been started since. **Failure**: whatever a nursery cannot do, a
+fresh process does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkhvd.rendezvous.loop import is_same_user
-from sparkhvd.runner.frames import LEAVING, USEFUL_MODULES
+from sparkhvd.runner.frames import USEFUL_MODULES
 from sparkhvd.runner.processes import Ends, ForkedProcess, receive
 
 __all__ = ["Nursery", "fork", "is_possible", "of_this_process", "prepare"]
@@ -97,7 +97,8 @@ class Nursery:
                         raise
                 else:
                     listener.listen()
-                    self._process = _start(listener, is_private, belongs_to, environ)
+                    family = "" if is_private else f"{belongs_to}-{_started_at(belongs_to)}"
+                    self._process = _start(listener, family, belongs_to, environ)
                     self.pid = self._process.pid
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -190,21 +191,19 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """Leave it for good: it ends with its last trainer, one that is shared some seconds later unless others go on to use it."""
+        """Leave it: a nursery of this process alone ends with its last trainer."""
         if self._owner == os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is stopped and takes no more
-                self.socket.sendmsg([json.dumps(LEAVING).encode()], (), socket.MSG_DONTWAIT)
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 def _start(
-    listener: socket.socket, is_private: bool, belongs_to: int, environ: Mapping[str, str]
+    listener: socket.socket, family: str, belongs_to: int, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     lifetime = os.pidfd_open(belongs_to)
     fds = (listener.fileno(), lifetime)
-    program = ("-m", "sparkhvd.runner.nursery", *map(str, fds), str(int(is_private)))
+    program = ("-m", "sparkhvd.runner.nursery", *map(str, fds), family)
     try:
         return subprocess.Popen(
             [os.path.abspath(sys.executable), *program],

@@ -1,18 +1,19 @@
 """Nursery process: has imported what trainers import first, and forks a trainer when a rank is wanted.
 
-It is started as `python -m sparkhvd.runner.nursery LISTENER_FD PIDFD IS_PRIVATE` by `nurseries.Nursery`, and serves owners, which
+It is started as `python -m sparkhvd.runner.nursery LISTENER_FD PIDFD FAMILY` by `nurseries.Nursery`, and serves owners, which
 launch ranks: one, or the Python workers of a Spark executor.
 
     owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `Ends`   fork a trainer
     owner -> nursery   {"modules": [...]}                                                 import them for later trainers
-    owner -> nursery   `LEAVING`                                                          the owner has come to need another one
+    nursery -> nursery   a connection                                                     another one of the family has been started
     nursery -> owner   {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
     owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
 
 **Threads**: none, or a fork would be unsafe: after each import it looks, and a nursery with threads forks no more. **Trust**: owners
 run as the same user; their code runs in forks only; the modules are those that an owner names. **Failure**: a trainer survives its
 nursery, and dies with the pipe of its owner. **Shutdown**: when its last trainer is gone and the process of the pidfd, too, or
-the only owner of a private one; and after a minute without a request, or after some seconds if an owner has left it and none has asked since.
+the only owner of a private one; and after a minute without a request, or some seconds if two others have been started since the last one:
+launches that alternate keep theirs, and ever other ones pile up none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import NoReturn
 
 from sparkhvd.rendezvous.loop import is_same_user
 from sparkhvd.runner import blas, child, spawning
-from sparkhvd.runner.frames import LEAVING, read_frame
+from sparkhvd.runner.frames import read_frame
 from sparkhvd.runner.pickling import dumps
 from sparkhvd.runner.processes import Ends, kill_group, receive, send
 
@@ -38,8 +39,10 @@ __all__ = ["IDLE_S", "main"]
 
 # How long a nursery waits for work.
 IDLE_S = 60.0
-# The same once an owner needs another one: probably all of them do.
-_LEFT_S = 5.0
+# The same once it is not one of the newest two.
+_OLD_S = 5.0
+# Nurseries of a family that can tell of each other.
+_MOST = 16
 _MESSAGE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 7
 
@@ -80,15 +83,16 @@ class _Server:
     Args:
         listener: accepts owners.
         lifetime: descriptor of the process with which this one ends.
-        is_private: whether it ends with its only owner.
+        family: name that all nurseries of that process share; "" for one that ends with its only owner.
     """
 
-    def __init__(self, listener: socket.socket, lifetime: int, is_private: bool) -> None:
+    def __init__(self, listener: socket.socket, lifetime: int, family: str) -> None:
         self._listener = listener
         self._lifetime = lifetime
-        self._is_private = is_private
+        self._is_private = not family
+        self._news = _announced(family) if family else None
+        self._num_newer = 0
         self._is_over = False
-        self._idle_s = IDLE_S
         self._owners: dict[int, socket.socket] = {}
         self._trainers: list[_Forked] = []
 
@@ -98,8 +102,11 @@ class _Server:
             ends = {t.pidfd: t for t in self._trainers if not t.has_ended}
             channels = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
             asked = [] if self._is_over else [self._lifetime, self._listener.fileno()]
-            timeout = None if self._trainers else self._idle_s
-            ready, _, _ = select.select([*asked, *self._owners, *ends, *channels], [], [], timeout)
+            news = [] if self._news is None else [self._news.fileno()]
+            timeout = None if self._trainers else IDLE_S if self._num_newer < 2 else _OLD_S
+            ready, _, _ = select.select(
+                [*asked, *news, *self._owners, *ends, *channels], [], [], timeout
+            )
             if not ready and not self._trainers:
                 return
             for fd in ready:
@@ -111,8 +118,11 @@ class _Server:
                     self._answer(self._owners[fd])
                 elif fd == self._lifetime:
                     self._is_over = True
-                else:
+                elif fd == self._listener.fileno():
                     self._accept()
+                elif self._news is not None:
+                    with self._news.accept()[0] as newer:
+                        self._num_newer += is_same_user(newer)
 
     def _accept(self) -> None:
         owner, _ = self._listener.accept()
@@ -151,12 +161,8 @@ class _Server:
             owner.close()
             self._is_over |= self._is_private
             return
-        message = json.loads(data)
-        if message == LEAVING:
-            self._idle_s = _LEFT_S
-            return
-        self._idle_s = IDLE_S
-        _load(message["modules"])
+        self._num_newer = 0
+        _load(json.loads(data)["modules"])
         if fds:
             self._fork(fds)
 
@@ -183,6 +189,8 @@ class _Server:
     def _leave(self) -> None:
         """Close what a fork must not keep open."""
         self._listener.close()
+        if self._news is not None:
+            self._news.close()
         os.close(self._lifetime)
         for owner in self._owners.values():
             owner.close()
@@ -190,6 +198,26 @@ class _Server:
             os.close(trainer.pidfd)
             if trainer.channel is not None:
                 trainer.channel.close()
+
+
+def _announced(family: str) -> socket.socket | None:
+    """Tell the other nurseries of a family of this one; return a socket at which later ones tell it, or None if there are too many."""
+    own: socket.socket | None = None
+    for number in range(_MOST):
+        name = f"\0sparkhvd-nurseries-{family}-{number}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.setblocking(False)
+            with contextlib.suppress(OSError):  # nobody is there, or it has no time
+                other.connect(name)
+        if own is None:
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                own.bind(name)
+                own.listen()
+            except OSError:  # another one's
+                own.close()
+                own = None
+    return own
 
 
 def _load(modules: list[str]) -> None:
@@ -239,17 +267,17 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def main(listener_fd: int, lifetime: int, is_private: bool) -> None:
+def main(listener_fd: int, lifetime: int, family: str) -> None:
     """Serve the processes that connect to a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the owner, who passes it on
     blas.hold_threads()
     with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)
-        _Server(listener, lifetime, is_private).serve()
+        _Server(listener, lifetime, family).serve()
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
     spawning.pickle_main_by_value(dumps)
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -25,6 +26,7 @@ from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak
+from tests.harness.waiting import wait_until
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
@@ -226,7 +228,7 @@ def test_a_nursery_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
 def test_a_nursery_ends_when_it_is_not_used() -> None:
     program = (
         "import os, sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; "
-        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), False)"
+        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '')"
     )
     with Nursery(("key",), dict(os.environ), os.getpid()) as kept:
         assert is_alive(kept.pid)
@@ -240,29 +242,48 @@ def test_a_nursery_ends_when_it_is_not_used() -> None:
         )
 
 
-def test_a_shared_nursery_that_one_leaves_stays_for_those_who_use_it() -> None:
+def test_of_ever_other_nurseries_of_a_family_the_newest_two_and_those_in_use_stay() -> None:
     program = (
-        "import os, sys; from sparkhvd.runner import nursery; nursery._LEFT_S = 1.0; "
-        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), False)"
+        "import os, sys; from sparkhvd.runner import nursery; nursery._OLD_S = 0.5; "
+        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2])"
     )
-    name = secrets.token_hex(16)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0sparkhvd-nursery-{name}")
-        listener.listen()
-        fd = listener.fileno()
-        process = subprocess.Popen([sys.executable, "-c", program, str(fd)], pass_fds=[fd])
-    with process:
-        first, second, third = (
-            Nursery(("key",), dict(os.environ), os.getpid(), name) for _ in range(3)
-        )
-        first.close()
-        second.prepare(["numpy"])
-        time.sleep(1.5)
-        assert is_alive(process.pid)
-        second.close()
-        process.wait(timeout=10)
-        assert not third.is_usable()
-        third.close()
+    family = secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+
+        def start() -> tuple[subprocess.Popen[bytes], Nursery]:
+            name = secrets.token_hex(16)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0sparkhvd-nursery-{name}")
+            listener.listen()
+            fd = listener.fileno()
+            command = [sys.executable, "-c", program, str(fd), family]
+            process = subprocess.Popen(command, pass_fds=[fd])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            found = stack.enter_context(Nursery(("key",), dict(os.environ), os.getpid(), name))
+            started.append(process)
+            alive = sum(each.poll() is None for each in started)
+            announced = f"@sparkhvd-nurseries-{family}-"
+            wait_until(
+                lambda: Path("/proc/net/unix").read_text().count(announced) == alive,
+                "all are announced",
+            )
+            return process, found
+
+        started: list[subprocess.Popen[bytes]] = []
+        first, _ = start()
+        second, in_use = start()
+        assert first.poll() is None
+        start()
+        first.wait(timeout=10)
+        in_use.prepare(["numpy"])
+        third, _ = start()
+        time.sleep(1.0)
+        assert second.poll() is None
+        start()
+        second.wait(timeout=10)
+        assert not in_use.is_usable()
+        assert third.poll() is None
 
 
 def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def test_launches_of_which_each_reads_another_variable_early_leave_few_nurseries
     used = set()
     for value in range(4):
         env = {"OMP_STACKSIZE": f"{value + 1}M"}
-        used |= {pid for pid, _ in run(parent, num_proc=2, spark=spark, verbose=0, env=env)}
+        for _ in range(2):  # one after the other
+            used |= {pid for pid, _ in run(parent, num_proc=1, spark=spark, verbose=0, env=env)}
     assert len(used) >= 4
     left = wait_until(
         lambda: [alive] if len(alive := set(filter(is_alive, used))) <= 2 else [],
