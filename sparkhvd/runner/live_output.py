@@ -6,6 +6,7 @@ says so when ranks have run for a while and none was there.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -144,7 +145,8 @@ class _Watch:
             if self._timer is None and not self._is_over:
                 self._timer = threading.Timer(_REACH_S, self._look)
                 self._timer.daemon = True
-                self._timer.start()
+                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+                    self._timer.start()
 
     def _look(self) -> None:
         if not self._receiver.was_reached:
@@ -166,5 +168,6 @@ class _Watch:
 
 
 def _say(why: str) -> None:
-    sys.stderr.write(f"sparkhvd: No live output of the ranks: {why}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # a stream that is gone ends no job
+        sys.stderr.write(f"sparkhvd: No live output of the ranks: {why}\n")
+        sys.stderr.flush()
