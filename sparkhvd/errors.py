@@ -38,6 +38,10 @@ class InvalidArgumentError(SparkhvdError, ValueError):
     """The call is wrong, and only the caller can fix it. Never retried."""
 
 
+class UnsupportedError(InvalidArgumentError, NotImplementedError):
+    """No version of this package does what the call asks for. Never retried."""
+
+
 class MismatchError(InvalidArgumentError, RuntimeError):
     """Ranks disagree on shape, dtype, operation or root.
 

@@ -193,7 +193,7 @@ def broadcast_optimizer_state(
     """Give every rank the optimizer state and options (learning rate, ...) of rank `root_rank`.
 
     The optimizer is not stepped and parameters do not change; all state of this rank is replaced, also by no
-    state. Works for every class of `torch.optim`, and for others whose state holds tensors,
+    state. As with Horovod, parameters of an optimizer that had no state have gradients of zeros then. Works for every class of `torch.optim`, and for others whose state holds tensors,
     numbers, strings, None, and lists, tuples and dicts of those.
 
     Args:
@@ -207,6 +207,7 @@ def broadcast_optimizer_state(
     """
     del model
     ctx = context()
+    had_state = bool(optimizer.state)
     prefix = ctx.name("broadcast_optimizer_state", None)
     _check_structure(ctx, prefix, optimizer)
     is_root = ctx.engine.topology.rank == root_rank
@@ -228,6 +229,11 @@ def broadcast_optimizer_state(
     _broadcast_tensors(ctx, f"{prefix}.tensor", numbered, root_rank)
     if content is not None:
         _install(optimizer, content)
+    if not had_state and not getattr(optimizer, "_shards", None):
+        for group in optimizer.__dict__["param_groups"]:  # a distributed one's property would wait
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
 
 def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:

@@ -111,7 +111,7 @@ class Step:
         self.last_loss = (loss, weight)
         sums = self.send_weight(weight, problem)  # in flight beside the gradients
         began = time.perf_counter()
-        self.optimizer.synchronize()
+        self.optimizer.wait_for_gradients()
         self.waited_s += time.perf_counter() - began
         return self.apply(self.factor(sums, plan, problem, where))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparkhvd.engine.engine import Collective, DType, ReduceOp
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, UnsupportedError
 from sparkhvd.torch.arguments import check_compression, to_list
 from sparkhvd.torch.collectives import cuda_reductions
 from sparkhvd.torch.collectives.allgathers import grouped_allgather
@@ -46,6 +46,8 @@ def _start(
     ctx = context()
     number = set_id(request.process_set)
     name = ctx.name(request.kind, request.name, number)
+    if request.reduction.op is ReduceOp.ADASUM:
+        raise UnsupportedError(f"{name}: Adasum is for allreduce only. Use Average or Sum.")
     tensors = to_list(name, tensors)
     ranks = members(request.process_set)
     rank = ctx.engine.topology.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,11 @@ from sparkhvd.torch.optimizer.shared_parameters import unshare
 
 __all__ = ["Distributed", "plain_optimizer"]
 
+_NOT_SKIPPED = (
+    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(). Write `with "
+    "optimizer.skip_synchronize(): optimizer.step()`, or leave synchronize() out: gradients are reduced when backward() returns."
+)
+
 
 class Distributed(torch.optim.Optimizer):
     """Mixin that allreduces gradients before the optimizer's own class steps."""
@@ -46,6 +52,7 @@ class Distributed(torch.optim.Optimizer):
         self._context: Context = context()
         self._configuration = configuration
         self._should_synchronize = True
+        self._was_synchronized = False
         self._parameter_names = parameter_names(
             placed(self.__dict__["param_groups"]), named_parameters
         )
@@ -141,7 +148,7 @@ class Distributed(torch.optim.Optimizer):
         """
         for reducer in self._reducers:
             if reducer.in_flight:
-                self.synchronize()
+                self.wait_for_gradients()
         if "param_groups" not in self.__dict__:  # of a wrapper that takes this class and asks us
             raise AttributeError("param_groups")
         return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
@@ -151,7 +158,7 @@ class Distributed(torch.optim.Optimizer):
         self.__dict__["param_groups"] = value
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced and lie in `.grad`; the next `step()` does not wait again.
+        """Wait until all gradients are reduced and lie in `.grad`; then `step()` belongs into `with skip_synchronize()`, as with Horovod.
 
         On ranks that ran the last backward pass they are reduced already.
 
@@ -159,6 +166,11 @@ class Distributed(torch.optim.Optimizer):
             MismatchError: ranks disagree on their parameters.
             CollectiveError: the set of ranks changed; the gradients are undefined.
         """
+        self.wait_for_gradients()
+        self._was_synchronized = True
+
+    def wait_for_gradients(self) -> None:
+        """Wait as `synchronize()` does, for a loop whose `step()` need not skip anything."""
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
@@ -227,7 +239,10 @@ class Distributed(torch.optim.Optimizer):
         if closure is not None:
             return self._apply(functools.partial(self._evaluate, closure))
         if self._should_synchronize:
+            if self._was_synchronized:
+                warnings.warn(_NOT_SKIPPED, stacklevel=3)
             self._finish_gradients()
+        self._was_synchronized = False
         self._use_gradients()
         result = self._apply()
         if self._tuner is not None:

@@ -206,7 +206,7 @@ class Sharded(Distributed):
         """The parameter groups; between `backward()` and `step()` with whole gradients, for which every rank must read them."""
         is_new = self._shards and self._asked_cycles != self._cycles
         if any([r.in_flight or (is_new and r.is_reduced) for r in self._reducers]):
-            self.synchronize()
+            self.wait_for_gradients()
         return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
 
     @param_groups.setter
@@ -242,11 +242,15 @@ class Sharded(Distributed):
                 )
 
     def synchronize(self) -> None:
+        """Wait as `wait_for_gradients()` does; `step()` needs no `skip_synchronize()` then."""
+        self.wait_for_gradients()
+
+    def wait_for_gradients(self) -> None:
         """Wait until whole gradients lie in `.grad`, which takes an allgather; the next `step()` does not wait again.
 
         `clip_grad_norm_` of this optimizer needs no whole gradients.
         """
-        super().synchronize()
+        super().wait_for_gradients()
         if self._shards:
             self._whole_gradients.gather(self._cycles)
 

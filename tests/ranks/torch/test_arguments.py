@@ -633,3 +633,15 @@ def test_a_dtensor_is_refused_before_anything_is_sent() -> None:
         on_ranks(2, body)
     finally:
         dist.destroy_process_group()
+
+
+def test_adasum_of_a_reducescatter_is_not_implemented_as_with_horovod() -> None:
+    def body() -> None:
+        for call in (hvd.reducescatter, hvd.reducescatter_async):
+            with pytest.raises(NotImplementedError, match="Adasum is for allreduce only"):
+                call(torch.ones(4), op=hvd.Adasum)
+        with pytest.raises(InvalidArgumentError, match="Adasum is for allreduce only"):
+            hvd.grouped_reducescatter([torch.ones(4)], op=hvd.Adasum)
+        assert torch.equal(hvd.allreduce(torch.ones(4), op=hvd.Sum), torch.full((4,), 2.0))
+
+    on_ranks(2, body)

@@ -200,6 +200,37 @@ def test_optimizer_state_of_the_root_reaches_every_rank(name: str, state: str) -
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("as_views", [False, True])
+def test_an_optimizer_without_state_gets_gradients_of_zeros_as_with_horovod(as_views: bool) -> None:
+    def body() -> Any:
+        model = mlp(seed=0)
+        model[0].bias.requires_grad_(False)  # type: ignore[index,operator]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), gradient_as_bucket_view=as_views
+        )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        gradients = [None if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
+        loss_of(model, batch(hvd.rank())).backward()  # no zero_grad() before it
+        optimizer.step()
+        return gradients, weights(model)
+
+    def plain() -> Any:
+        model = mlp(seed=0)
+        model[0].bias.requires_grad_(False)  # type: ignore[index,operator]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rank in range(2):
+            (loss_of(model, batch(rank)) / 2).backward()
+        optimizer.step()
+        return weights(model)
+
+    results = on_ranks(2, body)
+    for gradients, found in results:
+        assert gradients[0] == 0.0
+        assert gradients[1] is None
+        assert set(gradients[2:]) == {0.0}
+        torch.testing.assert_close(found, plain())
+
+
 def test_optimizer_state_of_a_distributed_optimizer_and_its_scheduler() -> None:
     def body() -> Any:
         model = mlp(seed=hvd.rank())

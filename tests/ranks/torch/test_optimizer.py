@@ -896,3 +896,25 @@ def test_parameters_without_elements_are_left_alone() -> None:
         return full.tolist()
 
     assert on_ranks(2, body) == [[-1.0, -1.0]] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_behind_synchronize_that_does_not_skip_it_warns_as_horovods(sharded: bool) -> None:
+    def body() -> list[str]:
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), sharded=sharded
+        )
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        return [str(each.message) for each in caught]
+
+    (found,) = on_ranks(1, body)  # threads share what is caught
+    assert len(found) == (not sharded)
+    assert all("without optimizer.skip_synchronize()" in text for text in found)
