@@ -29,7 +29,7 @@ class Network(nn.Module):
         super().__init__()
         own = {
             type(each).__name__: type(each)
-            for each in model.modules()
+            for each in model._flatten_layers()
             if isinstance(each, keras.Layer) and not type(each).__module__.startswith("keras.")
         }
         vars(self).update(model=model, custom_objects={**own, **(custom_objects or {})})

@@ -182,7 +182,8 @@ class Distributed:
         if not reducing._reducers:  # one rank
             return grads
         if all(reducer.is_reduced for reducer in reducing._reducers):
-            reducing.step()  # ends the use of what backward has reduced
+            with reducing.skip_synchronize():
+                reducing.step()  # ends the use of what backward has reduced
             return grads
         every = [p for group in reducing.param_groups for p in group["params"]]
         kept = [p.grad for p in every]

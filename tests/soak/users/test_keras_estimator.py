@@ -1,0 +1,242 @@
+"""`sparkhvd.keras.KerasEstimator`: a model of Keras from a DataFrame, on 2 ranks as on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras", reason="runs where keras is: make test-users")
+
+import sparkhvd.keras as hvd  # noqa: E402 - after importorskip
+from sparkhvd.errors import InvalidArgumentError, RankError  # noqa: E402
+from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
+from tests.harness.by_value import by_value  # noqa: E402
+from tests.harness.paths import ROOT  # noqa: E402
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.timeout(600)
+travels_by_value = by_value(__name__)
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return frame(spark, 83)
+
+
+def frame(spark: SparkSession, number: int) -> DataFrame:
+    """Return rows, of which one in four is held out."""
+    rows = [
+        ([n / number, n % 7 / 7], n % 5 / 5, n / number + n % 7, n % 3, 0.5 + n % 2, n % 4 == 0)
+        for n in range(number)
+    ]
+    return spark.createDataFrame(rows, ["x", "z", "y", "kind", "weight", "held_out"])
+
+
+def regression(**layers: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Dense(6, activation="tanh"),
+            *layers.values(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def estimator(num_proc: int, store: Path | None = None, **options: Any) -> KerasEstimator:
+    given: dict[str, Any] = {
+        "model": options.pop("model", None) or regression(),
+        "optimizer": keras.optimizers.Adam(0.02),
+        "loss": "mse",
+        "metrics": ["mae"],
+        "feature_cols": ["x", "z"],
+        "label_cols": ["y"],
+        "batch_size": 12 // num_proc,
+        "epochs": 3,
+        "validation": "held_out",
+        "num_proc": num_proc,
+        "store": store,
+        "verbose": 0,
+    }
+    return KerasEstimator(**{**given, **options})
+
+
+def assert_same(found: KerasModel, wanted: KerasModel) -> None:
+    for a, b in zip(found.getModel().get_weights(), wanted.getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    for record, other in zip(found.history, wanted.history, strict=True):
+        assert record == pytest.approx(other, abs=1e-4)
+
+
+# Of 62 and of 65 rows to train on: the last step has 2 rows, all of one rank, and 5.
+@pytest.mark.parametrize("number", [83, 87])
+def test_two_ranks_give_the_model_and_the_metrics_of_one(
+    spark: SparkSession, number: int, tmp_path: Path
+) -> None:
+    df = frame(spark, number)
+    two, one = (estimator(n, tmp_path, sample_weight_col="weight").fit(df) for n in (2, 1))
+    assert_same(two, one)
+    assert [record["epoch"] for record in two.history] == [0, 1, 2]
+    assert set(two.getHistory()) == {"loss", "mae", "val_loss", "val_mae"}
+    assert two.history[2]["val_loss"] < two.history[0]["val_loss"]
+    held_out = df.where("held_out").toPandas()
+    x = np.column_stack([np.stack(held_out.x.to_list()), held_out.z]).astype("float32")
+    found = two.getModel()
+    found.compile(loss="mse", metrics=["mae"])
+    loss, mae = found.evaluate(x, held_out.y.to_numpy("float32"), verbose=0)
+    assert mae == pytest.approx(two.history[-1]["val_mae"], abs=1e-4)
+    rows = two.transform(df.where("held_out")).collect()
+    predicted = found.predict(x, verbose=0)[:, 0]
+    assert [row.y__output for row in rows] == pytest.approx(predicted.tolist(), abs=1e-5)
+
+
+class Doubled(keras.layers.Layer):  # type: ignore[misc]
+    """A layer of the user, which is registered nowhere."""
+
+    def call(self, x: Any) -> Any:
+        return 2.0 * x
+
+
+def absolute(y: Any, predicted: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y - predicted), axis=-1)
+
+
+def test_inputs_and_outputs_of_a_compiled_model_are_columns(df: DataFrame, tmp_path: Path) -> None:
+    keras.utils.set_random_seed(1)
+    inputs = {"x": keras.Input((2,)), "z": keras.Input((1,))}
+    hidden = keras.layers.Concatenate()([Doubled()(inputs["x"]), inputs["z"]])
+    hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, activation="relu")(hidden))
+    y = keras.layers.Dense(1, name="y")(hidden)
+    kind = keras.layers.Dense(3, activation="softmax", name="kind")(hidden)
+    model = keras.Model(inputs, [y, kind])
+    model.compile(
+        keras.optimizers.SGD(0.02, momentum=0.5),
+        loss=[absolute, "sparse_categorical_crossentropy"],
+        loss_weights=[1.0, 0.5],
+        metrics=[["mae"], ["accuracy"]],
+    )
+    options = {"model": model, "optimizer": None, "loss": None, "metrics": None}
+    fitted = estimator(
+        2,
+        label_cols=["y", "kind"],
+        custom_objects={"absolute": absolute},
+        **options,
+    ).fit(df)
+    assert {"y_mae", "kind_accuracy", "val_kind_loss"} <= set(fitted.history[0])
+    fitted.write().overwrite().save(str(tmp_path / "model"))
+    loaded = KerasModel.load(str(tmp_path / "model"), trust=True)
+    assert loaded.history == fitted.history
+    wanted, found = (m.transform(df).orderBy("y").collect() for m in (fitted, loaded))
+    assert wanted == found
+    assert len(found[0]["kind__output"]) == 3
+    assert sum(found[0]["kind__output"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_callbacks_see_all_rows_and_the_best_model_is_kept(df: DataFrame) -> None:
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    best = hvd.callbacks.BestModelCheckpoint("val_loss", mode="max")  # the first
+    fitted = estimator(2, epochs=9, callbacks=[stop], checkpoint_callback=best).fit(df)
+    assert len(fitted.history) == 2
+    first = estimator(2, epochs=1).fit(df)
+    for a, b in zip(fitted.getModel().get_weights(), first.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Kill(keras.callbacks.Callback):  # type: ignore[misc]
+    """Kills rank 1 in its third epoch: always, or as long as a file is not there."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if hvd.rank() == 1 and epoch == 2 and not os.path.exists(self.file):
+            if self.file:
+                Path(self.file).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_run_goes_on_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:
+    whole = estimator(2, tmp_path, epochs=4).fit(df)
+    kill = Kill(str(tmp_path / "killed"))
+    run = {"run_id": "one", "callbacks": [kill]}
+    assert len(estimator(2, tmp_path, epochs=3, **run).fit(df).history) == 3
+    assert Path(kill.file).exists()
+    assert_same(estimator(2, tmp_path, epochs=4, **run).fit(df), whole)
+    other = regression(more=keras.layers.Dense(2))
+    with pytest.raises(RankError, match="run_id='one' is a run of another model"):
+        estimator(1, tmp_path, model=other, run_id="one").fit(df)
+
+
+def test_rank_that_is_killed_again_and_again_is_an_error_that_names_it(df: DataFrame) -> None:
+    with pytest.raises(RankError, match="Rank 1 of 2 .* ended with signal SIGKILL"):
+        estimator(2, callbacks=[Kill("")]).fit(df)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": object()}, "model is a object; it must be a keras.Model"),
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, "the model is not built"),
+        ({"label_cols": ["y", "kind"]}, "the model has 1 outputs, and label_cols names 2"),
+        ({"loss": None}, "loss is not given. Give both"),
+        ({"optimizer": None, "loss": None, "metrics": None}, "optimizer and loss are not given"),
+        ({"checkpoint_callback": keras.callbacks.History()}, "it must be a ModelCheckpoint"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_job(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        estimator(2, **options)
+
+
+NAMES = """
+import sparkhvd
+sparkhvd.install_as_horovod()
+import horovod.keras as hvd
+from horovod.keras.callbacks import MetricAverageCallback
+from horovod.spark.keras import KerasEstimator, KerasModel
+import sparkhvd.keras
+assert hvd.DistributedOptimizer is sparkhvd.keras.DistributedOptimizer
+assert MetricAverageCallback is hvd.callbacks.MetricAverageCallback
+assert KerasEstimator is sparkhvd.keras.KerasEstimator
+"""
+
+
+def test_names_of_horovod_are_those_of_sparkhvd() -> None:
+    subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("backend", ["jax", "numpy"])  # of Keras, numpy's needs jax
+def test_backend_that_is_not_there_is_an_error_that_names_the_variable(backend: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import sparkhvd.keras"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1
+    assert (
+        "It takes Keras 3 on its torch backend. Set the variable KERAS_BACKEND=torch"
+        in ended.stderr
+    )
+
+
+def test_example_of_a_dataframe() -> None:
+    command = [sys.executable, "examples/keras/dataframe.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    accuracy = float(ended.stdout.split()[-1])
+    assert accuracy > 0.9
