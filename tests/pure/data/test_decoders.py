@@ -157,12 +157,14 @@ def test_padding_a_list_equals_padding_in_one_piece() -> None:
 
 def test_the_pages_examples_run() -> None:
     page = ROOT / "docs" / "inputs.md"
-    names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    found_names: list[dict[str, Any]] = []
     for block in blocks:
-        exec(block, names)
-    made = RowFunctions(names["decoders"], names["collate_fn"])
+        found_names.append({})
+        exec(block, found_names[-1])
+    plain, images, collated = found_names
+    assert images["decoders"]["path"].std == (0.229, 0.224, 0.225)
+    made = RowFunctions(plain["decoders"], collated["collate_fn"])
     assert made.decoders["image"](b"\x00\xff\x00\x00").tolist() == [[[0, 1], [0, 0]]]
     batch = {
         "tokens": [np.array([1]), np.array([1, 2])],
