@@ -81,6 +81,10 @@ class Distributed:
         """Return a plain optimizer: what travels and what is saved is that."""
         return cls._plain_class.from_config(config, **options)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        made: Any = super().__reduce__()
+        return self._plain_class._unpickle_model, *made[1:]
+
     def build(self, variables: Sequence[Any]) -> None:
         """Make the optimizer's variables; the first backward pass to these begins to reduce."""
         super().build(variables)  # type: ignore[misc]

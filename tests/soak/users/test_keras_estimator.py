@@ -114,7 +114,7 @@ def absolute(y: Any, predicted: Any) -> Any:
 
 def test_inputs_and_outputs_of_a_compiled_model_are_columns(df: DataFrame, tmp_path: Path) -> None:
     keras.utils.set_random_seed(1)
-    inputs = {"x": keras.Input((2,)), "z": keras.Input((1,))}
+    inputs = {"x": keras.Input((2,), name="x"), "z": keras.Input((1,), name="z")}
     hidden = keras.layers.Concatenate()([Doubled()(inputs["x"]), inputs["z"]])
     hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, activation="relu")(hidden))
     y = keras.layers.Dense(1, name="y")(hidden)
