@@ -162,7 +162,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
         return {"compression": next(n for n, kind in COMPRESSIONS.items() if kind is value)}
     if type(value) is PowerSGD:
         return {"powersgd": {"rank": value.rank, "warm_up_steps": value.warm_up_steps}}
-    if type(value) in (pad, image) and _is_json(asdict(value)):
+    if isinstance(value, (pad, image)) and type(value) in (pad, image) and _is_json(asdict(value)):
         return {type(value).__name__: asdict(value)}
     if isinstance(value, PurePath):
         return {"path": str(value)}
