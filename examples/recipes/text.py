@@ -109,10 +109,11 @@ def main() -> None:
             run_id="text",
         ).fit(seen)
         (checkpoint,) = Path(store, "runs/text/checkpoints").glob("epoch-*.pt")
+        num_bytes = checkpoint.stat().st_size
         predicted = model.transform(held_out)
         evaluator = MulticlassClassificationEvaluator(labelCol="is_good", metricName="accuracy")
         accuracy = evaluator.evaluate(predicted)
-    print(f"accuracy {accuracy:.3f}, a checkpoint of {checkpoint.stat().st_size:,} bytes")
+    print(f"accuracy {accuracy:.3f}, a checkpoint of {num_bytes:,} bytes")
     spark.stop()
 
 
