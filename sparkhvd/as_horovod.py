@@ -33,6 +33,9 @@ _ABSENT = {
     "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
+    "horovod.spark.common.datamodule": "Batches come from the fit, or from data_module= of the Lightning estimator",
+    "horovod.spark.data_loaders": "sparkhvd.data has loaders for any loop",
+    "horovod.data": "sparkhvd.data has loaders for any loop",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 # Options of python that take a value.

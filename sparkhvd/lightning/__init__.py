@@ -17,6 +17,11 @@ Each module imports only those above it:
     layers         batch normalization over all ranks
     optimizers     optimizers and schedulers of a module, distributed
     strategy       `SparkhvdStrategy`
+    batches        a rank's batches, through a function on rows
+    checkpoints    Lightning's state, and its files in a run's folder
+    bridge         between the trainer and the run of a fit
+    loop           the training function of a fit
+    params         Params of the estimator
     estimator      `TorchEstimator`
 """
 

@@ -26,6 +26,7 @@ sparkhvd.install_as_horovod()
 import horovod
 import horovod.torch as hvd
 import horovod.torch.mpi_ops
+import horovod.common.elastic
 import sparkhvd.horovod.torch
 import sparkhvd.torch.mpi_ops
 from horovod.common.util import extension_available, gloo_built, nccl_built
@@ -37,6 +38,13 @@ from horovod.spark.torch import TorchEstimator, TorchModel
 assert horovod.__version__ == "0.28.1"
 assert hvd is sparkhvd.horovod.torch
 assert hvd.__spec__.name == "sparkhvd.horovod.torch"
+for name in ("run", "TorchState", "ElasticSampler"):
+    try:
+        getattr(hvd.elastic, name)(None)
+    except NotImplementedError as e:
+        assert f"elastic.{name}: the number of ranks" in str(e), e
+    else:
+        raise AssertionError(name)
 assert horovod.torch.mpi_ops is sparkhvd.torch.mpi_ops
 assert issubclass(TorchEstimator, sparkhvd.TorchEstimator)
 assert issubclass(TorchModel, sparkhvd.TorchModel)
@@ -47,6 +55,7 @@ for missing, word in (
     ("horovod.tensorflow", "Train with PyTorch"),
     ("horovod.tensorflow.keras", "and horovod.keras"),
     ("horovod.spark.tensorflow", "horovod.spark.torch has an estimator"),
+    ("horovod.spark.common.datamodule", "Batches come from the fit"),
     ("horovod.nonsense", "No module named 'horovod.nonsense'"),
 ):
     try:
@@ -55,6 +64,11 @@ for missing, word in (
         assert word in str(e), e
     else:
         raise AssertionError(missing)
+from tools.horovod_names import PAGE, page
+
+text = PAGE.read_text()
+assert page(text) == text, "The table of names is old. Write it anew: python -m tools.horovod_names"
+
 
 def place(extra):
     import horovod.torch as hvd

@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import functions as sql
+from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from sparkhvd import estimator as own
 from sparkhvd.horovod.spark.common.params import ModelParams
@@ -68,8 +72,6 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         shapes = self._get("input_shapes") or [[-1]] * len(features)
 
         def predict(model: Any, row: Mapping[str, Any]) -> Any:
-            import torch
-
             inputs = [
                 torch.as_tensor(np.asarray(row[name]), dtype=torch.float32).reshape(shape)
                 for name, shape in zip(features, shapes, strict=True)
@@ -104,10 +106,6 @@ def _by_rows(
 
     Starts a job for one row, which shows that; without a row, outputs are vectors.
     """
-    from pyspark.ml.linalg import Vectors, VectorUDT
-    from pyspark.sql import functions as sql
-    from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
-
     rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
 
     def outputs(row: Any) -> list[list[float]]:

@@ -13,7 +13,14 @@ from typing import Any
 from sparkhvd.data.store import store as own
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "Store"]
+__all__ = [
+    "AbstractFilesystemStore",
+    "DBFSLocalStore",
+    "FilesystemStore",
+    "HDFSStore",
+    "LocalStore",
+    "Store",
+]
 
 
 class Store(own.Store):
@@ -169,6 +176,9 @@ class FilesystemStore(Store):
             )
         super().__init__(os.fspath(prefix_path), storage_options)
         self.prove_writable()
+
+
+AbstractFilesystemStore = FilesystemStore
 
 
 class LocalStore(FilesystemStore):
