@@ -19,11 +19,13 @@ class RunState:
 
     Attributes:
         trainer: whose state it is; None: the last one's.
+        rows: of the epoch so far, over all ranks.
     """
 
     def __init__(self, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles) -> None:
         """Take the `CheckpointIO` of the trainer's strategy, and Lightning's files in the run's folder."""
         self.trainer: Any = None
+        self.rows = 0
         self._ctx, self._io, self._files = ctx, checkpoint_io, files
         self._logged: dict[str, Any] = {}
 
@@ -41,6 +43,7 @@ class RunState:
         return {
             "lightning": plain(self._io.state or {}),
             "files": dict(self._files.sums),
+            "rows": self.rows,
             "logged": hvd.allgather_object(logged, name="lightning.logged"),
         }
 
@@ -49,6 +52,7 @@ class RunState:
         self._io.state = {**state["lightning"], "state_dict": self._ctx.model.state_dict()}
         self._files.sums.update(state["files"])
         self._logged = state["logged"][self._ctx.rank]
+        self.rows = state["rows"]
 
     def add_logged(self) -> None:
         """Add what an interrupted epoch had logged to the results of the trainer, which begin anew, after its first batch."""
@@ -95,20 +99,23 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             # Where a run goes on inside an epoch, that epoch does not start.
+            rows = state.rows if ctx.start_step else 0
             self.on_train_epoch_start(trainer, pl_module)
+            state.rows = rows
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             steps = trainer.num_training_batches
             self._progress = Progress(
                 len(ctx.history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
             )
-            self._rows, self._began = 0, time.monotonic()
+            self._rows, state.rows, self._began = 0, 0, time.monotonic()
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
             state.add_logged()
             self._rows += ctx.num_global_rows
+            state.rows += ctx.num_global_rows
             assert self._progress is not None
             self._progress.step(batch_idx + 1, ctx.num_global_rows)
             # Between two steps of the optimizer there are gradients, which no checkpoint has.
@@ -119,7 +126,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}
             if self._rows:  # else the batches are the user's
                 seconds = max(time.monotonic() - self._began, 1e-9)
-                record |= {"rows": self._rows, "rows_per_s": self._rows / seconds}
+                record |= {"rows": state.rows, "rows_per_s": self._rows / seconds}
             ctx.log(record)
             ctx.save_checkpoint()
 

@@ -131,7 +131,7 @@ def test_two_ranks_give_the_model_of_one(df: DataFrame, tmp_path: Path) -> None:
     assert loaded.transform(df).collect() == two.transform(df).collect()
 
 
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (1, 0), (1, 3), (2, 6)])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (1, 0), (2, 6)])
 def test_a_killed_rank_costs_nothing_but_time(
     df: DataFrame, tmp_path: Path, epoch: int, batch: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_killed_rank_costs_nothing_but_time(
     assert (tmp_path / "killed").exists()
     for name, weights in weights_of(whole).items():
         assert torch.equal(weights, weights_of(stopped)[name])
-    timed = ("seconds", "rows", "rows_per_s")
+    timed = ("seconds", "rows_per_s")
     same = [{n: v for n, v in r.items() if n not in timed} for r in whole.history]
     assert [{n: v for n, v in r.items() if n not in timed} for r in stopped.history] == same
 
