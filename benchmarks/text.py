@@ -1,6 +1,6 @@
 """Embeddings of texts: `transform` with `collate_fn={"text": tokenizer(...)}`, beside `predict_batch_udf` with the same model and tokenizer.
 
-    build/users-env/bin/python benchmarks/text.py [--rows 8000] [--rounds 5] [--json FILE] [--write]
+    PYTHONPATH=. build/users-env/bin/python benchmarks/text.py [--rows 8000] [--rounds 5] [--json FILE] [--write]
 
 In the environment of `make test-users`. The model is a BERT of 4 layers with 128 states, made from its configuration; texts have 3 to 128
 tokens, 26 in the middle, as sentences of reviews have. Both run on `local[2]`, one thread a task, by turns, and give the mean of the last states.
