@@ -152,7 +152,7 @@ def _return_best(package: Any, ctx: TrainFnContext, trainer: Any, files: RunFile
         for each in trainer.checkpoint_callbacks
         if isinstance(each, package.callbacks.ModelCheckpoint)
     ]
-    name = files.name_of(paths[0]) if paths else ""
+    name = files.name_of(paths[0]) if paths and not ctx._spec.return_best else ""
     if not hvd.broadcast_object(name, 0, name="lightning.best"):
         return
     if ctx.rank == 0:

@@ -116,6 +116,7 @@ def test_the_estimator_does_what_horovods_does(spark: SparkSession, tmp_path: Pa
     assert type(model) is of_torch.TorchModel
     assert [record["rows"] for record in model._fitted.history] == [32, 32]
     assert model.getHistory()[1]["train"]["loss"] < model.getHistory()[0]["train"]["loss"]
+    assert model.transform(df).columns == ["x", "y", "y__output"]
     assert store.exists(store.get_run_path("first"))
     assert store.exists(store.get_checkpoint_path("first"))
 

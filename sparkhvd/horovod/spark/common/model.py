@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from pyspark.sql import functions as sql
 from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from sparkhvd import estimator as own
-from sparkhvd.horovod.spark.common.params import ModelParams
+from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE, ModelParams
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -27,6 +27,8 @@ _Base: Any = object
 
 class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     """Mixin before a model of sparkhvd."""
+
+    _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
         own = {name: keywords.pop(name, None) for name in _NAMES}

@@ -9,9 +9,13 @@ from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
 
-__all__ = ["EstimatorParams", "ModelParams"]
+__all__ = ["OUTPUTS_ALONE", "EstimatorParams", "ModelParams"]
 
 _unused = functools.partial(param, any_value, "no effect", no_effect="nothing needs it")
+
+
+# There are outputs alone: no columns of their meaning.
+OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
 
 
 class _Freely(TorchParams):

@@ -10,6 +10,7 @@ from sparkhvd import estimator as own
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
+from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE
 from sparkhvd.lightning import estimator as lightning
 from sparkhvd.lightning.batches import RowFunction, encoded
 from sparkhvd.lightning.packages import is_module
@@ -33,6 +34,7 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {
+        **OUTPUTS_ALONE,
         "lr_scaling": "linear",
         "drop_last": True,
         "keep_checkpoints": 1,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sparkhvd import estimator as own
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
+from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ class TorchEstimator(HorovodEstimator, own.TorchEstimator):
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {
+        **OUTPUTS_ALONE,
         "lr_scaling": "linear",
         "drop_last": True,
         "keep_checkpoints": 1,
