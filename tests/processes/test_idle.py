@@ -13,7 +13,7 @@ import pytest
 
 from sparkhvd.engine.engine import Engine
 from tests.harness.rank_process import Talk, rank_processes
-from tests.harness.soak import amount
+from tests.harness.soak import amount, left_to_soak
 from tests.ranks.engine.arrays import allreduce
 
 SECONDS = amount(2, 60)
@@ -60,7 +60,7 @@ def rest(engine: Engine, talk: Talk) -> Any:
     return {"idle": idle, "waiting": statistics.median(waiting)}
 
 
-@pytest.mark.parametrize("tcp_only", [False, True])
+@pytest.mark.parametrize("tcp_only", [True, *left_to_soak("connections of TCP, here", False)])
 def test_idle_and_waiting_engines_use_no_cpu(tcp_only: bool) -> None:
     with rank_processes(f"{__name__}:rest", 2, tcp_only=tcp_only) as ranks:
         first, second = (rank.expect(30 + 3 * SECONDS) for rank in ranks)

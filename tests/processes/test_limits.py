@@ -18,6 +18,7 @@ from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import Talk, rank_processes
+from tests.harness.soak import left_to_soak
 from tests.processes.engine.fault_bodies import limited
 
 RESULTS = [3.0 * 300_001, 7.0 * (1 + 4), 200_000.0]  # of two ranks
@@ -32,7 +33,7 @@ def test_job_works_and_shares_memory_without_locked_memory_and_with_few_descript
     assert "sparkhvd warning" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("tcp_only", [False, True])
+@pytest.mark.parametrize("tcp_only", [False, *left_to_soak("connections on one host, here", True)])
 def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only: bool) -> None:
     """Rank 1 may open 0, 1, 2, ... more: whatever step fails first, each rank says why, and the next works."""
     count = 16

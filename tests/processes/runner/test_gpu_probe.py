@@ -20,6 +20,7 @@ from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import left_to_soak
 
 ASK = "import sys, json; from sparkhvd.runner.gpu.probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
 
@@ -182,7 +183,10 @@ def test_a_driver_that_hangs_is_waited_for_so_long_and_leaves_nothing(
     assert wait_for_no_trainers() == set()
 
 
-@pytest.mark.parametrize("then", ["for (;;) sleep(1000);", "sleep(2); return 1;"])
+@pytest.mark.parametrize(
+    "then",
+    ["for (;;) sleep(1000);", *left_to_soak("one that never answers, here", "sleep(2); return 1;")],
+)
 def test_a_driver_that_answers_too_late_or_never_costs_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
