@@ -6,7 +6,7 @@ function gets the rows of a batch as a list and returns an argument of the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -25,9 +25,6 @@ __all__ = ["Decoder", "RowFunctions", "pad"]
 Array = npt.NDArray[Any]
 # A function of a value, or a mapping from values to numbers.
 Decoder = Callable[..., object] | Mapping[Any, object]
-
-# Pieces into which the rows of a chunk are divided for the threads that decode: enough to share them evenly.
-_TASKS = 64
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class RowFunctions:
             assert column.decoded is not None
             out = np.empty((count, *column.decoded), column.row_dtype)
 
-        def fill(numbers: range) -> None:
+        def fill(numbers: Iterator[int]) -> None:
             for number in numbers:
                 row: Any = _raw(column, values, number)
                 if column.has_decoder:
@@ -177,14 +174,12 @@ class RowFunctions:
                         row = row.astype(column.row_dtype)
                 out[number] = row
 
+        # One iterator for all threads, each of which takes the next row when it is done with one: a task per row costs more.
+        numbers = iter(range(count))
         if pool is None:
-            fill(range(count))
+            fill(numbers)
         else:
-            # A task of its own for every row would cost more than many decoders.
-            step = max(1, count // _TASKS)
-            for _ in pool.map(
-                fill, (range(i, min(i + step, count)) for i in range(0, count, step))
-            ):
+            for _ in pool.map(fill, [numbers] * pool._max_workers):
                 pass
         return cast("Values | list[Any]", out)
 

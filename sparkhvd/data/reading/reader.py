@@ -8,6 +8,7 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +32,10 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
 __all__ = ["Reader"]
+
+# Python's lock is asked for after this time while threads decode. With Python's 5 ms a thread that comes back from a decoder in C
+# finds the lock taken again and again by others, which let go of it for the moment of a read alone: two threads then are one.
+_SWITCH_S = 0.0005
 
 # Columns of a chunk, as the user's decoders leave them.
 Chunk = dict[str, Any]
@@ -119,6 +124,7 @@ class Reader:
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1 and any(c.has_decoder for c in self._columns):
             self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         if groups is None and manifest.schema.group is not None:
             groups = read_groups(self._source, manifest)
         rows = select_rows(
