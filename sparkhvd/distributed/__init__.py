@@ -13,7 +13,6 @@ group, and make a new one with the ranks that are left.
 
 Each module imports only those above it:
 
-    untraced       classes whose methods TorchDynamo leaves alone
     errors         errors of the engine as torch's
     operands       tensors as flat memory of the engine's types
     reductions     torch's reductions as the engine's

@@ -18,8 +18,8 @@ from sparkhvd.distributed.inner import Inner, Request
 from sparkhvd.distributed.launcher import Launcher, Team
 from sparkhvd.distributed.routed import Routed
 from sparkhvd.distributed.teams import Teams
-from sparkhvd.distributed.untraced import leave_untraced
 from sparkhvd.distributed.works import Work
+from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Group"]
 

@@ -14,6 +14,7 @@ Shutdown: `shutdown()`, or the end of the process. Tensors in registered memory 
 Each module imports only those above it:
 
     arguments        users' arguments, converted
+    untraced         what TorchDynamo leaves alone
     context          the engine that `rank()` and `allreduce()` use
     compressors      16-bit floats on the wire
     joining          meaning of `init(comm=...)`

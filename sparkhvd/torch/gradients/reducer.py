@@ -53,6 +53,7 @@ from sparkhvd.torch.gradients.entry import Bucket, Entry, Parked, ReduceOptions
 from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
 from sparkhvd.torch.gradients.ready_order import ReadyOrder
 from sparkhvd.torch.gradients.settlement import Settlement
+from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["ReduceOptions", "Reducer", "wait_for_all"]
 
@@ -386,6 +387,10 @@ def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], Non
             target.on_gradient(entry)
 
     return on_gradient
+
+
+# Inside a compiled training step, too.
+leave_untraced(_hook, _finish_all, BackwardEnd)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -26,6 +26,7 @@ from sparkhvd.torch.optimizer.arguments import (
     placed,
 )
 from sparkhvd.torch.optimizer.shared_parameters import unshare
+from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Distributed", "plain_optimizer"]
 
@@ -318,6 +319,10 @@ class Distributed(torch.optim.Optimizer):
         # Hooks and connections belong to this process; what travels is the plain optimizer.
         plain = type(self).__bases__[1]
         return plain_optimizer, (plain, self.__getstate__())
+
+
+# A compiled training step calls them.
+leave_untraced(Distributed)
 
 
 def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:
