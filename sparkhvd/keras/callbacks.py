@@ -26,9 +26,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Args:
         root_rank: the rank with the values.
         device: Horovod's, without effect.
-
-    Raises:
-        InvalidArgumentError: of a fit on several ranks: the model is compiled with `jit_compile=True`.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -40,11 +37,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Begin a fit."""
         self._is_done = False
-        if self.model.jit_compile and hvd.size() > 1:
-            raise InvalidArgumentError(
-                "BroadcastGlobalVariablesCallback: the model is compiled with jit_compile=True, and torch.compile cannot follow gradients to other "
-                "ranks. Leave jit_compile out of model.compile()."
-            )
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Broadcast, behind all callbacks that restore something when a fit begins."""
