@@ -39,6 +39,8 @@ def test_recommender() -> None:
 @soak("spark/estimator/test_fit")
 def test_forecasting() -> None:
     ours, last_week = numbers(
-        "forecasting", r"mean absolute error (\S+), as the last week (\S+)", "--series", "20"
+        "forecasting",
+        r"mean absolute error (\S+), as the last week (\S+)",
+        *("--series", "20", "--epochs", "16"),
     )
     assert ours < 0.95 * last_week
