@@ -20,6 +20,7 @@ BEGIN, END = (
 )
 
 _ELASTIC = "making or calling it is a `NotImplementedError`: the number of ranks does not change in this version"
+_OWN_PATH = "a `NotImplementedError`: use `sparkhvd.data.prepare`"
 
 NAMES: dict[str, str] = {
     "horovod": "run __version__",
@@ -41,6 +42,7 @@ NAMES: dict[str, str] = {
     "horovod.common.util": "extension_available check_extension gpu_available gloo_built mpi_built nccl_built ddl_built ccl_built cuda_built rocm_built",
     "horovod.runner": "run run_commandline",
     "horovod.spark": "run run_elastic",
+    "horovod.spark.elastic": "run_elastic",
     "horovod.spark.torch": "TorchEstimator TorchModel",
     "horovod.spark.lightning": "TorchEstimator TorchModel",
     "horovod.spark.keras": "KerasEstimator KerasModel",
@@ -64,6 +66,7 @@ NOTES: dict[str, str] = {
     "horovod.torch.elastic": _ELASTIC,
     "horovod.common.elastic": _ELASTIC,
     "horovod.spark.run_elastic": _ELASTIC,
+    "horovod.spark.elastic": _ELASTIC,
     "horovod.torch.HorovodInternalError": "of `PeerLostError` and its like; a mismatch between ranks is a `MismatchError`",
     "horovod.torch.synchronize": "a handle is a `Handle`; a second call gives the result again",
     "horovod.torch.reducescatter": "also Min, Max, Product",
@@ -77,7 +80,7 @@ NOTES: dict[str, str] = {
     "horovod.spark.common.backend.SparkBackend": "sends the variables in `env`, not all of the driver's",
     "horovod.spark.common.store": "data and runs are in the store's own folders; opens every file system by its URL",
     "horovod.spark.common.params": "names that have no effect; the others are in sparkhvd's table of Params",
-    "horovod.spark.common.util.prepare_data": "use `sparkhvd.data.prepare`",
+    "horovod.spark.common.util.prepare_data": _OWN_PATH,
     "horovod.spark.common.datamodule": "batches come from the fit, or from a `data_module` with the same arguments",
     "horovod.spark.data_loaders.pytorch_data_loaders": "use the loaders of `sparkhvd.data`",
     "horovod.data": "use the loaders of `sparkhvd.data`",
@@ -103,7 +106,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         for name in text.split():
             note = NOTES.get(f"{module}.{name}", NOTES.get(module, ""))
             state = "not" if not _is_there(module, name) else "differs" if note else "there"
-            if note == _ELASTIC:
+            if note in (_ELASTIC, _OWN_PATH):
                 state = "not"
             lines.setdefault((state, note), []).append(f"`{name}`")
         found += [(module, " ".join(names), state, note) for (state, note), names in lines.items()]

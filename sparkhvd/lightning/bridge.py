@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.lightning.checkpoints import IN_MEMORY, RunFiles, plain
 from sparkhvd.training.progress import Progress
 from sparkhvd.training.train_fn import TrainFnContext
 
-__all__ = ["RunState", "bridge"]
+__all__ = ["RunState", "bridge", "finite_losses"]
 
 
 class RunState:
@@ -85,8 +87,49 @@ def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
         result.cumulated_batch_size = result.cumulated_batch_size + rows
 
 
+class EmptyBatches:
+    """Keeps out of the logged means what a rank logs in a step in which it has no rows of its own."""
+
+    def __init__(self, ctx: TrainFnContext) -> None:
+        self._ctx = ctx
+        self._before: dict[str, tuple[Any, Any]] | None = None
+
+    def note(self, trainer: Any) -> None:
+        """Keep what was logged before a batch, if its row is none of the step's."""
+        self._before = None
+        if not self._ctx.num_rows and self._ctx.num_global_rows:
+            self._before = {name: sums_of(each) for name, each in results_of(trainer).items()}
+
+    def leave_out(self, trainer: Any) -> None:
+        """Take out again what such a batch has logged."""
+        before, self._before = self._before, None
+        if before is not None:
+            for name, each in results_of(trainer).items():
+                each.reset()
+                if name in before:
+                    add_sums(each, before[name])
+
+
+def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
+    """Return the callback that ends a fit with an error when a loss is not finite."""
+
+    class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if loss is not None and not math.isfinite(float(loss)):
+                raise InvalidArgumentError(
+                    f"The loss is {float(loss)} in step {batch_idx + 1} of epoch {len(ctx.history) + 1}, and terminate_on_nan is set. Lower "
+                    "the learning rate, or clip gradients: trainer_args={'gradient_clip_val': 1.0}."
+                )
+
+    return FiniteLosses()
+
+
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
     """Return the callback that writes history and checkpoints of a run, of a package of Lightning."""
+    empty = EmptyBatches(ctx)
 
     class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; comes behind all other callbacks
         def __init__(self) -> None:
@@ -113,6 +156,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
+            empty.leave_out(trainer)
             state.add_logged()
             self._rows += ctx.num_global_rows
             state.rows += ctx.num_global_rows
@@ -121,6 +165,17 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             # Between two steps of the optimizer there are gradients, which no checkpoint has.
             if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
                 ctx.after_step()
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            empty.note(trainer)
+
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            empty.note(trainer)
+
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            empty.leave_out(trainer)
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}

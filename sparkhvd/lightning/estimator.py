@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +14,12 @@ from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.lightning.batches import RowFunction
 from sparkhvd.lightning.loop import LightningLoop
 from sparkhvd.lightning.packages import package_of
-from sparkhvd.lightning.params import LIGHTNING_ALONE, MODULE_OR_TRAINER, LightningParams
+from sparkhvd.lightning.params import (
+    LIGHTNING_ALONE,
+    MODULE_OR_TRAINER,
+    OF_THE_LOOP,
+    LightningParams,
+)
 
 __all__ = ["TorchEstimator"]
 
@@ -33,8 +37,8 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
     those of the module. `training_step` gets a dict of tensors by column. The module is not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    # Arguments of the data module besides those that a fit knows.
-    _loading: ClassVar[Mapping[str, Any]] = {}
+    # Whether loggers write into the folder of the run, whatever folder they were given.
+    _moves_loggers: ClassVar[bool] = False
 
     def _options(self) -> FitOptions:
         """Check the values and read them.
@@ -46,7 +50,8 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         if isinstance(options.model, torch.nn.Module):
             package_of(options.model)  # refuses another module
         self._refuse(options)
-        explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER} | {"train_fn"}
+        # What the loop takes by itself is not refused as unseen by it.
+        explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER, *OF_THE_LOOP} | {"train_fn"}
         loop = self._loop(options)
         return replace(options, train_fn=loop, callbacks=None, explicit=explicit)
 
@@ -68,18 +73,40 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
             "compression": options.gradient_compression,
             "lr_scaling": options.lr_scaling,
         }
+        limits = {
+            "limit_train_batches": options.train_steps_per_epoch,
+            "limit_val_batches": options.validation_steps_per_epoch,
+        }
         return LightningLoop(
             callbacks=tuple(self._get("callbacks") or ()),
             logger=self._get("logger") or False,
             profiler=self._get("profiler"),
             log_every_n_steps=self._get("log_every_n_steps"),
-            trainer_args=self._get("trainer_args") or {},
+            trainer_args={
+                **{name: value for name, value in limits.items() if value is not None},
+                **(self._get("trainer_args") or {}),
+            },
+            moves_loggers=self._moves_loggers,
+            ends_on_nan=bool(options.terminate_on_nan),
             columns=columns if self._get("batch_format") == "tuple" else None,
             rows=self._row_function(options),
             data_module=self._get("data_module"),
-            loading=self._loading,
+            loading=self._loading(options),
             strategy={name: value for name, value in strategy.items() if value is not None},
         )
+
+    def _loading(self, options: FitOptions) -> dict[str, Any]:
+        """Return arguments of the data module that only Horovod's own readers have a use for."""
+        return {
+            "num_reader_epochs": None,
+            "reader_pool_type": "thread",
+            "reader_worker_count": options.num_workers,
+            "inmemory_cache_all": False,
+            "verbose": bool(options.verbose),
+            "debug_data_loader": False,
+            "train_async_data_loader_queue_size": None,
+            "val_async_data_loader_queue_size": None,
+        }
 
     def _row_function(self, options: FitOptions) -> RowFunction | None:
         """Return a function on rows that the ranks run instead of `transformation_fn`."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import sparkhvd.torch as hvd
 from sparkhvd.lightning.batches import Batches, RowFunction
-from sparkhvd.lightning.bridge import RunState, bridge
+from sparkhvd.lightning.bridge import RunState, bridge, finite_losses
 from sparkhvd.lightning.checkpoints import IN_MEMORY, RunFiles, checkpoint_io
 from sparkhvd.lightning.packages import package_of
 from sparkhvd.lightning.strategy import register
@@ -34,6 +34,8 @@ class LightningLoop:
         data_module: makes a LightningDataModule of Horovod's arguments; None: batches are those of the fit.
         loading: values of Params that it gets as they are.
         strategy: arguments of the strategy.
+        moves_loggers: loggers write into the run's folder of logs, whatever folder they were given.
+        ends_on_nan: a loss that is not finite ends the fit with an error.
     """
 
     callbacks: Sequence[Any] = ()
@@ -46,6 +48,8 @@ class LightningLoop:
     data_module: Callable[..., Any] | None = None
     loading: Mapping[str, Any]
     strategy: Mapping[str, Any]
+    moves_loggers: bool = False
+    ends_on_nan: bool = False
 
     # The columns need not fit the module's `forward`: `training_step` gets them.
     feeds_model: ClassVar[bool] = True
@@ -66,6 +70,11 @@ class LightningLoop:
             if isinstance(each, package.callbacks.ModelCheckpoint) and each.dirpath is None:
                 each.dirpath = files.folder
         with _log_folder(ctx) as folder:
+            if self.moves_loggers:
+                _move(self.logger, folder)
+            callbacks = list(self.callbacks)
+            if self.ends_on_nan:
+                callbacks.append(finite_losses(package, ctx))
             arguments: dict[str, Any] = {
                 "accelerator": "gpu" if ctx.device.type == "cuda" else "cpu",
                 "logger": self.logger,
@@ -77,7 +86,7 @@ class LightningLoop:
                 "default_root_dir": folder,
                 **self.trainer_args,
                 "max_epochs": ctx.epochs,
-                "callbacks": [*self.callbacks, bridge(package, ctx, state)],
+                "callbacks": [*callbacks, bridge(package, ctx, state)],
                 "enable_checkpointing": True,
             }
             strategy = register(package)(checkpoint_io=io, **self.strategy)
@@ -132,6 +141,14 @@ class LightningLoop:
             "seed": spec.seed,
             **self.loading,
         }
+
+
+def _move(loggers: Any, folder: str) -> None:
+    """Let loggers that have a folder write into another one."""
+    for logger in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
+        for name in ("_root_dir", "_save_dir"):  # of Lightning's TensorBoardLogger and CSVLogger
+            if hasattr(logger, name):
+                setattr(logger, name, folder)
 
 
 @contextlib.contextmanager

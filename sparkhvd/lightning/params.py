@@ -11,14 +11,20 @@ from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value, to_whole
 from sparkhvd.estimator.params.table import at_least, one_of, param
 
-__all__ = ["LIGHTNING_ALONE", "MODULE_OR_TRAINER", "LightningParams"]
+__all__ = ["LIGHTNING_ALONE", "MODULE_OR_TRAINER", "OF_THE_LOOP", "LightningParams"]
+
+# Params that the loop gives to Lightning's trainer or strategy.
+OF_THE_LOOP = (
+    *("train_steps_per_epoch", "validation_steps_per_epoch", "terminate_on_nan"),
+    *("gradient_compression", "lr_scaling"),
+)
 
 # Arguments of `Trainer` that the fit decides, and the Params for them.
 LIGHTNING_ALONE = {
     "max_epochs": "epochs",
     "devices": "num_proc",
     "num_nodes": "num_proc",
-    "strategy": "the Params gradient_compression and lr_scaling",
+    "strategy": "gradient_compression or lr_scaling",
     "accelerator": "use_gpu",
     "callbacks": "the Param callbacks",
     "logger": "the Param logger",

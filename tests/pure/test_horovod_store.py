@@ -25,7 +25,8 @@ def test_paths_are_urls_below_the_store(tmp_path: Path) -> None:
 
 def test_files_go_by_any_form_of_their_path(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path))
-    assert type(store) is Store
+    assert isinstance(store, LocalStore)
+    assert isinstance(store, Store)
     store.write_text(f"{store.get_run_path('mine')}/notes.txt", "a")
     for path in ("runs/mine/notes.txt", str(tmp_path / "runs/mine/notes.txt"), f"file://{tmp_path}/runs/mine/notes.txt"):  # fmt: skip
         assert store.exists(path)

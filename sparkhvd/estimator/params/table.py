@@ -105,11 +105,11 @@ def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -
 
 
 def rows_of(cls: type) -> dict[str, Row]:
-    """Collect the rows of a class's Params by name, its bases' first."""
+    """Collect the rows of a class's Params by name, its bases' first; a subclass may have replaced one by a Param of its own."""
     rows = {}
     for base in reversed(cls.__mro__):
         rows.update({v.name: v.row for v in vars(base).values() if isinstance(v, TableParam)})
-    return rows
+    return {n: row for n, row in rows.items() if isinstance(getattr(cls, n, None), TableParam)}
 
 
 def at_least(least: float) -> Check:

@@ -6,6 +6,7 @@ Each module imports only those above it:
     torch      the estimator of PyTorch modules
     lightning  the estimator of LightningModules
     keras      the estimator of models of Keras 3
+    elastic    a number of ranks that changes, which is not in this version
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import sparkhvd
 
 sparkhvd.install_as_horovod()
 
+import horovod.torch  # noqa: E402 - after the alias
 from horovod.spark.common.backend import SparkBackend  # noqa: E402 - after the alias
 from horovod.spark.common.store import LocalStore  # noqa: E402
 from horovod.spark.lightning import TorchEstimator, TorchModel  # noqa: E402
@@ -93,6 +94,12 @@ class Columns(Params):
 
     def getImageCol(self) -> str:  # noqa: N802
         return self.getOrDefault(self.image_col)
+
+    def getPredictionCol(self) -> str:  # noqa: N802
+        return self.getOrDefault(self.prediction_col)
+
+    def setPredictionCol(self, value: str) -> Any:  # noqa: N802
+        return self._set(prediction_col=value)
 
     def getLabelCol(self) -> str:  # noqa: N802
         return self.getOrDefault(self.label_col)
@@ -248,7 +255,7 @@ class ClassifierModel(TorchModel, Columns):  # type: ignore[misc]  # untyped
         self.setLabelColoumns([self.getLabelCol()])
         output = super()._transform(df)
         best = udf(lambda scores: float(np.argmax(scores)), DoubleType())
-        return output.withColumn("prediction", best(col(self.getOutputCols()[0])))
+        return output.withColumn(self.getPredictionCol(), best(col(self.getOutputCols()[0])))
 
 
 WORDS = 6
@@ -270,9 +277,10 @@ class BareBackend:
 
 
 class Texts(pl.LightningModule):  # type: ignore[misc]  # untyped
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.rate = rate
         self.words, self.head = nn.Embedding(64, 8), nn.Linear(8, 2)
 
     def forward(self, input_ids: Any) -> Any:
@@ -286,7 +294,7 @@ class Texts(pl.LightningModule):  # type: ignore[misc]  # untyped
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
+        return torch.optim.Adam(self.parameters(), lr=self.rate)
 
 
 def tokens(text: str) -> Any:
@@ -295,12 +303,15 @@ def tokens(text: str) -> Any:
 
 
 class TextClassifier(TorchEstimator):  # type: ignore[misc]  # untyped
+    # Of a name that the estimator has, too, and refuses for a LightningModule.
+    learning_rate = Param(Params._dummy(), "learning_rate", "of the module's optimizer")
+
     def _fit(self, dataset: Any) -> Any:
         def transformed(row: dict[str, Any]) -> dict[str, Any]:
             assert isinstance(row["text"], str)
             return {**row, "input_ids": tokens(row["text"]), "labels": row["label"]}
 
-        self.setModel(Texts())
+        self.setModel(Texts(self.getOrDefault("learning_rate")))
         self.setTransformationFn(transformed)
         self.setTransformationEditFields(
             [("input_ids", np.int64, (WORDS,), False), ("labels", np.int64, (), False)]
@@ -367,10 +378,23 @@ def fit_texts(spark: SparkSession, folder: Path) -> None:
         batch_size=4,
         epochs=4,
         outputCols=["scores"],
+        train_steps_per_epoch=5,
+        gradient_compression=horovod.torch.Compression.fp16,
+        metrics=[],
+        trainer_args={"gradient_clip_val": 10.0},
     )
+    estimator._set(learning_rate=0.02)
+    assert estimator.getCallbacks() == []
+    assert estimator.getPartitionsPerProcess() == 10
+    assert estimator.getReaderPoolType() == "thread"
+    assert estimator.getUseGpu() is True
+    for name in ("num_proc", "validation", "run_id", "loader_num_epochs"):
+        assert estimator.getOrDefault(name) is None
     model = estimator.fit(df)
     assert isinstance(model, TextModel)
-    assert model.getOutputCols() == ["label__output"] or model.getOutputCols() == ["scores"]
+    assert model.getOutputCols() == ["scores"]
     (name,) = model.getOutputCols()
+    logs = folder / "store" / "runs" / model.getRunId() / "logs"
+    assert list(logs.rglob("metrics.csv")) + list(logs.rglob("events.*"))
     found = model.transform(df).select("label", name).collect()
     assert sum(int(np.argmax(row[1])) == row.label for row in found) > 35, found

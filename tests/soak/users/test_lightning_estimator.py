@@ -16,7 +16,8 @@ from pyspark.ml import Pipeline  # noqa: E402
 from pyspark.ml.feature import VectorAssembler  # noqa: E402
 from torch import nn  # noqa: E402
 
-from sparkhvd.errors import InvalidArgumentError  # noqa: E402
+import sparkhvd.torch as hvd  # noqa: E402
+from sparkhvd.errors import InvalidArgumentError, RankError  # noqa: E402
 from sparkhvd.estimator import TorchModel  # noqa: E402
 from sparkhvd.lightning import TorchEstimator  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
@@ -180,6 +181,53 @@ def test_it_is_a_stage_of_a_pipeline_and_takes_param_maps(
     assert loaded.getOrDefault("epochs") == 1
     two = loaded.fit(assembler.transform(df), [{loaded.batch_size: 4}, {loaded.batch_size: 20}])
     assert [len(each.history) for each in two] == [1, 1]
+
+
+def test_one_validation_row_counts_once_on_two_ranks(spark: SparkSession, tmp_path: Path) -> None:
+    rows = [([n / 30, n % 7 / 7], n / 30, n == 3) for n in range(30)]
+    df = spark.createDataFrame(rows, ["x", "y", "held_out"])
+    two, one = (estimator(tmp_path, n, epochs=1).fit(df) for n in (2, 1))
+    assert two.history[0]["val_loss"] == pytest.approx(one.history[0]["val_loss"], rel=1e-4)
+
+
+def test_params_that_lightning_has_under_other_names(df: DataFrame, tmp_path: Path) -> None:
+    few = estimator(
+        tmp_path,
+        epochs=1,
+        train_steps_per_epoch=2,
+        validation_steps_per_epoch=1,
+        gradient_compression=hvd.Compression.fp16,
+    ).fit(df)
+    assert few.history[0]["rows"] == 24
+    broken = Regression()
+    with torch.no_grad():
+        broken.net[0].weight.fill_(float("inf"))
+    with pytest.raises(RankError, match="terminate_on_nan is set"):
+        estimator(tmp_path, model=broken, terminate_on_nan=True).fit(df)
+
+
+class OwnData(pl.LightningDataModule):  # type: ignore[misc]  # untyped
+    """Takes all arguments of Horovod's data modules."""
+
+    def __init__(
+        self, *, train_dir: str, val_dir: str, num_train_epochs: int, has_val: bool, train_batch_size: int, val_batch_size: int,
+        shuffle: bool, num_reader_epochs: Any, reader_pool_type: str, reader_worker_count: int, transformation: Any,
+        transformation_edit_fields: Any, transformation_removed_fields: Any, inmemory_cache_all: bool, cur_shard: int,
+        shard_count: int, schema_fields: Any, storage_options: Any, steps_per_epoch_train: int, steps_per_epoch_val: int,
+        verbose: bool, debug_data_loader: bool, train_async_data_loader_queue_size: Any,
+        val_async_data_loader_queue_size: Any, seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.batch_size = train_batch_size
+
+    def train_dataloader(self) -> Any:
+        rows = [{"x": torch.ones(2), "y": torch.ones(())}] * 8
+        return torch.utils.data.DataLoader(rows, self.batch_size)  # type: ignore[arg-type]
+
+
+def test_a_data_module_gets_horovods_arguments(df: DataFrame, tmp_path: Path) -> None:
+    fitted = estimator(tmp_path, data_module=OwnData, epochs=1, validation=None).fit(df)
+    assert len(fitted.history) == 1
 
 
 def test_loggers_write_into_the_folder_of_the_run(df: DataFrame, tmp_path: Path) -> None:

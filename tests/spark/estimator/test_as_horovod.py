@@ -109,6 +109,7 @@ def test_the_estimator_does_what_horovods_does(spark: SparkSession, tmp_path: Pa
         input_shapes=[[-1, 1]],
         mp_start_method="spawn",
         num_gpus=0,
+        callbacks=[object()],
         **common,
     )
     model = estimator.fit(df)

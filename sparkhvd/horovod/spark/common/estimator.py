@@ -25,8 +25,8 @@ __all__ = ["HorovodEstimator"]
 
 # Arguments of `SparkBackend` that decide how its ranks are launched: names in `LaunchOptions`.
 _LAUNCH = {
+    "stderr": "stream",  # `stdout`, if it is given, too: lines of both come together
     "stdout": "stream",
-    "stderr": "stream",
     "verbose": "verbose",
     "start_timeout": "start_timeout_s",
     "prefix_output_with_timestamp": "timestamps",
@@ -87,13 +87,9 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return self._with_backend(super()._options())
 
     def _with_backend(self, options: FitOptions) -> FitOptions:
-        """Return the options with the backend's number of ranks, and Horovod's meaning of a GPU that is not there and of a run that is."""
+        """Return the options with the backend's number of ranks, and Horovod's meaning of a run that is there."""
         self._backend = backend = self._get_or_create_backend()
-        options = replace(
-            options,
-            use_gpu=None if options.use_gpu else options.use_gpu,
-            warm_start=options.warm_start or bool(options.run_id),
-        )
+        options = replace(options, warm_start=options.warm_start or bool(options.run_id))
         if type(backend) is SparkBackend and backend._num_proc is None:
             return options
         explicit = options.explicit | {"num_proc"}
@@ -127,8 +123,11 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         backend = self._backend
         if getattr(type(backend), "run", None) is SparkBackend.run:
             # Relaunches and live output, which a call of `run` in a backend of the program's own would not have.
-            known = {_LAUNCH[n]: v for n, v in backend._kwargs.items() if n in _LAUNCH}
-            given = {name: value for name, value in known.items() if value is not None}
+            given = {
+                option: backend._kwargs[name]
+                for name, option in _LAUNCH.items()
+                if backend._kwargs.get(name) is not None
+            }
             options = replace(options, env={**options.env, **(backend._env or {})}, **given)
             report: JobReport[TrainResult] = super()._run_ranks(request, spec, options)
             return report

@@ -44,10 +44,13 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     def _take(self, fitted: Any) -> None:
         """Take what a fit knows of the module and its columns."""
         self._fitted = fitted._fitted
-        fitted._copyValues(self)
         for param, value in fitted._paramMap.items():
             if self.hasParam(param.name) and not self.isSet(param.name):
                 self._set(**{param.name: value})
+        for param, value in fitted._defaultParamMap.items():
+            # A subclass may have defaults of its own.
+            if self.hasParam(param.name) and self._get(param.name) is None:
+                self._defaultParamMap[self.getParam(param.name)] = value
 
     def setModel(self, module: Any) -> Any:  # noqa: N802 - Horovod's name
         """Predict with another module; returns this object."""
@@ -84,7 +87,10 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return predict
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        if type(self).get_prediction_fn is HorovodModel.get_prediction_fn:
+        is_own = type(self).get_prediction_fn is not HorovodModel.get_prediction_fn
+        # A module whose batches a function of the user's has made was not tried on the columns.
+        is_known = self._fitted is not None and (self._fitted.widths or not self._fitted.columns)
+        if is_known and not is_own:
             transformed: DataFrame = super()._transform(dataset)
             return transformed
         return _by_rows(dataset, self.get_prediction_fn(), self.getModel(), self._output_names())

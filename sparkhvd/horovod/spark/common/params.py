@@ -3,23 +3,67 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
+
+from pyspark.ml.param import Param
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value
-from sparkhvd.estimator.params.table import param
+from sparkhvd.estimator.params.table import param, rows_of
 
-__all__ = ["OUTPUTS_ALONE", "EstimatorParams", "ModelParams"]
+__all__ = ["DEFAULTS", "OUTPUTS_ALONE", "EstimatorParams", "ModelParams"]
 
 _unused = functools.partial(param, any_value, "no effect", no_effect="nothing needs it")
 
 
 # There are outputs alone: no columns of their meaning.
 OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
+# Values of Horovod's estimators where nothing is given.
+DEFAULTS = {
+    "callbacks": [],
+    "debug_data_loader": False,
+    "drop_last": True,
+    "keep_checkpoints": 1,
+    "lr_scaling": "linear",
+    "num_workers": 2,
+    "partitions_per_process": 10,
+    "reader_pool_type": "thread",
+    "use_gpu": True,
+    "val_reader_num_workers": 2,
+}
 
 
 class _Freely(TorchParams):
-    """Params of classes whose subclasses declare others and assign attributes of any name."""
+    """Params of classes whose subclasses declare others, mix in some, and assign attributes of any name."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let Params and accessors of classes that are mixed in win over those of sparkhvd that Horovod has not."""
+        super().__init_subclass__(**options)
+        known = {base for base in cls.__mro__ if base.__module__.startswith("sparkhvd")}
+        of_known = {each for base in known for each in base.__mro__}
+        for base in reversed(cls.__mro__):
+            if base in of_known:
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, Param) or name.startswith(("get", "set")):
+                    owner = next(each for each in cls.__mro__ if name in vars(each))
+                    if owner in known:
+                        setattr(cls, name, value)
+
+    def __init__(self, *positional: object, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)  # of the class that comes behind this one
+        for name in rows_of(type(self)):
+            # As Horovod's: what is not given is None, also for `getOrDefault`.
+            self._defaultParamMap.setdefault(getattr(self, name), None)
+
+    def _read_options(self, options: type[Any]) -> Any:
+        read = super()._read_options(options)
+        given = {name: getattr(read, name) for name in OUTPUTS_ALONE if name in read.explicit}
+        # Horovod's True is a GPU where there is one.
+        return replace(
+            read, **{**OUTPUTS_ALONE, **given}, use_gpu=None if read.use_gpu else read.use_gpu
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -33,7 +77,7 @@ class _Freely(TorchParams):
 class EstimatorParams(_Freely):
     """Names of Horovod's estimators that have no effect here."""
 
-    num_gpus = _unused()
+    num_gpus = _unused(accessors=("NumGPUs",))
     loader_num_epochs = _unused()
     debug_data_loader = _unused()
     train_async_data_loader_queue_size = _unused()

@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkhvd.data.store import store as own
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.sessions import connect_session
 
 __all__ = [
     "AbstractFilesystemStore",
@@ -28,9 +29,14 @@ class Store(own.Store):
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Any:
-        """Open the store at a path or URL, of any kind; see `sparkhvd.Store.create`."""
-        create: Any = own.Store.create
-        return create.__func__(Store, path_or_url, **storage_options)
+        """Open the store at a path or URL, of the kind that it needs; see `sparkhvd.Store.create`."""
+        if connect_session() is not None:
+            return own.Store.create(path_or_url, **storage_options)
+        address = os.fspath(path_or_url)
+        if address.startswith(("dbfs:/", "/dbfs/", "file:/dbfs/")):
+            return DBFSLocalStore(address, storage_options=storage_options)
+        kind = HDFSStore if address.startswith("hdfs://") else FilesystemStore
+        return kind(address, storage_options=storage_options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks need none of Horovod's names, nor the class of a program's own store.
@@ -179,10 +185,7 @@ class FilesystemStore(Store):
 
 
 AbstractFilesystemStore = FilesystemStore
-
-
-class LocalStore(FilesystemStore):
-    """Store in a local folder."""
+LocalStore = FilesystemStore
 
 
 class DBFSLocalStore(FilesystemStore):

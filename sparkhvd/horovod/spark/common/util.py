@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-__all__: list[str] = []
+__all__ = ["prepare_data"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}. It is part of Horovod's data path; sparkhvd.data.prepare() writes a DataFrame for "
-        "ranks, and sparkhvd.data.load() opens it."
+def prepare_data(*args: object, **kwargs: object) -> NoReturn:
+    """Refuse.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    del args, kwargs
+    raise NotImplementedError(
+        "horovod.spark.common.util.prepare_data is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can "
+        "read."
     )

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd import estimator as own
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.converters import any_value
+from sparkhvd.estimator.params.table import param
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
-from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
 from sparkhvd.lightning import estimator as lightning
 from sparkhvd.lightning.batches import RowFunction, encoded
+from sparkhvd.lightning.loop import LightningLoop
 from sparkhvd.lightning.packages import is_module
 
 if TYPE_CHECKING:
@@ -33,13 +36,11 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
     into the run's folder.
     """
 
-    _other_defaults: ClassVar[Mapping[str, object]] = {
-        **OUTPUTS_ALONE,
-        "lr_scaling": "linear",
-        "drop_last": True,
-        "keep_checkpoints": 1,
-        "num_workers": 2,
-    }
+    _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
+
+    _moves_loggers: ClassVar[bool] = True
+    # Horovod takes it, and does nothing with it.
+    train_minibatch_fn = param(any_value, "no effect", no_effect="training_step is that")
 
     def get_model_class(self) -> type[Any]:
         """Return the class of the model that a fit returns."""
@@ -47,9 +48,39 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
 
     def _options(self) -> FitOptions:
         if not is_module(self._get("model")):
-            options: FitOptions = own.TorchEstimator._options(self)
-            return self._with_backend(options)
+            return self._of_plain_module()
         return super()._options()
+
+    def _of_plain_module(self) -> FitOptions:
+        """Return the options of a module that `optimizer` and `loss` train, which Lightning's trainer does not see.
+
+        Raises:
+            InvalidArgumentError: something of Lightning's is given.
+        """
+        of_lightning = ("callbacks", "logger", "profiler", "trainer_args", "data_module")
+        if given := [name for name in of_lightning if self._get(name)]:
+            raise InvalidArgumentError(
+                f"{given[0]} is of Lightning, and model is a {type(self._get('model')).__name__}, which is trained with optimizer and loss "
+                "alone. Make it part of a LightningModule."
+            )
+        return self._with_backend(own.TorchEstimator._options(self))
+
+    def _loop(self, options: FitOptions) -> LightningLoop:
+        loop = super()._loop(options)
+        # Horovod's default is TensorBoard, where it is installed; Lightning's takes a table of CSV else.
+        return loop if self._get("logger") is not None else replace(loop, logger=True)
+
+    def _loading(self, options: FitOptions) -> dict[str, Any]:
+        names = {
+            "num_reader_epochs": "loader_num_epochs",
+            "reader_pool_type": "reader_pool_type",
+            "inmemory_cache_all": "inmemory_cache_all",
+            "debug_data_loader": "debug_data_loader",
+            "train_async_data_loader_queue_size": "train_async_data_loader_queue_size",
+            "val_async_data_loader_queue_size": "val_async_data_loader_queue_size",
+        }
+        given = {name: self._get(own_name) for name, own_name in names.items()}
+        return {**super()._loading(options), **given}
 
     def _history_of(self, fitted: Any) -> list[dict[str, Any]]:
         """Return the logged metrics of the epochs."""
@@ -58,7 +89,11 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
 
     def _read_options(self, options: type[Any]) -> Any:
         read = super()._read_options(options)
-        if not is_module(self._get("model")) or read.transformation_fn is None:
+        if not is_module(self._get("model")):
+            return read
+        # Horovod has them, and does nothing with them for a LightningModule.
+        read = replace(read, metrics=[], explicit=read.explicit - {"metrics"})
+        if read.transformation_fn is None:
             return read
         # The function gets values as they are.
         names = {*(read.feature_cols or []), *(read.label_cols or [])}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from sparkhvd import estimator as own
+from sparkhvd.estimator import Callback
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
-from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
@@ -26,13 +26,12 @@ class TorchEstimator(HorovodEstimator, own.TorchEstimator):
     are left out, labels are float32 unless the loss takes class indices, a run stays in the store, and one whose `run_id` is there is trained further.
     """
 
-    _other_defaults: ClassVar[Mapping[str, object]] = {
-        **OUTPUTS_ALONE,
-        "lr_scaling": "linear",
-        "drop_last": True,
-        "keep_checkpoints": 1,
-        "num_workers": 2,
-    }
+    _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
+
+    def _read_options(self, options: type[Any]) -> Any:
+        read = super()._read_options(options)
+        # Horovod takes callbacks of any kind, and calls none.
+        return replace(read, callbacks=[c for c in read.callbacks or [] if isinstance(c, Callback)])
 
     def get_model_class(self) -> type[Any]:
         """Return the class of the model that a fit returns."""
