@@ -105,7 +105,9 @@ class EmptyBatches:
         before, self._before = self._before, None
         if before is not None:
             for name, each in results_of(trainer).items():
-                each.reset()
+                # `reset()` would take the name itself out of this rank's metrics.
+                for sum_name, empty in each._defaults.items():
+                    setattr(each, sum_name, empty.clone().to(each.value.device))
                 if name in before:
                     add_sums(each, before[name])
 
