@@ -450,4 +450,15 @@ TEST(messages_meet_the_first_receive_that_they_fit) {
   }
 }
 
+TEST(receives_whose_messages_were_withdrawn_wait_in_their_old_order) {
+  Matching<int, int> matching;
+  const Address address{0, Rank{1}, 5};
+  for (const int place : {1, 2, 3}) CHECK(!matching.post(address, place, place));
+  CHECK_EQUAL(matching.arrive(address, 0)->receive, 1);
+  CHECK_EQUAL(matching.arrive(address, 0)->receive, 2);
+  for (const int place : {1, 2}) CHECK(!matching.post(address, place, place));
+  CHECK(!matching.post(address, 4, 4));
+  for (const int place : {1, 2, 3, 4}) CHECK_EQUAL(matching.arrive(address, 0)->receive, place);
+}
+
 }  // namespace sparkhvd::test::point_to_point_test

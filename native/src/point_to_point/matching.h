@@ -2,6 +2,7 @@
 // Pure: no sockets, no clock.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <optional>
@@ -27,21 +28,25 @@ class Matching {
   struct Posted {
     Address address;
     Receive receive;
+    std::uint64_t place;
   };
   struct Arrived {
     Address address;
     Message message;
   };
 
-  /// The message that a new receive gets; nothing: it waits. `comes_first`: it has been in line before.
-  std::optional<Arrived> post(const Address& address, Receive receive, bool comes_first = false) {
+  /// The message that a receive gets; nothing: it waits, before those of larger places: one may have been in line before.
+  std::optional<Arrived> post(const Address& address, Receive receive,
+                              std::uint64_t place = ~std::uint64_t{0}) {
     for (auto entry = arrived_.begin(); entry != arrived_.end(); ++entry) {
       if (!fits(address, entry->address)) continue;
       auto found = std::move(*entry);
       arrived_.erase(entry);
       return found;
     }
-    posted_.insert(comes_first ? posted_.begin() : posted_.end(), {address, std::move(receive)});
+    const auto next =
+        std::ranges::find_if(posted_, [place](const Posted& entry) { return entry.place > place; });
+    posted_.insert(next, {address, std::move(receive), place});
     return std::nullopt;
   }
 

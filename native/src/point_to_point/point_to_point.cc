@@ -109,9 +109,9 @@ void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
                                 std::span<const Rank> members) {
   const Rank from = operation->descriptor.root;
   const Address address{operation->process_set, from, tag_of(*operation)};
-  Receive receive{operation, {}};
+  Receive receive{operation, {}, ++receives_};
   if (from == kAnyRank) receive.senders.assign(members.begin(), members.end());
-  if (auto found = matching_.post(address, receive)) {
+  if (auto found = matching_.post(address, receive, receive.place)) {
     return meet(found->address.from, found->message, std::move(receive));
   }
   const bool has_left =
@@ -323,7 +323,7 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
 void PointToPoint::post_again(Receive receive) {
   const Operation& operation = *receive.operation;
   const Address address{operation.process_set, operation.descriptor.root, tag_of(operation)};
-  if (auto found = matching_.post(address, receive, true)) {
+  if (auto found = matching_.post(address, receive, receive.place)) {
     meet(found->address.from, found->message, std::move(receive));
   }
 }

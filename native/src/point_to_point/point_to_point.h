@@ -85,6 +85,7 @@ class PointToPoint {
   struct Receive {
     std::shared_ptr<Operation> operation;
     std::vector<Rank> senders;  // of one from any rank
+    std::uint64_t place = 0;    // among receives, in the order in which they were submitted
   };
   struct Incoming {
     Receive receive;
@@ -168,6 +169,7 @@ class PointToPoint {
   std::vector<Rank> mates_;  // those of this rank's island
   std::vector<Rank> busy_;   // those of whom `step` has something to do
   Matching<Receive, Message> matching_;
+  std::uint64_t receives_ = 0;                                   // submitted so far
   std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // announced, by number
   std::set<std::int32_t> closed_;                                // process sets
   TimePoint next_deadline_ = kNever;
