@@ -27,7 +27,7 @@ extern "C" {
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
 #define SPARKHVD_ABI_VERSION 11
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 13
+#define SPARKHVD_WIRE_VERSION 14
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0

@@ -254,14 +254,16 @@ Result<T> result_of(const TestWork& work) {
 }
 
 /// Runs `body(engine, rank)` on every rank, each in a thread of its own, and rethrows the first
-/// failure.
-inline void run_ranks(const WorldOptions& options,
-                      const std::function<void(TestEngine&, std::int32_t)>& body) {
+/// failure. `rewire` may change the sockets before.
+inline void run_ranks(
+    const WorldOptions& options, const std::function<void(TestEngine&, std::int32_t)>& body,
+    const std::function<void(std::vector<std::vector<std::int32_t>>&)>& rewire = {}) {
   const std::size_t size = options.hosts.size();
   const auto use_tcp = [&](std::size_t i, std::size_t j) {
     return options.use_tcp && options.hosts[i] != options.hosts[j];
   };
-  const auto sockets = connect_all(size, use_tcp, options.streams);
+  auto sockets = connect_all(size, use_tcp, options.streams);
+  if (rewire) rewire(sockets);
   std::vector<std::string> problems(size);
   {
     std::vector<std::jthread> threads;

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import EngineUnavailableError
 
 ABI_VERSION = 11
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 
 
 class Status(IntEnum):

@@ -19,7 +19,7 @@ from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
 ABI_VERSION = 11
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 
 NONCE_BYTES = 32
 MAC_BYTES = 32

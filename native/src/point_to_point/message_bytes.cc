@@ -159,15 +159,16 @@ bool PointToPoint::finish_transfers(Rank rank, Peer& other) {
     finish_(*operation, SPARKHVD_OK, {});
     moved = true;
   }
-  while (!other.incoming.empty() && data_link(rank).received(other.incoming.front().ticket)) {
+  while (!other.incoming.empty() && data_link(rank).received(other.incoming.front().end)) {
     Incoming incoming = std::move(other.incoming.front());
     other.incoming.pop_front();
-    if (incoming.is_void) {
-      post_again(std::move(incoming.receive));
-    } else {
-      complete(*incoming.receive.operation, rank, incoming.bytes);
-    }
     moved = true;
+    if (!incoming.receive.operation) continue;
+    if (incoming.mark == kWhole) {
+      complete(*incoming.receive.operation, rank, incoming.bytes);
+    } else {
+      put_in_line(std::move(incoming.receive));
+    }
   }
   return moved;
 }

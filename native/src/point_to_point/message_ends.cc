@@ -92,7 +92,9 @@ void PointToPoint::check_time(TimePoint now) {
   };
   for (const Peer& other : peers_) {
     for (const auto& outgoing : other.outgoing) check(*outgoing.operation, rank_of(other));
-    for (const auto& incoming : other.incoming) check(*incoming.receive.operation, rank_of(other));
+    for (const auto& incoming : other.incoming) {
+      if (incoming.receive.operation) check(*incoming.receive.operation, rank_of(other));
+    }
   }
 }
 
@@ -140,7 +142,7 @@ void PointToPoint::end_transfers(Peer& left) {
     end(*outgoing.operation, SPARKHVD_SHUT_DOWN, gone);
   }
   for (const auto& incoming : std::exchange(left.incoming, {})) {
-    end(*incoming.receive.operation, SPARKHVD_SHUT_DOWN, gone);
+    if (incoming.receive.operation) end(*incoming.receive.operation, SPARKHVD_SHUT_DOWN, gone);
   }
 }
 

@@ -108,23 +108,29 @@ void PointToPoint::send(std::shared_ptr<Operation> operation) {
 void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
                                 std::span<const Rank> members) {
   const Rank from = operation->descriptor.root;
-  const Address address{operation->process_set, from, tag_of(*operation)};
-  Receive receive{operation, {}, ++receives_};
+  Receive receive{std::move(operation), {}, ++receives_};
   if (from == kAnyRank) receive.senders.assign(members.begin(), members.end());
+  put_in_line(std::move(receive));
+}
+
+/// A new receive, or one whose message does not come.
+void PointToPoint::put_in_line(Receive receive) {
+  const auto operation = receive.operation;
+  const Rank from = operation->descriptor.root;
+  const Address address{operation->process_set, from, tag_of(*operation)};
   if (auto found = matching_.post(address, receive, receive.place)) {
     return meet(found->address.from, found->message, std::move(receive));
   }
   const bool has_left =
       from == kAnyRank
-          ? std::ranges::all_of(members, [&](Rank rank) { return peer(rank).has_left; })
+          ? std::ranges::all_of(receive.senders, [&](Rank rank) { return peer(rank).has_left; })
           : peer(from).has_left;
-  if (has_left) {
-    matching_.posted().pop_back();
-    return end(*operation, SPARKHVD_SHUT_DOWN,
-               peer_text(*operation) + " shut down, and has sent nothing" + tag_text(*operation) +
-                   " that was not received.");
-  }
-  watch(*operation);
+  if (!has_left) return watch(*operation);
+  std::erase_if(matching_.posted(),
+                [&](const auto& entry) { return entry.place == receive.place; });
+  end(*operation, SPARKHVD_SHUT_DOWN,
+      peer_text(*operation) + " shut down, and has sent nothing" + tag_text(*operation) +
+          " that was not received.");
 }
 
 // ---- Messages --------------------------------------------------------------------------------
@@ -203,17 +209,19 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
   watch(operation);
   const auto target = output_of(operation).first(message.bytes);
-  Incoming incoming{std::move(receive), message.number, message.bytes};
+  // The mark is lent from where it stays.
+  Incoming& incoming =
+      source.incoming.emplace_back(Incoming{std::move(receive), message.number, message.bytes});
   if (source.reader) {
     incoming.left = target;
   } else {
     DataLink& link = data_link(from);
-    incoming.ticket = link.receive_data(kStream, target);
+    incoming.body = link.receive_data(kStream, target);
+    incoming.end = link.receive_data(kStream, std::span(&incoming.mark, 1));
     if (const auto bytes = link.take_credit(kStream)) {
       world_.link(from).send(encode(Credit{kStream, 0, *bytes}));
     }
   }
-  source.incoming.push_back(std::move(incoming));
   make_busy(from);
 }
 
@@ -278,7 +286,8 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
   if (target.writer) {
     outgoing.left = input_of(operation);
   } else {
-    outgoing.ticket = data_link(from).send_data(kStream, input_of(operation));
+    data_link(from).send_data(kStream, input_of(operation));
+    outgoing.ticket = data_link(from).send_data(kStream, std::span(&kWhole, 1));
   }
   operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
   watch(operation);
@@ -286,13 +295,15 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
   make_busy(from);
 }
 
-/// A message that was withdrawn before its receiver's answer came has a place in the stream.
+/// A message that was withdrawn before its receiver's answer came has a place in the stream. The withdrawal takes another
+/// connection, so the stream itself says that this is no message.
 void PointToPoint::fill(Rank to, std::uint64_t bytes) {
   static constexpr std::array<std::byte, 64 << 10> kZeros{};
   for (std::uint64_t done = 0; done < bytes; done += kZeros.size()) {
     const auto part = std::min<std::uint64_t>(kZeros.size(), bytes - done);
     data_link(to).send_data(kStream, std::span(kZeros).first(part));
   }
+  data_link(to).send_data(kStream, std::span(&kFiller, 1));
 }
 
 /// The sender has given a message up.
@@ -310,22 +321,15 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   Peer& source = peer(from);
   const auto entry = std::ranges::find(source.incoming, number, &Incoming::number);
   if (entry == source.incoming.end()) return;
-  if (!source.reader) {
-    entry->is_void = true;
-    return;
-  }
   Receive receive = std::move(entry->receive);
-  source.incoming.erase(entry);
-  post_again(std::move(receive));
-}
-
-/// The message that it had met does not come.
-void PointToPoint::post_again(Receive receive) {
-  const Operation& operation = *receive.operation;
-  const Address address{operation.process_set, operation.descriptor.root, tag_of(operation)};
-  if (auto found = matching_.post(address, receive, receive.place)) {
-    meet(found->address.from, found->message, std::move(receive));
+  if (source.reader) {
+    source.incoming.erase(entry);
+  } else {
+    // The receive is in line again before the sender's next message comes.
+    data_link(from).discard(entry->body);
+    entry->receive = {};
   }
+  if (receive.operation) put_in_line(std::move(receive));
 }
 
 }  // namespace sparkhvd

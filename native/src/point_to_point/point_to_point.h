@@ -72,6 +72,9 @@ class PointToPoint {
  private:
   /// A message counts for so many bytes more than it has, so that empty ones are no way around the limit.
   static constexpr std::uint64_t kMessageCost = 256;
+  /// Behind the bytes of a message between hosts, in their stream: only there it cannot come too late.
+  static constexpr std::byte kFiller{0};
+  static constexpr std::byte kWhole{1};
 
   /// A message that has come, or its announcement.
   struct Message {
@@ -88,13 +91,13 @@ class PointToPoint {
     std::uint64_t place = 0;    // among receives, in the order in which they were submitted
   };
   struct Incoming {
-    Receive receive;
+    Receive receive;  // without its operation: the message was withdrawn, and filler comes
     std::uint64_t number = 0;
     std::uint64_t bytes = 0;
-    bool is_void =
-        false;  // the sender has withdrawn the message, and fills its place in the stream
     std::span<std::byte> left = {};  // through shared memory
-    DataLink::Ticket ticket = 0;     // between hosts
+    DataLink::Ticket body = 0;       // between hosts
+    DataLink::Ticket end = 0;
+    std::byte mark{};  // behind the bytes: what they are
   };
   struct Outgoing {
     std::shared_ptr<Operation> operation;
@@ -142,7 +145,7 @@ class PointToPoint {
   static bool fits(const Message& message, const Operation& receive);
   void meet(Rank from, Message& message, Receive receive);
   void accept(Rank from, const Message& message, Receive receive);
-  void post_again(Receive receive);
+  void put_in_line(Receive receive);
   void fill(Rank to, std::uint64_t bytes);
   void on_accept(Rank from, std::uint64_t number);
   void on_withdraw(Rank from, std::uint64_t number);

@@ -104,6 +104,14 @@ std::optional<std::uint64_t> DataLink::take_credit(std::int32_t stream) {
   return state.told = wanted;
 }
 
+void DataLink::discard(Ticket ticket) {
+  if (!received(ticket)) receives_.at(ticket).is_discarded = true;
+}
+
+void DataLink::copy(const Receive& receive, std::span<const std::byte> bytes) {
+  if (!receive.is_discarded) std::memcpy(receive.left.data(), bytes.data(), bytes.size());
+}
+
 void DataLink::advance(Stream& stream, std::size_t bytes) {
   const Ticket ticket = stream.receives.front();
   Receive& receive = receives_.at(ticket);
@@ -117,7 +125,7 @@ void DataLink::take_early(Stream& stream) {
   while (stream.taken < stream.early.size() && !stream.receives.empty()) {
     const Receive& receive = receives_.at(stream.receives.front());
     const std::size_t step = std::min(stream.early.size() - stream.taken, receive.left.size());
-    std::memcpy(receive.left.data(), stream.early.data() + stream.taken, step);
+    copy(receive, std::span(stream.early).subspan(stream.taken, step));
     stream.taken += step;
     advance(stream, step);
   }
@@ -149,7 +157,7 @@ void DataLink::deliver(std::span<const std::byte> bytes) {
   while (!bytes.empty() && !stream.receives.empty()) {
     const Receive& receive = receives_.at(stream.receives.front());
     const std::size_t step = std::min(bytes.size(), receive.left.size());
-    std::memcpy(receive.left.data(), bytes.data(), step);
+    copy(receive, bytes.first(step));
     bytes = bytes.subspan(step);
     advance(stream, step);
   }
@@ -184,9 +192,9 @@ bool DataLink::read(std::size_t budget) {
       std::array<iovec, 2> vectors{};
       std::size_t direct = 0;
       if (data_left_ > 0 && !current_->is_cancelled && !current_->receives.empty()) {
-        const auto left = receives_.at(current_->receives.front()).left;
-        direct = std::min(left.size(), data_left_);
-        vectors[0] = {left.data(), direct};
+        const Receive& receive = receives_.at(current_->receives.front());
+        if (!receive.is_discarded) direct = std::min(receive.left.size(), data_left_);
+        vectors[0] = {receive.left.data(), direct};
       }
       const std::size_t room = direct == 0            ? buffer_.size() - end_
                                : direct == data_left_ ? kDataHeaderBytes

@@ -47,6 +47,8 @@ class DataLink : public Link {
   /// Receives the next bytes of `stream` into `target`, which is lent until `received(ticket)`.
   Ticket receive_data(std::int32_t stream, std::span<std::byte> target);
   bool received(Ticket ticket) const noexcept { return receives_.is_done(ticket); }
+  /// What is still to come of this receive goes nowhere; its memory is not lent any more.
+  void discard(Ticket ticket);
   /// What the peer has to be told after new receives: how many bytes of `stream` it may send; nothing
   /// if it can go on for a while.
   std::optional<std::uint64_t> take_credit(std::int32_t stream);
@@ -78,6 +80,7 @@ class DataLink : public Link {
     std::int32_t stream = 0;
     std::span<std::byte> left;
     bool done = false;
+    bool is_discarded = false;
   };
   /// Transfers in the order of their tickets, without those at the head that are done.
   template <class Transfer>
@@ -137,6 +140,7 @@ class DataLink : public Link {
   /// `bytes` of the current frame are in the memory of its stream's first receive.
   void advance(Stream& stream, std::size_t bytes);
   void take_early(Stream& stream);
+  static void copy(const Receive& receive, std::span<const std::byte> bytes);
 
   std::uint64_t unasked_ = 0;
   std::map<std::int32_t, Stream> streams_;
