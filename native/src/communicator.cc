@@ -122,6 +122,10 @@ std::vector<Rank> Communicator::Reached::awaited() const {
   return ranks;
 }
 
+TimePoint Communicator::Reached::moved_at() const {
+  return communicator_->world_->moved_at(awaited());
+}
+
 Communicator::Claim& Communicator::claim(Rank rank, std::uint64_t sequence) const noexcept {
   return region(rank).claims[sequence % kClaimWords];
 }
@@ -205,6 +209,16 @@ bool Transfers::Done::is_done(const Entry& entry) const {
 
 bool Transfers::Done::ready() const {
   return std::ranges::all_of(*entries_, [this](const Entry& entry) { return is_done(entry); });
+}
+
+TimePoint Transfers::Done::moved_at() const {
+  TimePoint latest{};
+  for (const auto& entry : *entries_) {
+    if (is_done(entry)) continue;
+    const DataLink& link = world_->data_link(entry.peer, entry.stream);
+    latest = std::max(latest, is_send_ ? link.written_at() : link.read_at());
+  }
+  return latest;
 }
 
 std::vector<Rank> Transfers::Done::awaited() const {

@@ -81,6 +81,7 @@ class Communicator {
         : communicator_(&communicator), ranks_(&ranks), stage_(stage), count_(count) {}
     bool ready() const override;
     std::vector<Rank> awaited() const override;
+    TimePoint moved_at() const override;
 
    private:
     bool has_reached(Rank rank) const;
@@ -219,6 +220,7 @@ class Transfers {
         : world_(&world), entries_(&entries), is_send_(is_send) {}
     bool ready() const override;
     std::vector<Rank> awaited() const override;
+    TimePoint moved_at() const override;
 
    private:
     bool is_done(const Entry& entry) const;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "types.h"
 
 namespace sparkhvd {
@@ -18,6 +19,8 @@ class Condition {
   virtual bool ready() const = 0;
   /// The ranks that have not done their part yet, for messages.
   virtual std::vector<Rank> awaited() const = 0;
+  /// When bytes that it waits for, or others before them on their way, moved last.
+  virtual TimePoint moved_at() const { return {}; }
 
  protected:
   ~Condition() = default;

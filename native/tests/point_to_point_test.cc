@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <random>
 
 #include "point_to_point/matching.h"
@@ -371,6 +372,84 @@ TEST(a_receive_whose_message_was_withdrawn_gets_the_next_before_later_ones) {
         }
       },
       [&](auto& sockets) { control.join(sockets[0][1], sockets[1][0]); });
+}
+
+TEST(what_moves_slowly_takes_longer_than_its_timeout) {
+  constexpr std::size_t kCount = 300000;
+  Relay tensors;
+  tensors.let_pass(0, 1 << 10);
+  run_ranks(
+      world({0, 1}),
+      [&](TestEngine& engine, std::int32_t rank) {
+        constexpr double kTimeout_s = 0.5;
+        const auto begin = std::chrono::steady_clock::now();
+        Floats data[] = {numbers(kCount, 1 + 2 * rank), numbers(kCount, 2 + 2 * rank)};
+        std::vector<TestWork> works;
+        for (auto& message : data) {
+          works.push_back(rank == 0 ? send(engine, 1, 4, message, kTimeout_s)
+                                    : receive(engine, 0, 4, message, kTimeout_s));
+        }
+        for (auto& work : works) check(work);
+        CHECK(data[0] == numbers(kCount, 1));
+        CHECK(data[1] == numbers(kCount, 2));
+        Request barrier(SPARKHVD_BARRIER, "barrier");
+        CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+        Floats all = numbers(kCount, rank);
+        Request request(SPARKHVD_BROADCAST, "broadcast");
+        request.tensor(all.data(), all.data(), {kCount}).raw().timeout_s = kTimeout_s;
+        TestWork broadcast = engine.submit(request.raw());
+        check(broadcast);
+        CHECK(all == numbers(kCount, 0));
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        CHECK(took.count() > 4 * kTimeout_s);
+      },
+      [&](auto& sockets) { tensors.join(sockets[0][3], sockets[1][2]); });
+}
+
+TEST(ranks_of_an_island_wait_while_one_receives_slowly) {
+  Relay tensors;
+  tensors.let_pass(1, 30);
+  run_ranks(
+      world({0, 0, 1}),
+      [&](TestEngine& engine, std::int32_t rank) {
+        Floats data = numbers(15000, rank);
+        Request request(SPARKHVD_BROADCAST, "broadcast");
+        request.tensor(data.data(), data.data(), {15000}).raw().timeout_s = 0.5;
+        request.raw().root_rank = 2;
+        TestWork work = engine.submit(request.raw());
+        check(work);
+        CHECK(data == numbers(15000, 2));
+        Request barrier(SPARKHVD_BARRIER, "barrier");
+        CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+      },
+      [&](auto& sockets) { tensors.join(sockets[0][5], sockets[2][3]); });
+}
+
+TEST(what_stops_in_the_middle_fails_after_its_timeout) {
+  constexpr std::size_t kCount = 600000;
+  for (const bool is_message : {true, false}) {
+    Relay tensors;
+    tensors.let_pass(0, 1 << 10);
+    run_ranks(
+        world({0, 1}),
+        [&](TestEngine& engine, std::int32_t rank) {
+          Floats data = numbers(kCount, rank);
+          Request request(SPARKHVD_BROADCAST, "broadcast");
+          request.tensor(data.data(), data.data(), {kCount}).raw().timeout_s = 1;
+          TestWork work = !is_message ? engine.submit(request.raw())
+                          : rank == 0 ? send(engine, 1, 4, data, 1)
+                                      : receive(engine, 0, 4, data, 1);
+          while (tensors.passed(0) < 300000) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+          tensors.let_pass(0, 0);
+          const auto begin = std::chrono::steady_clock::now();
+          check_says(work.wait(), SPARKHVD_TIMEOUT, "stopped in the middle");
+          const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+          CHECK(took.count() > 0.5 && took.count() < 1.8);
+        },
+        [&](auto& sockets) { tensors.join(sockets[0][3], sockets[1][2]); });
+  }
 }
 
 TEST(messages_of_a_rank_that_leaves_can_still_be_received_and_others_end) {

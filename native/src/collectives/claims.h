@@ -5,9 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "collectives/collectives.h"
 #include "communicator.h"
 #include "task.h"
-#include "team.h"
+#include "world.h"
 
 namespace sparkhvd {
 
@@ -40,19 +41,20 @@ class TaggedCount {
 /// A count of the island has reached its end.
 class AllCounted final : public Condition {
  public:
-  AllCounted(TaggedCount count, std::uint64_t end, const Team& team)
-      : count_(count), end_(end), team_(&team) {}
+  AllCounted(TaggedCount count, std::uint64_t end, const Context& context)
+      : count_(count), end_(end), context_(&context) {}
   bool ready() const override { return count_.get() >= end_; }
   std::vector<Rank> awaited() const override {
-    auto ranks = team_->island();
-    std::erase(ranks, team_->self());
+    auto ranks = context_->team.island();
+    std::erase(ranks, context_->team.self());
     return ranks;
   }
+  TimePoint moved_at() const override { return context_->communicator.world().moved_at(awaited()); }
 
  private:
   TaggedCount count_;
   std::uint64_t end_;
-  const Team* team_;
+  const Context* context_;
 };
 
 }  // namespace sparkhvd

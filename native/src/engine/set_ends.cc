@@ -28,8 +28,13 @@ void ProcessSets::check_time(TimePoint now) {
 /// False if the engine has failed.
 bool ProcessSets::check_running(Group& group, TimePoint now) {
   if (group.running.empty() || now < group.running.front().deadline) return true;
-  const auto& running = group.running.front();
+  auto& running = group.running.front();
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
+  if (waiting != nullptr) {
+    // A transfer may last: what counts is how long nothing has moved.
+    running.deadline = deadline_after(waiting->moved_at(), running.operation->descriptor.timeout_s);
+    if (now < running.deadline) return true;
+  }
   const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
   for (const Rank rank : ranks) in_flight_.note({rank, LossKind::kSilent});
   in_flight_.fail(SPARKHVD_TIMEOUT,

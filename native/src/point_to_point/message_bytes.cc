@@ -108,6 +108,7 @@ void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
     throw nonsense("bytes that nobody asked for");
   }
   Incoming& incoming = source.incoming.front();
+  source.received_at = Clock::now();
   source.reader->read(incoming.left.first(record.bytes));
   source.reader->pop(record);
   incoming.left = incoming.left.subspan(record.bytes);
@@ -136,6 +137,7 @@ bool PointToPoint::send_records(Peer& target) {
         outgoing.left.first(std::min(outgoing.left.size(), target.writer->max_record() / 64 * 64));
     if (count == kRecordsAtOnce || !target.writer->write(kChunkRecord, chunk)) break;
     moved = true;
+    target.sent_at = Clock::now();
     outgoing.left = outgoing.left.subspan(chunk.size());
     const Rank ranks[] = {rank_of(target)};
     world_.bell().ring(ranks);

@@ -83,7 +83,10 @@ void PointToPoint::check_time(TimePoint now) {
            tag_text(operation) + " within " + seconds(operation) +
            ". Look at what it does, or raise the timeout.";
   });
-  const auto check = [&](const Operation& operation, Rank other) {
+  // A message may last, and so may those ahead of it: what counts is how long nothing has moved.
+  const auto check = [&](Operation& operation, Rank other, TimePoint moved_at) {
+    operation.give_up_at =
+        std::max(operation.give_up_at, deadline_after(moved_at, operation.descriptor.timeout_s));
     if (now < operation.give_up_at) return watch(operation);
     throw Error(SPARKHVD_TIMEOUT, operation.label() + ": " + rank_text(world_.rank()) + " waited " +
                                       seconds(operation) + " for " + rank_text(other) +
@@ -91,9 +94,14 @@ void PointToPoint::check_time(TimePoint now) {
                                       "may be stopped or starved of CPU.");
   };
   for (const Peer& other : peers_) {
-    for (const auto& outgoing : other.outgoing) check(*outgoing.operation, rank_of(other));
+    const Rank rank = rank_of(other);
+    for (const auto& outgoing : other.outgoing) {
+      check(*outgoing.operation, rank, other.writer ? other.sent_at : data_link(rank).written_at());
+    }
     for (const auto& incoming : other.incoming) {
-      if (incoming.receive.operation) check(*incoming.receive.operation, rank_of(other));
+      if (!incoming.receive.operation) continue;
+      check(*incoming.receive.operation, rank,
+            other.reader ? other.received_at : data_link(rank).read_at());
     }
   }
 }

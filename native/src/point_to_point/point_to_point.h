@@ -124,6 +124,8 @@ class PointToPoint {
         withdrawn;                  // bytes by number, until the peer has answered
     std::deque<Outgoing> outgoing;  // accepted by the peer, in its order
     std::deque<Incoming> incoming;  // accepted here, in this order
+    TimePoint sent_at{};            // through shared memory, the last of any of them
+    TimePoint received_at{};
     bool has_left = false;
     bool is_busy = false;  // it is in busy_
 
