@@ -122,10 +122,6 @@ std::vector<Rank> Communicator::Reached::awaited() const {
   return ranks;
 }
 
-TimePoint Communicator::Reached::moved_at() const {
-  return communicator_->world_->moved_at(awaited());
-}
-
 Communicator::Claim& Communicator::claim(Rank rank, std::uint64_t sequence) const noexcept {
   return region(rank).claims[sequence % kClaimWords];
 }
@@ -212,13 +208,13 @@ bool Transfers::Done::ready() const {
 }
 
 TimePoint Transfers::Done::moved_at() const {
-  TimePoint latest{};
+  TimePoint earliest = kNever;
   for (const auto& entry : *entries_) {
     if (is_done(entry)) continue;
     const DataLink& link = world_->data_link(entry.peer, entry.stream);
-    latest = std::max(latest, is_send_ ? link.written_at() : link.read_at());
+    earliest = std::min(earliest, is_send_ ? link.written_at() : link.read_at());
   }
-  return latest;
+  return earliest;
 }
 
 std::vector<Rank> Transfers::Done::awaited() const {

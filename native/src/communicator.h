@@ -81,7 +81,6 @@ class Communicator {
         : communicator_(&communicator), ranks_(&ranks), stage_(stage), count_(count) {}
     bool ready() const override;
     std::vector<Rank> awaited() const override;
-    TimePoint moved_at() const override;
 
    private:
     bool has_reached(Rank rank) const;

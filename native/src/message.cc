@@ -51,9 +51,13 @@ Bytes encode(const Goodbye& message) {
   return writer.finish();
 }
 
-Bytes encode(const StackRequest&) { return Writer(FrameType::kStackRequest).finish(); }
+Bytes encode(const StackRequest& message) {
+  return Writer(FrameType::kStackRequest).flag(message.for_life).finish();
+}
 
-Bytes encode(const Stack& message) { return Writer(FrameType::kStack).text(message.text).finish(); }
+Bytes encode(const Stack& message) {
+  return Writer(FrameType::kStack).text(message.text).number(message.still_ms).finish();
+}
 
 Bytes encode(const Abort& message) {
   Writer writer(FrameType::kAbort);
@@ -154,14 +158,17 @@ Goodbye decode<Goodbye>(std::span<const std::byte> body) {
 
 template <>
 StackRequest decode<StackRequest>(std::span<const std::byte> body) {
-  Reader(body).end();
-  return {};
+  Reader reader(body);
+  const StackRequest message{reader.flag()};
+  reader.end();
+  return message;
 }
 
 template <>
 Stack decode<Stack>(std::span<const std::byte> body) {
   Reader reader(body);
   Stack message{reader.text(kMaxStackBytes)};
+  message.still_ms = reader.number<std::uint64_t>();
   reader.end();
   return message;
 }

@@ -217,10 +217,13 @@ struct Point {
   std::span<const std::byte> payload;  // decoded: in the body
 };
 
-struct StackRequest {};
+struct StackRequest {
+  bool for_life = false;  // a sign of life is enough
+};
 
 struct Stack {
-  std::string text;  // at most kMaxStackBytes
+  std::string text;  // at most kMaxStackBytes; empty as a sign of life
+  std::uint64_t still_ms = 0;  // since this rank moved tensor bytes on a connection last
 };
 
 struct Abort {

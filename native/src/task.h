@@ -19,7 +19,7 @@ class Condition {
   virtual bool ready() const = 0;
   /// The ranks that have not done their part yet, for messages.
   virtual std::vector<Rank> awaited() const = 0;
-  /// When bytes that it waits for, or others before them on their way, moved last.
+  /// When bytes moved last on every connection that it waits for.
   virtual TimePoint moved_at() const { return {}; }
 
  protected:

@@ -18,7 +18,6 @@ namespace {
 /// What a rank tells its host's ranks: it has the first page of its memory to itself.
 struct Page {
   SharedWord asleep;
-  SharedWord moves;  // see World::moved_at
   alignas(64) LifeWord life;
   CpuShare cpus;
 };
@@ -268,9 +267,6 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
     }
   }
   bell_->use_word(page_of(memory_->data(options_.membership.self)).asleep);
-  for (DataLink& link : data_links_) {
-    link.tell_moves(page_of(memory_->data(options_.membership.self)).moves);
-  }
   for (const Rank local_peer : local_peers) {
     bell_->add_peer(local_peer, page_of(memory_->data(local_peer)).asleep,
                     std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
@@ -309,12 +305,10 @@ std::vector<CpuShare> World::cpu_shares() const {
   return shares;
 }
 
-TimePoint World::moved_at(std::span<const Rank> mates) const {
+TimePoint World::moved_at() const {
   TimePoint latest{};
-  for (const Rank mate : mates) {
-    const auto ticks = page_of(memory_->data(mate)).moves.value.load(std::memory_order_relaxed);
-    const TimePoint moved{Clock::duration(static_cast<Clock::rep>(ticks))};
-    if (moved <= Clock::now()) latest = std::max(latest, moved);  // else its clock is another
+  for (const DataLink& link : data_links_) {
+    latest = std::max({latest, link.written_at(), link.read_at()});
   }
   return latest;
 }

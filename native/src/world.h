@@ -101,8 +101,8 @@ class World {
     LifeWord* word_;
   };
   Life hold_life() const;
-  /// When any of these ranks of the island moved bytes on connections last: those that wait for them may wait for these.
-  TimePoint moved_at(std::span<const Rank> mates) const;
+  /// When this rank moved bytes on connections for tensors last.
+  TimePoint moved_at() const;
   /// Ranks of this host whose process has ended without having let go.
   std::vector<Rank> ended_mates() const;
 

@@ -102,8 +102,9 @@ TEST(messages_survive_the_round_trip) {
     point.kind = kind;  // has no bytes with it; does not exist
     CHECK_THROWS(Error, decode<Point>(body_of(encode(point))));
   }
-  decode<StackRequest>(body_of(encode(StackRequest{})));
-  CHECK(decode<Stack>(body_of(encode(Stack{"File x"}))).text == "File x");
+  CHECK(decode<StackRequest>(body_of(encode(StackRequest{true}))).for_life);
+  CHECK(decode<Stack>(body_of(encode(Stack{"File x", 7}))).text == "File x");
+  CHECK(decode<Stack>(body_of(encode(Stack{"File x", 7}))).still_ms == 7);
   CHECK_THROWS(Error, decode<Stack>(body_of(encode(Stack{std::string(kMaxStackBytes + 1, 'x')}))));
   const Hello hello = decode<Hello>(body_of(encode(Hello{1, 2, {0, 0, 1}, 4096, 4, 1, true})));
   CHECK(hello.hosts == (std::vector<std::int32_t>{0, 0, 1}));

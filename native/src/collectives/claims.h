@@ -5,10 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/collectives.h"
 #include "communicator.h"
 #include "task.h"
-#include "world.h"
+#include "team.h"
 
 namespace sparkhvd {
 
@@ -41,20 +40,19 @@ class TaggedCount {
 /// A count of the island has reached its end.
 class AllCounted final : public Condition {
  public:
-  AllCounted(TaggedCount count, std::uint64_t end, const Context& context)
-      : count_(count), end_(end), context_(&context) {}
+  AllCounted(TaggedCount count, std::uint64_t end, const Team& team)
+      : count_(count), end_(end), team_(&team) {}
   bool ready() const override { return count_.get() >= end_; }
   std::vector<Rank> awaited() const override {
-    auto ranks = context_->team.island();
-    std::erase(ranks, context_->team.self());
+    auto ranks = team_->island();
+    std::erase(ranks, team_->self());
     return ranks;
   }
-  TimePoint moved_at() const override { return context_->communicator.world().moved_at(awaited()); }
 
  private:
   TaggedCount count_;
   std::uint64_t end_;
-  const Context* context_;
+  const Team* team_;
 };
 
 }  // namespace sparkhvd

@@ -230,7 +230,7 @@ Task wait_for_local_peers(Context& context) {
       context.agreed.sequence);
   done.add_one();
   context.communicator.ring();
-  co_await AllCounted(done, context.team.local_size(), context);
+  co_await AllCounted(done, context.team.local_size(), context.team);
 }
 
 }  // namespace

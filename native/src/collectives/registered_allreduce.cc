@@ -55,7 +55,7 @@ class RegisteredAllreduce {
     }
     if (finished == total_chunks_) context_.communicator.ring();
   }
-  AllCounted finished() const { return {done_, total_chunks_, context_}; }
+  AllCounted finished() const { return {done_, total_chunks_, team_}; }
 
  private:
   Range slice(std::size_t owner) const noexcept {

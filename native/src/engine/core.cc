@@ -263,8 +263,7 @@ void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) 
       return in_flight_.fail(message.status, message.message);
     }
     case FrameType::kStackRequest:
-      decode<StackRequest>(body);
-      return peers_.answer_stack(from);
+      return peers_.answer_stack(from, decode<StackRequest>(body));
     case FrameType::kStack:
       return peers_.on_stack(from, decode<Stack>(body));
     case FrameType::kSegmentOffer:

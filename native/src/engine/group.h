@@ -30,6 +30,13 @@ struct Running {
   std::optional<OperationFailed> failure;  // then it has ended
   bool has_looked = false;      // removal of a process set: at everything that has come for it
   TimePoint deadline = kNever;  // moves on with every step
+
+  /// What the other ranks say when its deadline has passed.
+  struct Questions {
+    std::vector<Rank> unanswered;
+    TimePoint moved_at{};  // tensor bytes, on any of those that have answered
+  };
+  std::optional<Questions> questions;
 };
 
 /// Operations that a process set has agreed to run on its ranks' devices, beside `running`.

@@ -37,13 +37,18 @@ void Peers::ask_for_stacks(const std::vector<Rank>& ranks) {
   }
 }
 
-void Peers::ask_for_life(Rank rank) {
-  if (!world_.link(rank).is_open()) return;
+bool Peers::ask_for_life(Rank rank) {
+  if (!world_.link(rank).is_open() || has_left(rank)) return false;
   stack_requests_[rank].push_back(StackUse::kSignOfLife);
-  send(rank, encode(StackRequest{}));
+  send(rank, encode(StackRequest{.for_life = true}));
+  return true;
 }
 
-void Peers::answer_stack(Rank to) { send(to, encode(Stack{stacks_.take()})); }
+void Peers::answer_stack(Rank to, const StackRequest& request) {
+  const auto still = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - world_.moved_at());
+  send(to, encode(Stack{request.for_life ? "" : stacks_.take(),
+                        static_cast<std::uint64_t>(still.count())}));
+}
 
 void Peers::on_stack(Rank from, const Stack& message) {
   if (from != world_.rank()) {
@@ -51,7 +56,9 @@ void Peers::on_stack(Rank from, const Stack& message) {
     if (requests.empty()) throw nonsense("a stack without request");
     const StackUse use = requests.front();
     requests.pop_front();
-    events_.on_life(from);
+    // A peer may say anything; more than a day is as good as never.
+    const std::chrono::milliseconds still(std::min<std::uint64_t>(message.still_ms, 86'400'000));
+    events_.on_life(from, Clock::now() - still);
     if (use == StackUse::kSignOfLife) return;
   }
   warn(rank_text(from) + " is here:\n" + message.text);

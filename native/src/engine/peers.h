@@ -32,8 +32,8 @@ class PeerEvents {
   virtual ~PeerEvents() = default;
   /// A frame that is not about the connection itself. Throws Error if the peer cannot have sent it.
   virtual void on_frame(Rank from, FrameType type, std::span<const std::byte> body) = 0;
-  /// A rank has answered a question for a sign of life.
-  virtual void on_life(Rank rank) = 0;
+  /// A rank has answered a question for a sign of life, and when it moved tensor bytes on a connection last.
+  virtual void on_life(Rank rank, TimePoint moved_at) = 0;
   /// The first connection for tensors has ended.
   virtual void on_data_end(Rank rank) = 0;
 };
@@ -77,9 +77,9 @@ class Peers {
 
   /// Ranks that keep others waiting show their stacks, as long as their engines are alive.
   void ask_for_stacks(const std::vector<Rank>& ranks);
-  /// Asks for a sign of life: `on_life` follows.
-  void ask_for_life(Rank rank);
-  void answer_stack(Rank to);
+  /// Asks for a sign of life: `on_life` follows. False if the rank has left.
+  bool ask_for_life(Rank rank);
+  void answer_stack(Rank to, const StackRequest& request);
   void on_stack(Rank from, const Stack& message);
 
   /// After a failure: tells every peer, and ends the connections for tensors.

@@ -71,8 +71,8 @@ class ProcessSets {
   TimePoint next_deadline() const;
   void check_time(TimePoint now);
 
-  /// Joins that asked the rank for a sign of life go on waiting.
-  void note_life(Rank rank);
+  /// The rank lives, and moved tensor bytes last then: what has asked it goes on waiting.
+  void note_life(Rank rank, TimePoint moved_at);
   /// A rank has left, with this goodbye.
   void depart(Rank rank, const Goodbye& goodbye);
   /// Refuses what waited for orders behind the coordinator's last word, when these have come.
@@ -117,6 +117,9 @@ class ProcessSets {
   void remove_group(Running& running);
   void configure(Group& group, const Operation& operation);
 
+  bool may_wait_longer(const Group& group, Running& running, const Condition& waiting,
+                       std::vector<Rank>& ranks, TimePoint now);
+  static void note_life(Running& running, Rank rank, TimePoint moved_at);
   bool check_running(Group& group, TimePoint now);
   bool check_submitted(Group& group, TimePoint now);
   bool asks_for_life(const Group& group, Operation& operation, TimePoint now);

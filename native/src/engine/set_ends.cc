@@ -5,6 +5,13 @@
 #include "text.h"
 
 namespace sparkhvd {
+namespace {
+
+// For a sign of life: a process that runs answers within milliseconds.
+constexpr auto kLifeTime = std::chrono::seconds(1);
+
+}  // namespace
+
 // ---- Time ------------------------------------------------------------------------------------
 
 TimePoint ProcessSets::next_deadline() const {
@@ -25,17 +32,40 @@ void ProcessSets::check_time(TimePoint now) {
   }
 }
 
+/// A transfer may last: what counts is how long nothing has moved, here or on any other rank, for those that it waits for
+/// may wait themselves. False leaves those in `ranks` that are to blame: who gives no sign of life, if there is any.
+bool ProcessSets::may_wait_longer(const Group& group, Running& running, const Condition& waiting,
+                                  std::vector<Rank>& ranks, TimePoint now) {
+  auto& questions = running.questions;
+  TimePoint moved_at = waiting.moved_at();
+  if (questions) {
+    if (!questions->unanswered.empty()) {
+      ranks = questions->unanswered;
+      return false;
+    }
+    moved_at = std::max(moved_at, questions->moved_at);
+  }
+  running.deadline = deadline_after(moved_at, running.operation->descriptor.timeout_s);
+  if (now < running.deadline) {
+    questions.reset();
+    return true;
+  }
+  if (questions) return false;
+  questions.emplace();
+  for (const Rank rank : group.team.ranks()) {
+    if (rank != world_.rank() && peers_.ask_for_life(rank)) questions->unanswered.push_back(rank);
+  }
+  running.deadline = now + kLifeTime;
+  return true;
+}
+
 /// False if the engine has failed.
 bool ProcessSets::check_running(Group& group, TimePoint now) {
   if (group.running.empty() || now < group.running.front().deadline) return true;
   auto& running = group.running.front();
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
-  if (waiting != nullptr) {
-    // A transfer may last: what counts is how long nothing has moved.
-    running.deadline = deadline_after(waiting->moved_at(), running.operation->descriptor.timeout_s);
-    if (now < running.deadline) return true;
-  }
-  const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
+  auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
+  if (waiting != nullptr && may_wait_longer(group, running, *waiting, ranks, now)) return true;
   for (const Rank rank : ranks) in_flight_.note({rank, LossKind::kSilent});
   in_flight_.fail(SPARKHVD_TIMEOUT,
                   running.operation->label() + ": " + rank_text(world_.rank()) + " waited " +
@@ -77,8 +107,15 @@ bool ProcessSets::asks_for_life(const Group& group, Operation& operation, TimePo
   return true;
 }
 
-void ProcessSets::note_life(Rank rank) {
+void ProcessSets::note_life(Running& running, Rank rank, TimePoint moved_at) {
+  if (!running.questions || std::erase(running.questions->unanswered, rank) == 0) return;
+  running.questions->moved_at = std::max(running.questions->moved_at, moved_at);
+  if (running.questions->unanswered.empty()) running.deadline = Clock::now();
+}
+
+void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
   for (auto& [id, group] : groups_) {
+    if (!group->running.empty()) note_life(group->running.front(), rank, moved_at);
     if (group->coordinator() != rank) continue;
     for (auto& [name, operation] : group->submitted) {
       if (!std::exchange(operation->has_asked_for_life, false)) continue;

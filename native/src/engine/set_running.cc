@@ -87,6 +87,7 @@ bool ProcessSets::run_first(Group& group) {
       return false;
     }
     running.deadline = deadline_after(Clock::now(), running.operation->descriptor.timeout_s);
+    running.questions.reset();
     if (!running.task.done()) return true;
   }
   Running done = std::move(running);

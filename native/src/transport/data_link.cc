@@ -68,17 +68,8 @@ bool DataLink::flush() {
     moved = moved || *written > 0;
     count_written(*written);
   }
-  if (moved) written_at_ = note_move();
+  if (moved) written_at_ = Clock::now();
   return moved;
-}
-
-TimePoint DataLink::note_move() noexcept {
-  const TimePoint now = Clock::now();
-  if (moves_ != nullptr) {
-    moves_->value.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
-                        std::memory_order_relaxed);
-  }
-  return now;
 }
 
 void DataLink::count_written(std::size_t bytes) {
@@ -228,7 +219,7 @@ bool DataLink::read(std::size_t budget) {
     if (error.status() != SPARKHVD_PEER_LOST) throw;
     fail(std::string("it sent ") + error.what());
   }
-  if (moved) read_at_ = note_move();
+  if (moved) read_at_ = Clock::now();
   return moved;
 }
 

@@ -20,7 +20,6 @@
 
 #include "clock.h"
 #include "message.h"
-#include "transport/bell.h"
 #include "transport/link.h"
 
 namespace sparkhvd {
@@ -64,8 +63,6 @@ class DataLink : public Link {
   /// When bytes of any stream were written, or read, last: what is behind them waits for them.
   TimePoint written_at() const noexcept { return written_at_; }
   TimePoint read_at() const noexcept { return read_at_; }
-  /// From now on this word has the later of both, for this host's ranks.
-  void tell_moves(SharedWord& word) noexcept { moves_ = &word; }
 
   /// Forgets all lent memory; nothing is sent or received any more.
   void cancel_lent();
@@ -148,7 +145,6 @@ class DataLink : public Link {
   /// `bytes` of the current frame are in the memory of its stream's first receive.
   void advance(Stream& stream, std::size_t bytes);
   void take_early(Stream& stream);
-  TimePoint note_move() noexcept;
   static void copy(const Receive& receive, std::span<const std::byte> bytes);
 
   std::uint64_t unasked_ = 0;
@@ -162,7 +158,6 @@ class DataLink : public Link {
   Stream* current_ = nullptr;  // of the frame that is being read
   TimePoint written_at_{};
   TimePoint read_at_{};
-  SharedWord* moves_ = nullptr;
   std::size_t data_left_ = 0;  // its bytes that have not been delivered
   bool is_cancelled_ = false;
 };
