@@ -25,7 +25,7 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 11
+#define SPARKHVD_ABI_VERSION 12
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
 #define SPARKHVD_WIRE_VERSION 14
 
@@ -243,9 +243,13 @@ SPARKHVD_API int32_t sparkhvd_engine_create(const sparkhvd_engine_options* optio
                                             sparkhvd_engine** engine, char* error,
                                             size_t error_size);
 /* Says goodbye to the peers and stops the progress thread; operations in flight finish with SHUT_DOWN here and
- * name this rank on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. */
+ * name this rank on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. What a peer that is
+ * stopped has not made room for goes on being sent for a second: see sparkhvd_finish. */
 SPARKHVD_API int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error,
                                               size_t error_size);
+/* Waits until the last words of all engines that were shut down are on their peers' hosts, at most a second from their
+ * shutdown. To be called before the process ends. */
+SPARKHVD_API void sparkhvd_finish(void);
 /* Fails every operation here and on the peers, with `reason` in their messages. Never blocks. */
 SPARKHVD_API void sparkhvd_engine_abort(sparkhvd_engine* engine, const char* reason);
 /* OK while usable; otherwise why it is not. */

@@ -12,6 +12,7 @@
 #include "buffer.h"
 #include "crc32.h"
 #include "engine/engine.h"
+#include "engine/farewell.h"
 #include "error.h"
 #include "kernels/kernels.h"
 #include "operation.h"
@@ -119,6 +120,13 @@ int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error, size_t er
     check_handle(engine, "engine");
     if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
     engine->engine->shutdown();
+    return SPARKHVD_OK;
+  });
+}
+
+void sparkhvd_finish(void) {
+  guard({nullptr, 0}, [] {
+    sparkhvd::Farewell::finish();
     return SPARKHVD_OK;
   });
 }

@@ -67,6 +67,8 @@ class World {
   /// By stream and rank.
   std::span<DataLink> data_links() noexcept { return data_links_; }
   std::span<const DataLink> data_links() const noexcept { return data_links_; }
+  std::vector<ControlLink> take_links() noexcept { return std::move(links_); }
+  std::vector<DataLink> take_data_links() noexcept { return std::move(data_links_); }
   Bell& bell() noexcept { return *bell_; }
 
   /// All ranks.

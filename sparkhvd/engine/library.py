@@ -5,6 +5,7 @@ A test compares all of it with `native/include/sparkhvd.h`. Only this package us
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 WIRE_VERSION = 14
 
 
@@ -285,6 +286,7 @@ FUNCTIONS: dict[str, Signature] = {
         may_block=True,
     ),
     "sparkhvd_engine_shutdown": Signature(ctypes.c_int32, (_HANDLE, *_ERROR), may_block=True),
+    "sparkhvd_finish": Signature(None, (), may_block=True),
     "sparkhvd_engine_abort": Signature(None, (_HANDLE, ctypes.c_char_p)),
     "sparkhvd_engine_status": Signature(ctypes.c_int32, (_HANDLE, *_ERROR)),
     "sparkhvd_engine_after_fork": Signature(None, (_HANDLE,)),
@@ -357,6 +359,8 @@ class Library:
             function.restype = signature.returns
             function.argtypes = signature.arguments
             setattr(self, name.removeprefix("sparkhvd_"), function)
+        # Before what shuts engines down was registered, so after it at the end of the process.
+        atexit.register(self.finish)
 
     if TYPE_CHECKING:
 

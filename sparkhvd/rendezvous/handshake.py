@@ -18,7 +18,7 @@ from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
-ABI_VERSION = 11
+ABI_VERSION = 12
 WIRE_VERSION = 14
 
 NONCE_BYTES = 32

@@ -19,6 +19,7 @@ from tests.ranks.engine.arrays import (
     dtype_of,
     expected,
     random_array,
+    start_send,
     view,
 )
 
@@ -63,6 +64,21 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
     def run() -> None:
         for step in itertools.count():
             allreduce(engine, f"step {step}", np.ones(300_000, np.float32))
+
+    return until_a_rank_is_lost(engine, talk, run)
+
+
+def fill_the_window_of_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
+    """Send rank 1, which is stopped by then, more small messages than its socket keeps, and wait for it."""
+
+    def run() -> None:
+        if engine.rank == 1:
+            time.sleep(600)
+        talk.hear()
+        for number in range(8):
+            start_send(engine, f"message {number}", np.full(7000, number, np.float64), 1, tag=5)
+        talk.say("sent")
+        engine.barrier(name="never").wait()
 
     return until_a_rank_is_lost(engine, talk, run)
 

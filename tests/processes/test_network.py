@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 
 import pytest
@@ -65,6 +66,25 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
                 )
                 # The nearest rank may have noticed first, and told.
                 assert set(lost["lost"].values()) == {"silent"}, (rank.rank, lost)
+
+
+def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time() -> None:
+    """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""
+    settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
+    body = f"{BODIES}:fill_the_window_of_a_stopped_rank"
+    with two_hosts() as (a, b), ranks_on([a, b], body, settings=settings) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        ranks[1].kill(signal.SIGSTOP)
+        ranks[0].tell("send")
+        assert ranks[0].expect() == "sent"
+        # Long enough for the kernel to ask more rarely than the host may be silent, and for a false alarm.
+        time.sleep(2 * HOST_LOSS_S)
+        began = time.monotonic()
+        a.set_cable("down")
+        lost = ranks[0].expect()
+        assert lost["at"] - began < HOST_LOSS_S + 2, lost
+        assert lost["lost"] == {"1": "silent"}, lost
 
 
 @soak("a process that does not read for longer than host_loss_s: processes/engine/test_faults")

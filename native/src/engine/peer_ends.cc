@@ -76,8 +76,10 @@ LossKind Peers::kind_of(const Link& link) {
 }
 
 void Peers::suspect(const DataLink& link) {
-  suspects_.try_emplace(link.peer(),
-                        Suspect{Clock::now() + kLastWordsTime, kind_of(link), link.trouble()});
+  const LossKind kind = kind_of(link);
+  // A peer that has not ended has no last words.
+  if (kind == LossKind::kSilent) return lose(link.peer(), kind, link.trouble());
+  suspects_.try_emplace(link.peer(), Suspect{Clock::now() + kLastWordsTime, kind, link.trouble()});
 }
 
 bool Peers::look_for_ended() {

@@ -1,9 +1,7 @@
 // Connections of the other ranks: reading, writing, closing. How ranks end is in peer_ends.cc.
 #include "engine/peers.h"
 
-#include <chrono>
-#include <thread>
-
+#include "engine/farewell.h"
 #include "engine/orders.h"
 
 namespace sparkhvd {
@@ -12,9 +10,6 @@ namespace {
 constexpr std::uint64_t kBellKey = UINT64_MAX;
 // Bytes from one connection before the others get their turn.
 constexpr std::size_t kReadBudget = 1 << 20;
-// How long shutdown waits for the peers' hosts to take the last bytes. Live hosts take microseconds.
-constexpr auto kGoodbyeTime = std::chrono::seconds(1);
-constexpr auto kGoodbyePause = std::chrono::microseconds(200);
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
@@ -248,38 +243,7 @@ void Peers::part_with(ControlLink& link) {
 
 void Peers::leave() {
   for (auto& link : world_.data_links()) link.close_write();
-  const TimePoint deadline = Clock::now() + kGoodbyeTime;
-  while (!close_delivered() && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kGoodbyePause);
-  }
-  world_.close_descriptors();
-}
-
-/// Closes every connection whose bytes have reached the peer's host: closing earlier could destroy them,
-/// be it tensors, the goodbye or the cause of a failure. True if none is left.
-bool Peers::close_delivered() {
-  bool is_done = true;
-  const auto part = [&](Link& link) {
-    const bool is_over = link.state() != Link::State::kOpen || link.is_delivered();
-    if (is_over) link.close();
-    is_done = is_done && is_over;
-  };
-  for (auto& link : world_.data_links()) {
-    if (link.is_open()) part(link);
-  }
-  for (auto& link : world_.links()) {
-    if (!link.is_open()) continue;
-    const bool had_output = link.wants_write();
-    link.flush();
-    if (had_output && !link.wants_write()) link.close_write();
-    link.read(ignore_frame, kReadBudget);  // the peer may need room
-    if (link.wants_write() && link.state() == Link::State::kOpen) {
-      is_done = false;
-    } else {
-      part(link);
-    }
-  }
-  return is_done;
+  Farewell::say({world_.take_links(), world_.take_data_links()});
 }
 
 void Peers::after_fork() noexcept {

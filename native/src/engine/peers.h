@@ -84,7 +84,7 @@ class Peers {
 
   /// After a failure: tells every peer, and ends the connections for tensors.
   void part_with_all(const Bytes& last_words);
-  /// Says goodbye and closes, once the peers' hosts have the last bytes.
+  /// Hands the connections over to a Farewell; there are none any more.
   void leave();
   void after_fork() noexcept;
 
@@ -107,7 +107,6 @@ class Peers {
   static LossKind kind_of(const Link& link);
   void suspect(const DataLink& link);
   void part_with(ControlLink& link);
-  bool close_delivered();
   template <class AnyLink>
   void watch(const AnyLink& link);
   template <class AnyLink>

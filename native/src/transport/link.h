@@ -49,6 +49,11 @@ class Link {
   void unlist() noexcept { is_listed_ = false; }
   /// From now on bytes are counted there.
   void count(Traffic& traffic) noexcept { traffic_ = &traffic; }
+  /// Neither is used any more: the engine may end before the link.
+  void leave_engine() noexcept {
+    list_ = nullptr;
+    traffic_ = nullptr;
+  }
 
   /// The peer's host has every byte that was written: a close, even with bytes unread here, takes
   /// nothing from the peer.

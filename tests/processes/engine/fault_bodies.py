@@ -333,3 +333,26 @@ def too_little_memory(engine: Engine, talk: Talk) -> Any:
     talk.say("running")
     allgather(engine, "rows", rows)
     return "done"
+
+
+def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
+    """Leave, or abort and leave, with messages queued for the last rank, which is stopped, and return how long that took."""
+    last = engine.size - 1
+    engine.barrier(name="begin").wait()
+    never = np.empty(3)
+    waits = start_receive(engine, "never", never, 0, tag=99) if engine.rank == last else None
+    talk.say("running")
+    if waits is not None:
+        with pytest.raises(CollectiveError) as caught:
+            waits.wait()
+        return str(caught.value)
+    reason = talk.hear()
+    for number in range(12):
+        start_send(engine, f"message {number}", np.full(7000, number, np.float64), last, tag=5)
+    if reason:
+        engine.abort(reason)
+        time.sleep(0.2)
+    began = time.monotonic()
+    engine.shutdown()
+    talk.say(time.monotonic() - began)
+    return None  # the process ends: with the last words on their way

@@ -173,3 +173,22 @@ def test_rank_without_memory_for_a_result_says_so_on_every_rank() -> None:
             error = ending(rank)
             assert "rank 1" in error["text"].lower(), error
             assert "memory" in error["text"] or "bad_alloc" in error["text"], error
+
+
+@pytest.mark.parametrize("reason", ["", "out of patience"])
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_shutdown_waits_for_no_stopped_rank_which_hears_the_last_words(
+    tcp_only: bool, reason: str
+) -> None:
+    body = f"{BODIES}:leave_beside_a_stopped_rank"
+    with rank_processes(body, 3, tcp_only=tcp_only) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        ranks[2].kill(signal.SIGSTOP)
+        for rank in ranks[:2]:
+            rank.tell(reason)
+        took = [rank.expect() for rank in ranks[:2]]
+        ranks[2].kill(signal.SIGCONT)
+        assert max(took) < 0.3, took
+        heard = ranks[2].expect()
+        assert reason in heard if reason else "shut down" in heard, heard

@@ -1,0 +1,90 @@
+#include "engine/farewell.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <span>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace sparkhvd {
+namespace {
+
+constexpr auto kGoodbyeTime = std::chrono::seconds(1);
+// Of it in the caller's thread. Live hosts take microseconds, far ones a round trip.
+constexpr auto kGoodbyeHere = std::chrono::milliseconds(50);
+constexpr auto kGoodbyePause = std::chrono::microseconds(200);
+// From one connection in one round.
+constexpr std::size_t kReadBudget = 1 << 20;
+
+// Those in the background. A process may be forked at any moment, so no lock guards it.
+std::atomic<std::size_t> background = 0;
+
+bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
+
+}  // namespace
+
+Farewell::Farewell(std::vector<ControlLink> links, std::vector<DataLink> data_links)
+    : links_(std::move(links)), data_links_(std::move(data_links)) {
+  for (auto& link : links_) link.leave_engine();
+  for (auto& link : data_links_) link.leave_engine();
+}
+
+void Farewell::say(Farewell farewell) {
+  const TimePoint now = Clock::now();
+  if (farewell.close_until(now + kGoodbyeHere)) return;
+  ++background;
+  const auto go_on = [until = now + kGoodbyeTime](Farewell left) {
+    left.close_until(until);
+    left = {{}, {}};
+    --background;
+  };
+  try {
+    std::thread(go_on, std::move(farewell)).detach();
+  } catch (const std::system_error&) {  // no thread to be had
+    go_on(std::move(farewell));
+  }
+}
+
+void Farewell::finish() {
+  // In a forked child nobody ends them.
+  const TimePoint deadline = Clock::now() + kGoodbyeTime;
+  while (background > 0 && Clock::now() < deadline) std::this_thread::sleep_for(kGoodbyePause);
+}
+
+bool Farewell::close_until(TimePoint deadline) {
+  while (!close_delivered()) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(kGoodbyePause);
+  }
+  return true;
+}
+
+/// Closes every connection whose bytes have reached the peer's host. True if none is left.
+bool Farewell::close_delivered() {
+  bool is_done = true;
+  const auto part = [&](Link& link) {
+    const bool is_over = link.state() != Link::State::kOpen || link.is_delivered();
+    if (is_over) link.close();
+    is_done = is_done && is_over;
+  };
+  for (auto& link : data_links_) {
+    if (link.is_open()) part(link);
+  }
+  for (auto& link : links_) {
+    if (!link.is_open()) continue;
+    const bool had_output = link.wants_write();
+    link.flush();
+    if (had_output && !link.wants_write()) link.close_write();
+    link.read(ignore_frame, kReadBudget);  // the peer may need room
+    if (link.wants_write() && link.state() == Link::State::kOpen) {
+      is_done = false;
+    } else {
+      part(link);
+    }
+  }
+  return is_done;
+}
+
+}  // namespace sparkhvd
