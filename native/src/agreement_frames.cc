@@ -32,7 +32,7 @@ void write(Writer& writer, const Descriptor& descriptor) {
   for (const auto& shape : descriptor.shapes) writer.numbers(shape);
   writer.numbers(descriptor.numbers).numbers(descriptor.room).flag(descriptor.place.has_value());
   if (descriptor.place) write(writer, *descriptor.place);
-  writer.flag(descriptor.is_on_device);
+  writer.flag(descriptor.is_on_device).flag(descriptor.lacks_memory);
 }
 
 Descriptor read_descriptor(Reader& reader) {
@@ -60,6 +60,7 @@ Descriptor read_descriptor(Reader& reader) {
   if (!has_room && !descriptor.room.empty()) malformed("impossible room for results");
   if (reader.flag()) descriptor.place = read_place(reader);
   descriptor.is_on_device = reader.flag();
+  descriptor.lacks_memory = reader.flag();
   return descriptor;
 }
 

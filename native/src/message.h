@@ -86,6 +86,8 @@ struct Descriptor {
   std::optional<Place> place;
   /// They lie on the rank's device, and NCCL runs the operation.
   bool is_on_device = false;
+  /// The rank has no memory to spare for a result: see SpareMemory.
+  bool lacks_memory = false;
   bool operator==(const Descriptor&) const = default;
 };
 
@@ -222,7 +224,7 @@ struct StackRequest {
 };
 
 struct Stack {
-  std::string text;  // at most kMaxStackBytes; empty as a sign of life
+  std::string text;            // at most kMaxStackBytes; empty as a sign of life
   std::uint64_t still_ms = 0;  // since this rank moved tensor bytes on a connection last
 };
 

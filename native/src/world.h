@@ -20,6 +20,7 @@
 #include "message.h"
 #include "point_to_point/lane.h"
 #include "segment.h"
+#include "spare_memory.h"
 #include "team.h"
 #include "transport/bell.h"
 #include "transport/control_link.h"
@@ -70,6 +71,8 @@ class World {
   std::vector<ControlLink> take_links() noexcept { return std::move(links_); }
   std::vector<DataLink> take_data_links() noexcept { return std::move(data_links_); }
   Bell& bell() noexcept { return *bell_; }
+
+  SpareMemory& spare_memory() noexcept { return spare_memory_; }
 
   /// All ranks.
   const Team& team() const noexcept { return team_; }
@@ -144,6 +147,7 @@ class World {
   std::vector<ControlLink> links_;
   std::vector<DataLink> data_links_;
   Team team_;
+  SpareMemory spare_memory_;
   std::shared_ptr<Segment> memory_;
   std::vector<Fd> mate_memory_;  // by rank, until mapped
   std::vector<Fd> mate_event_;

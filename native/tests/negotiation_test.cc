@@ -83,17 +83,24 @@ TEST(the_table_has_every_collective_at_its_number) {
   }
 }
 
-TEST(orders_ask_for_memory_only_where_a_result_is_large) {
-  for (const std::int64_t rows : {std::int64_t{1} << 20, std::int64_t{1} << 24}) {
+TEST(orders_ask_for_memory_where_a_result_is_large_or_a_rank_has_none_to_spare) {
+  struct Case {
+    std::int64_t rows;
+    bool lacks_memory;
+    bool asks;
+  };
+  for (const auto& [rows, lacks_memory, asks] :
+       {Case{1 << 19, false, false}, {1 << 20, false, true}, {1, true, true}}) {
     Negotiation negotiation = of_three();
     Ready message = ready("g", {rows, 1});
     message.descriptor.collective = Collective::kGather;
     message.descriptor.root = kRank1;
     negotiation.ready(kRank2, message, kStart);
     negotiation.ready(kRank0, message, kStart);
+    message.descriptor.lacks_memory = lacks_memory;
     const auto outcome = negotiation.ready(kRank1, message, kStart);
     CHECK(executed(outcome) != nullptr);
-    CHECK_EQUAL(executed(outcome)->asks_for_memory, rows == std::int64_t{1} << 24);
+    CHECK_EQUAL(executed(outcome)->asks_for_memory, asks);
   }
 }
 

@@ -1,5 +1,5 @@
 // Memory for a result whose size the ranks have agreed on. A large one may not be there on some rank; then every
-// rank learns it before a byte moves, and only this operation ends.
+// rank learns it before a byte moves, and only this operation ends. For a small one a rank has some to spare.
 #include <memory>
 #include <new>
 
@@ -36,10 +36,14 @@ Task make_result(Context& context, std::vector<std::size_t> bytes, ResultMemory&
   try {
     memory = ResultMemory(context.operation, bytes);
   } catch (const std::bad_alloc&) {
-    if (!context.agreed.asks_for_memory) throw;
     is_there = false;
   }
-  if (!context.agreed.asks_for_memory) co_return;
+  if (!context.agreed.asks_for_memory) {
+    if (is_there) co_return;
+    context.communicator.world().spare_memory().give();
+    memory = ResultMemory(context.operation, bytes);
+    co_return;
+  }
   Answers answers(context, {context.communicator.process_set(), context.agreed.sequence});
   answers.give(is_there);
   co_await answers.all();

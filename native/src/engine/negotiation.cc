@@ -5,13 +5,11 @@
 #include "collectives/spec.h"
 #include "engine/difference.h"
 #include "error.h"
+#include "spare_memory.h"
 #include "text.h"
 
 namespace sparkhvd {
 namespace {
-
-// From here on every rank says whether it has memory for its result: a message is nothing beside the bytes.
-constexpr std::size_t kLargeResult = 64 << 20;
 
 const Descriptor& first_of(const std::vector<std::shared_ptr<const Descriptor>>& arrived) {
   return **std::ranges::find_if(arrived, [](const auto& each) { return each != nullptr; });
@@ -130,7 +128,8 @@ std::string Negotiation::check_results(const std::string& name, const Pending& p
       const Descriptor& descriptor = *pending.arrived[i];
       const auto rows = rows_of_result(first, order, tensor, options_.members, member++);
       const std::size_t bytes = static_cast<std::size_t>(rows) * row_bytes;
-      order.asks_for_memory |= bytes >= kLargeResult && !first.is_on_device;
+      order.asks_for_memory |=
+          (bytes >= kLargeResult || descriptor.lacks_memory) && !first.is_on_device;
       if (descriptor.room.empty()) continue;
       const auto room = static_cast<std::size_t>(descriptor.room.at(tensor));
       if (bytes <= room) continue;

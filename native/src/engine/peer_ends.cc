@@ -45,7 +45,8 @@ bool Peers::ask_for_life(Rank rank) {
 }
 
 void Peers::answer_stack(Rank to, const StackRequest& request) {
-  const auto still = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - world_.moved_at());
+  const auto still =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - world_.moved_at());
   send(to, encode(Stack{request.for_life ? "" : stacks_.take(),
                         static_cast<std::uint64_t>(still.count())}));
 }

@@ -73,6 +73,9 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
       deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
   group.give_up_at = std::min(group.give_up_at, operation->give_up_at);
   if (!operation->on_device) place(group, *operation);
+  if (spec_of(operation->descriptor.collective).rows_of_result != nullptr) {
+    operation->descriptor.lacks_memory = !world_.spare_memory().restore();
+  }
   group.submitted.emplace(operation->name, operation);
   if (const auto number = group.plan.find(*operation)) return submit_again(group, *number);
   tell(true);  // what was submitted before comes first

@@ -20,7 +20,12 @@ import pytest
 
 from sparkhvd import rendezvous
 from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView
-from sparkhvd.errors import CollectiveError, InvalidArgumentError, PeerLostError
+from sparkhvd.errors import (
+    CollectiveError,
+    InvalidArgumentError,
+    PeerLostError,
+    ResultMemoryError,
+)
 from sparkhvd.rendezvous import sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
@@ -323,16 +328,28 @@ def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
 
 
 def too_little_memory(engine: Engine, talk: Talk) -> Any:
-    """Rank 1 has no room for the result of an allgather."""
+    """Gather twice, and keep the results, while rank 1 has no room for more than a part; then go on with less."""
+    room = talk.hear()
+    rows = np.ones(room["bytes"] // 8 // engine.size)
     engine.barrier(name="start").wait()
-    rows = np.ones(8 << 20, np.float64)  # 64 MiB each
     if engine.rank == 1:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
-    talk.say("running")
-    allgather(engine, "rows", rows)
-    return "done"
+        resource.setrlimit(resource.RLIMIT_AS, (used + room["left"],) * 2)
+    found: list[Any] = []
+    kept = []  # results stay in memory as long as their works
+    for number in range(3):
+        work = engine.allgather(
+            view(rows), name=f"rows {number}", dtype=dtype_of(rows), keep=rows
+        )
+        try:
+            work.wait()
+            kept.append(work)
+            found.append("done")
+        except ResultMemoryError as error:
+            found.append(str(error))
+    found.append(allreduce(engine, "after it", np.ones(3)).tolist())
+    return found
 
 
 def leave_beside_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
