@@ -22,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Report, Target, local_session, spread
 from estimator import CASES, RANKS, network, one_fit, write_input
 from launch import one_allreduce
+
+from common import Report, Target, local_session, spread
 
 CASE = CASES[0]
 HERE = Path(__file__).parent
@@ -84,7 +85,9 @@ def one_session(what: str) -> dict[str, float]:
             from sparkhvd.runner import run
 
             return {
-                f"run(fn), {when}": seconds_of(lambda: run(one_allreduce, num_proc=RANKS, verbose=0))
+                f"run(fn), {when}": seconds_of(
+                    lambda: run(one_allreduce, num_proc=RANKS, verbose=0)
+                )
                 for when in ("first", "later")
             }
         path = write_input(spark, folder, CASE.rows)

@@ -339,9 +339,7 @@ def too_little_memory(engine: Engine, talk: Talk) -> Any:
     found: list[Any] = []
     kept = []  # results stay in memory as long as their works
     for number in range(3):
-        work = engine.allgather(
-            view(rows), name=f"rows {number}", dtype=dtype_of(rows), keep=rows
-        )
+        work = engine.allgather(view(rows), name=f"rows {number}", dtype=dtype_of(rows), keep=rows)
         try:
             work.wait()
             kept.append(work)
