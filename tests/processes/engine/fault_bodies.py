@@ -149,6 +149,17 @@ def move_large_tensors(engine: Engine, talk: Talk) -> Any:
     return work_until_told(engine, talk, large_round)
 
 
+def move_large_tensors_until_lost(engine: Engine, talk: Talk) -> Any:
+    """Round after round with large tensors, until another rank's end ends this one; rank 0 aborts when it is told a reason."""
+    if engine.rank == 0:
+        threading.Thread(target=lambda: engine.abort(talk.hear()), daemon=True).start()
+    talk.say("running")
+    number = 0
+    while True:
+        large_round(engine, number)
+        number += 1
+
+
 def work_until_told(
     engine: Engine, talk: Talk, one_round: Callable[[Engine, int], None] = one_round
 ) -> Any:

@@ -61,6 +61,27 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
                 assert time.monotonic() - began < WITHIN_S
 
 
+@pytest.mark.parametrize("reason", ["", "out of patience"])
+def test_end_of_a_rank_is_told_though_tensors_are_queued_before_it(reason: str) -> None:
+    """One rank takes no bytes for a while, and what it and the others hear then has many of them ahead."""
+    with rank_processes(f"{BODIES}:move_large_tensors_until_lost", 3, tcp_only=True) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        time.sleep(0.5)
+        ranks[2].kill(signal.SIGSTOP)
+        time.sleep(0.5)
+        if reason:
+            ranks[0].tell(reason)
+        else:
+            ranks[0].kill(signal.SIGKILL)
+        for rank in (ranks[1], ranks[2]):
+            rank.kill(signal.SIGCONT)
+            began = time.monotonic()
+            error = ending(rank)
+            assert (reason or "rank 0 is lost") in error["text"].lower(), error
+            assert time.monotonic() - began < WITHIN_S
+
+
 def test_ranks_that_are_left_adopt_the_memory_of_the_former_engine() -> None:
     with rank_processes(f"{BODIES}:adopt_after_a_death", 3) as ranks:
         for rank in ranks:
