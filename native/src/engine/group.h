@@ -19,6 +19,12 @@
 
 namespace sparkhvd {
 
+/// Answers of the other ranks when an operation's deadline has passed.
+struct Questions {
+  std::vector<Rank> unanswered;
+  TimePoint moved_at{};  // tensor bytes, on any of those that have answered
+};
+
 /// An operation that all ranks have agreed to run.
 struct Running {
   std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts along
@@ -30,12 +36,6 @@ struct Running {
   std::optional<OperationFailed> failure;  // then it has ended
   bool has_looked = false;      // removal of a process set: at everything that has come for it
   TimePoint deadline = kNever;  // moves on with every step
-
-  /// What the other ranks say when its deadline has passed.
-  struct Questions {
-    std::vector<Rank> unanswered;
-    TimePoint moved_at{};  // tensor bytes, on any of those that have answered
-  };
   std::optional<Questions> questions;
 };
 
