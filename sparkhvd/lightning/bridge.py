@@ -24,11 +24,14 @@ class RunState:
         rows: of the epoch so far, over all ranks.
     """
 
-    def __init__(self, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles) -> None:
-        """Take the `CheckpointIO` of the trainer's strategy, and Lightning's files in the run's folder."""
+    def __init__(
+        self, module: Any, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles
+    ) -> None:
+        """Take the module of the trainer, the `CheckpointIO` of its strategy, and Lightning's files in the run's folder."""
         self.trainer: Any = None
         self.rows = 0
-        self._ctx, self._io, self._files = ctx, checkpoint_io, files
+        self._module, self._ctx = module, ctx
+        self._io, self._files = checkpoint_io, files
         self._logged: dict[str, Any] = {}
 
     @property
@@ -42,8 +45,11 @@ class RunState:
         if self.trainer is not None:
             self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
             logged = {name: sums_of(each) for name, each in results_of(self.trainer).items()}
+        kept = dict(self._io.state or {})
+        if self._ctx.optimizer is not None:
+            kept.pop("optimizer_states", None)  # the run's checkpoint has it
         return {
-            "lightning": plain(self._io.state or {}),
+            "lightning": plain(kept),
             "files": dict(self._files.sums),
             "rows": self.rows,
             "logged": hvd.allgather_object(logged, name="lightning.logged"),
@@ -51,7 +57,9 @@ class RunState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next trainer begin with a state."""
-        self._io.state = {**state["lightning"], "state_dict": self._ctx.model.state_dict()}
+        self._io.state = {**state["lightning"], "state_dict": self._module.state_dict()}
+        if self._ctx.optimizer is not None:
+            self._io.state["optimizer_states"] = [self._ctx.optimizer.state_dict()]
         self._files.sums.update(state["files"])
         self._logged = state["logged"][self._ctx.rank]
         self.rows = state["rows"]

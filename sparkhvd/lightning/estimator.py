@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,6 +21,9 @@ from sparkhvd.lightning.params import (
     OF_THE_LOOP,
     LightningParams,
 )
+
+if TYPE_CHECKING:
+    from sparkhvd.training.train_fn import TrainFnContext
 
 __all__ = ["TorchEstimator"]
 
@@ -47,16 +51,29 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
             InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
         """
         options = super()._options()
-        if isinstance(options.model, torch.nn.Module):
-            package_of(options.model)  # refuses another module
+        wrap = self._wrap(options)
         self._refuse(options)
         # What the loop takes by itself is not refused as unseen by it.
         explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER, *OF_THE_LOOP} | {"train_fn"}
-        loop = self._loop(options)
+        loop = replace(self._loop(options), wrap=wrap)
         return replace(options, train_fn=loop, callbacks=None, explicit=explicit)
 
+    def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
+        """Return what makes the LightningModule of a rank from its module; None where the module is one.
+
+        Raises:
+            InvalidArgumentError: it is none.
+        """
+        if isinstance(options.model, torch.nn.Module):
+            package_of(options.model)  # refuses another module
+        return None
+
+    def _refused(self) -> Mapping[str, str]:
+        """Return the Params that have no effect, and what to do instead."""
+        return MODULE_OR_TRAINER
+
     def _refuse(self, options: FitOptions) -> None:
-        for name, instead in MODULE_OR_TRAINER.items():
+        for name, instead in self._refused().items():
             if name in options.explicit and getattr(options, name) not in (None, []):
                 raise InvalidArgumentError(
                     f"{name} has no effect on a LightningModule: {instead}. Leave it out."

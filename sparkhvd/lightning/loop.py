@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import sparkhvd.torch as hvd
 from sparkhvd.lightning.batches import Batches, RowFunction
@@ -36,6 +36,7 @@ class LightningLoop:
         strategy: arguments of the strategy.
         moves_loggers: loggers write into the run's folder of logs, whatever folder they were given.
         ends_on_nan: a loss that is not finite ends the fit with an error.
+        wrap: makes the LightningModule of the run's module, which it holds; None: it is one.
     """
 
     callbacks: Sequence[Any] = ()
@@ -50,9 +51,12 @@ class LightningLoop:
     strategy: Mapping[str, Any]
     moves_loggers: bool = False
     ends_on_nan: bool = False
+    wrap: Callable[[TrainFnContext], Any] | None = None
 
-    # The columns need not fit the module's `forward`: `training_step` gets them.
-    feeds_model: ClassVar[bool] = True
+    @property
+    def feeds_model(self) -> bool:
+        """True if the columns need not fit the module's `forward`: `training_step` gets them, or others."""
+        return self.wrap is None or self.changes_columns
 
     @property
     def changes_columns(self) -> bool:
@@ -61,10 +65,11 @@ class LightningLoop:
 
     def __call__(self, ctx: TrainFnContext) -> None:
         """Train on a rank; every rank must call it."""
-        package = package_of(ctx.model)
+        module = ctx.model if self.wrap is None else self.wrap(ctx)
+        package = package_of(module)
         files = RunFiles(ctx.store, ctx.run_dir)
         io = checkpoint_io(package, files)
-        state = RunState(ctx, io, files)
+        state = RunState(module, ctx, io, files)
         ctx.keep("lightning", state)
         for each in self.callbacks:
             if isinstance(each, package.callbacks.ModelCheckpoint) and each.dirpath is None:
@@ -94,12 +99,12 @@ class LightningLoop:
                 strategy.loss_weight = lambda: ctx.loss_weight
             trainer = package.Trainer(strategy=strategy, **arguments)
             trainer.fit(
-                ctx.model,
+                module,
                 **self._data(ctx),
                 ckpt_path=IN_MEMORY if state.is_resumed else None,
             )
         state.trainer = None
-        _return_best(package, ctx, trainer, files)
+        _return_best(package, module, ctx, trainer, files)
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
         """Return the arguments of `Trainer.fit` that give the batches."""
@@ -162,7 +167,9 @@ def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
         yield folder
 
 
-def _return_best(package: Any, ctx: TrainFnContext, trainer: Any, files: RunFiles) -> None:
+def _return_best(
+    package: Any, module: Any, ctx: TrainFnContext, trainer: Any, files: RunFiles
+) -> None:
     """Load the weights that a `ModelCheckpoint` calls the best, and let the run return them; every rank must call it."""
     paths = [
         each.best_model_path
@@ -173,6 +180,6 @@ def _return_best(package: Any, ctx: TrainFnContext, trainer: Any, files: RunFile
     if not hvd.broadcast_object(name, 0, name="lightning.best"):
         return
     if ctx.rank == 0:
-        ctx.model.load_state_dict(files.load(name)["state_dict"])
+        module.load_state_dict(files.load(name)["state_dict"])
     hvd.broadcast_parameters(ctx.model.state_dict(), 0)
     ctx.save_checkpoint()

@@ -8,9 +8,9 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["find", "is_module", "package_of"]
+__all__ = ["NAMES", "find", "is_module", "package_of"]
 
-_NAMES = ("lightning.pytorch", "pytorch_lightning")
+NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def find() -> list[Any]:
@@ -19,23 +19,23 @@ def find() -> list[Any]:
     Raises:
         ImportError: neither is installed.
     """
-    if imported := [sys.modules[name] for name in _NAMES if name in sys.modules]:
+    if imported := [sys.modules[name] for name in NAMES if name in sys.modules]:
         return imported
-    for name in _NAMES:
+    for name in NAMES:
         try:
             return [importlib.import_module(name)]
         except ModuleNotFoundError as error:
             if error.name not in (name, name.partition(".")[0]):
                 raise
     raise ImportError(
-        f"sparkhvd.lightning: neither of {' and '.join(_NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
+        f"sparkhvd.lightning: neither of {' and '.join(NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
         name="lightning",
     )
 
 
 def is_module(module: Any) -> bool:
     """Return True for a LightningModule of either package."""
-    packages = filter(None, map(sys.modules.get, _NAMES))  # the module's class has imported its own
+    packages = filter(None, map(sys.modules.get, NAMES))  # the module's class has imported its own
     return any(isinstance(module, package.LightningModule) for package in packages)
 
 
@@ -45,11 +45,11 @@ def package_of(module: Any) -> Any:
     Raises:
         InvalidArgumentError: it is none.
     """
-    for name in _NAMES:
+    for name in NAMES:
         package = sys.modules.get(name)  # the module's class has imported it
         if package is not None and isinstance(module, package.LightningModule):
             return package
     raise InvalidArgumentError(
-        f"sparkhvd.lightning.TorchEstimator: model is a {type(module).__name__}; it must be a LightningModule of {' or '.join(_NAMES)}. "
+        f"sparkhvd.lightning.TorchEstimator: model is a {type(module).__name__}; it must be a LightningModule of {' or '.join(NAMES)}. "
         "Use sparkhvd.TorchEstimator for other modules."
     )

@@ -2,6 +2,7 @@
 
 Each module imports only those above it:
 
+    plain      training of a plain module by Lightning's trainer
     estimator  both classes
 """
 

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from sparkhvd import estimator as own
+from sparkhvd.data.columns import heads
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
+from sparkhvd.horovod.spark.lightning.plain import PlainModule, check_metrics, package_name
 from sparkhvd.lightning import estimator as lightning
 from sparkhvd.lightning.batches import RowFunction, encoded
 from sparkhvd.lightning.loop import LightningLoop
 from sparkhvd.lightning.packages import is_module
+from sparkhvd.lightning.params import MODULE_OR_TRAINER
+from sparkhvd.training.loss_functions import construct_losses, resolve_losses
+from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.model import build_model, check_model
+from sparkhvd.training.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.training.train_fn import TrainFnContext
 
 __all__ = ["TorchEstimator", "TorchModel"]
+
+# Params of a plain module that its LightningModule takes.
+_OF_PLAIN = (
+    *("optimizer", "learning_rate", "weight_decay"),
+    *("loss", "loss_constructors", "loss_weights", "metrics"),
+)
+_NOT_PLAIN = {
+    **MODULE_OR_TRAINER,
+    **dict.fromkeys(
+        ("lr_scheduler", "lr_scheduler_interval"),
+        "make the module a LightningModule, whose configure_optimizers returns the scheduler",
+    ),
+}
 
 
 class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `history` is a Param here
@@ -29,7 +52,7 @@ class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `histor
 
 
 class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
-    """Estimator of a LightningModule that does what Horovod's does; of another module, with `optimizer` and `loss`, too.
+    """Estimator of a LightningModule that does what Horovod's does; another module is made one with `optimizer` and `loss`, and stays what it is.
 
     As there, and other than `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step
     of all ranks are left out, `transformation_fn` gets a dict of a row's values, text and bytes among them, on the rank, and the default logger writes
@@ -46,27 +69,43 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
         """Return the class of the model that a fit returns."""
         return TorchModel
 
-    def _options(self) -> FitOptions:
-        if not is_module(self._get("model")):
-            return self._of_plain_module()
-        return super()._options()
+    @property
+    def _is_plain(self) -> bool:
+        """True if the model is no LightningModule; of a function that makes it, an optimizer tells."""
+        model = self._get("model")
+        if isinstance(model, torch.nn.Module):
+            return not is_module(model)
+        return self._get("optimizer") is not None
 
-    def _of_plain_module(self) -> FitOptions:
-        """Return the options of a module that `optimizer` and `loss` train, which Lightning's trainer does not see.
+    def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
+        if not self._is_plain:
+            return super()._wrap(options)
+        module = check_model(build_model(options.model))
+        check_optimizer(options.optimizer, options.model, module)
+        labels = options.label_cols or []
+        loss = construct_losses(options.loss, options.loss_constructors, module)
+        per_row = options.sample_weight_col is not None
+        losses, _ = resolve_losses(loss, len(labels), per_row=per_row)
+        given = loss if isinstance(loss, (list, tuple)) else [loss] * len(labels)
+        metrics = resolve_metrics(options.metrics, labels, [heads.link_of(each) for each in given])
+        of_lightning = [
+            *(self._get("callbacks") or ()),
+            *(self._get(name) for name in ("logger", "profiler", "data_module")),
+        ]
+        return PlainModule(
+            package=package_name(of_lightning), losses=losses, metrics=check_metrics(metrics)
+        )
 
-        Raises:
-            InvalidArgumentError: something of Lightning's is given.
-        """
-        of_lightning = ("callbacks", "logger", "profiler", "trainer_args", "data_module")
-        if given := [name for name in of_lightning if self._get(name)]:
-            raise InvalidArgumentError(
-                f"{given[0]} is of Lightning, and model is a {type(self._get('model')).__name__}, which is trained with optimizer and loss "
-                "alone. Make it part of a LightningModule."
-            )
-        return self._with_backend(own.TorchEstimator._options(self))
+    def _refused(self) -> Mapping[str, str]:
+        if not self._is_plain:
+            return super()._refused()
+        return {n: instead for n, instead in _NOT_PLAIN.items() if n not in _OF_PLAIN}
 
     def _loop(self, options: FitOptions) -> LightningLoop:
         loop = super()._loop(options)
+        if self._is_plain:
+            # The module finds columns by their names, and its optimizer is made with these two already.
+            loop = replace(loop, columns=None, strategy={})
         # Horovod's default is TensorBoard, where it is installed; Lightning's takes a table of CSV else.
         return loop if self._get("logger") is not None else replace(loop, logger=True)
 
@@ -89,10 +128,9 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
 
     def _read_options(self, options: type[Any]) -> Any:
         read = super()._read_options(options)
-        if not is_module(self._get("model")):
-            return read
-        # Horovod has them, and does nothing with them for a LightningModule.
-        read = replace(read, metrics=[], explicit=read.explicit - {"metrics"})
+        if not self._is_plain:
+            # Horovod has them, and does nothing with them for a LightningModule.
+            read = replace(read, metrics=[], explicit=read.explicit - {"metrics"})
         if read.transformation_fn is None:
             return read
         # The function gets values as they are.
