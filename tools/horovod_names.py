@@ -78,7 +78,7 @@ NOTES: dict[str, str] = {
     "horovod.spark.keras": "for Keras 3 on its torch backend",
     "horovod.keras": "for Keras 3 on its torch backend",
     "horovod.spark.common.backend.SparkBackend": "sends the variables in `env`, not all of the driver's",
-    "horovod.spark.common.store": "data and runs are in the store's own folders; opens every file system by its URL",
+    "horovod.spark.common.store": "data that `fit` packs are in the store's folder `data`; opens every file system by its URL",
     "horovod.spark.common.params": "names that have no effect; the others are in sparkhvd's table of Params",
     "horovod.spark.common.util.prepare_data": _OWN_PATH,
     "horovod.spark.common.datamodule": "batches come from the fit, or from a `data_module` with the same arguments",

@@ -9,7 +9,12 @@ import pytest
 
 from sparkhvd.data.store.store import Store as OwnStore
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore, Store
+from sparkhvd.horovod.spark.common.store import (
+    FilesystemStore,
+    LocalStore,
+    Store,
+    checked_for_fit,
+)
 
 
 def test_paths_are_urls_below_the_store(tmp_path: Path) -> None:
@@ -33,8 +38,7 @@ def test_files_go_by_any_form_of_their_path(tmp_path: Path) -> None:
         assert store.read(path) == b"a"
     assert not store.exists("runs/other")
     assert not store.is_parquet_dataset(store.get_train_data_path())
-    with pytest.raises(InvalidArgumentError, match="is not in the store"):
-        store.exists("/somewhere/else")
+    assert not store.exists("/somewhere/else")
 
 
 def test_ranks_get_a_store_without_horovods_names(tmp_path: Path) -> None:
@@ -43,6 +47,87 @@ def test_ranks_get_a_store_without_horovods_names(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(store)) == store
 
 
-def test_other_folders_for_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="FilesystemStore: data and runs of a store are"):
-        FilesystemStore(str(tmp_path), runs_path="/elsewhere")
+def test_folders_of_data_and_runs_may_be_elsewhere(tmp_path: Path) -> None:
+    store = Store.create(
+        str(tmp_path / "store"),
+        train_path=str(tmp_path / "rows"),
+        runs_path=f"file://{tmp_path}/all/of them",
+        save_runs=False,
+    )
+    assert store.get_train_data_path() == f"file://{tmp_path}/rows"
+    assert store.get_train_data_path(2) == f"file://{tmp_path}/rows.2"
+    assert store.get_val_data_path() == f"file://{tmp_path}/store/intermediate_val_data"
+    assert store.get_run_path("mine") == f"file://{tmp_path}/all/of%20them/mine"
+    assert not store.saving_runs()
+    assert store.get_checkpoint_path("mine") is None
+    assert store.to_remote("mine").logs_path is None
+    store.write_text(f"{store.get_run_path('mine')}/notes.txt", "a")
+    store.write_text(f"{store.get_train_data_path()}/x.parquet", "")
+    assert (tmp_path / "all" / "of them" / "mine" / "notes.txt").read_text() == "a"
+    assert store.is_parquet_dataset(store.get_train_data_path())
+    assert not (tmp_path / "store" / "runs").exists()
+
+    on_rank = pickle.loads(pickle.dumps(store))
+    assert on_rank == store
+    assert on_rank != OwnStore(str(tmp_path / "store"))
+    assert on_rank.list("runs") == ["runs/mine"]
+    assert on_rank.list("runs", recursive=True) == ["runs/mine/notes.txt"]
+    assert [file.path for file in on_rank.below("runs/mine").files()] == ["notes.txt"]
+    assert on_rank.local_path("runs/mine/logs") == str(tmp_path / "all" / "of them" / "mine/logs")
+    on_rank.delete("runs/mine")
+    assert list((tmp_path / "all" / "of them").iterdir()) == []
+
+
+def test_runs_of_object_stores_may_be_elsewhere_in_their_bucket() -> None:
+    from sparkhvd.data.store.moved import StoreWithRuns
+
+    store = StoreWithRuns("s3://bucket/a?region=x", None, "s3://bucket/b/c")
+    assert store.full_url("runs/mine") == "s3://bucket/b/c/mine"
+    assert store.full_url("data") == "s3://bucket/a/data?region=x"
+    assert store._place.full("runs/mine/x") == "bucket/b/c/mine/x"
+    assert store._place.relative("bucket/b/c/mine") == "runs/mine"
+    assert store._place.full("runs2") == "bucket/a/runs2"
+    with pytest.raises(InvalidArgumentError, match="in another file system. Give a folder in the"):
+        StoreWithRuns("s3://bucket/a", None, "s3://other/b")
+
+
+class Own(LocalStore):
+    def get_runs_path(self) -> str:
+        return f"{self.prefix_path}/of-mine"
+
+
+def test_methods_of_a_subclass_are_asked(tmp_path: Path) -> None:
+    store = checked_for_fit(Own(str(tmp_path)))
+    assert store.get_logs_path("a") == f"file://{tmp_path}/of-mine/a/logs"
+    store.write_bytes("runs/a/x", b"1")
+    assert (tmp_path / "of-mine" / "a" / "x").exists()
+    assert store.get_checkpoints("a") == []
+    plain = LocalStore(str(tmp_path))
+    assert checked_for_fit(plain) is plain
+    assert type(pickle.loads(pickle.dumps(plain))) is OwnStore
+
+
+def test_paths_that_a_run_cannot_have_are_errors(tmp_path: Path) -> None:
+    class Checkpoints(LocalStore):
+        def get_checkpoint_path(self, run_id: str) -> str:
+            return f"/elsewhere/{run_id}"
+
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"Checkpoints.get_checkpoint_path\('a-run'\) is '/elsewhere/a-run', which a fit would not use: they are in file:",
+    ):
+        checked_for_fit(Checkpoints(str(tmp_path)))
+
+    class Dated(LocalStore):
+        def get_run_path(self, run_id: str) -> str:
+            return f"{self.prefix_path}/{run_id}/today"
+
+    with pytest.raises(InvalidArgumentError, match="and a run is a folder with the name of its"):
+        checked_for_fit(Dated(str(tmp_path)))
+
+    class Placeless(Store):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(InvalidArgumentError, match="store is a Placeless, whose __init__ has not"):
+        checked_for_fit(Placeless())

@@ -29,6 +29,7 @@ Each module imports only those above it:
     contents      lists and deletes runs and data
     temporary     folders that go with their process
     store         `Store`
+    moved         a store whose runs are elsewhere
     remote_calls  calls on a store that a Spark task makes
     remote_store  a store that only executors see
     mailbox       small files that ranks leave for the driver

@@ -10,6 +10,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.horovod.spark.common.backend import SparkBackend
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import EstimatorParams
+from sparkhvd.horovod.spark.common.store import Store, checked_for_fit
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -89,7 +90,11 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     def _with_backend(self, options: FitOptions) -> FitOptions:
         """Return the options with the backend's number of ranks, and Horovod's meaning of a run that is there."""
         self._backend = backend = self._get_or_create_backend()
-        options = replace(options, warm_start=options.warm_start or bool(options.run_id))
+        store = checked_for_fit(options.store)
+        if not isinstance(store, Store) or store.saving_runs():
+            options = replace(options, warm_start=options.warm_start or bool(options.run_id))
+        elif "keep_checkpoints" not in options.explicit:
+            options = replace(options, keep_checkpoints=0)
         if type(backend) is SparkBackend and backend._num_proc is None:
             return options
         explicit = options.explicit | {"num_proc"}

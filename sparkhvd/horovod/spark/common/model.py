@@ -69,7 +69,8 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
 
     def getRunId(self) -> Any:  # noqa: N802
         """Return the name of the run."""
-        return self._get("run_id")
+        run_id = self._get("run_id")
+        return own.TorchModel.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
         """Return a function of the module and a row, a dict by column, that returns the outputs for the row; a subclass may have another."""

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
+from sparkhvd.data.store import addresses
 from sparkhvd.data.store import store as own
+from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.sessions import connect_session
+
+# Arguments of `FilesystemStore` besides the place and storage options.
+_ARGUMENTS = (
+    *("train_path", "val_path", "test_path", "runs_path", "save_runs"),
+    *("storage_options", "checkpoint_filename"),
+)
 
 __all__ = [
     "AbstractFilesystemStore",
@@ -21,27 +30,37 @@ __all__ = [
     "HDFSStore",
     "LocalStore",
     "Store",
+    "checked_for_fit",
+    "data_path",
 ]
 
 
-class Store(own.Store):
+class Store(StoreWithRuns):
     """Store with Horovod's methods; `Store.create(path_or_url, **storage_options)` opens one."""
 
+    # Folders of data that the constructor was given.
+    _folders: Mapping[str, str] = MappingProxyType({})
+    _save_runs = True
+
     @classmethod
-    def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Any:
-        """Open the store at a path or URL, of the kind that it needs; see `sparkhvd.Store.create`."""
-        if connect_session() is not None:
-            return own.Store.create(path_or_url, **storage_options)
+    def create(cls, path_or_url: str | os.PathLike[str], *names: Any, **options: Any) -> Any:
+        """Open the store at a path or URL, of the kind that it needs.
+
+        Args:
+            path_or_url: absolute path or URL; the folder is made.
+            *names: further arguments of `FilesystemStore`.
+            **options: the same by name; all others are storage options, see `sparkhvd.Store.create`.
+        """
+        named = {name: options.pop(name) for name in _ARGUMENTS if name in options}
+        if connect_session() is not None and not names and not named:
+            return own.Store.create(path_or_url, **options)
+        if options:
+            named["storage_options"] = {**(named.get("storage_options") or {}), **options}
         address = os.fspath(path_or_url)
         if address.startswith(("dbfs:/", "/dbfs/", "file:/dbfs/")):
-            return DBFSLocalStore(address, storage_options=storage_options)
+            return DBFSLocalStore(address, *names, **named)
         kind = HDFSStore if address.startswith("hdfs://") else FilesystemStore
-        return kind(address, storage_options=storage_options)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks need none of Horovod's names, nor the class of a program's own store.
-        state = own.Store.__getstate__(self)
-        return own.Store, (state["url"], state["options"])
+        return kind(address, *names, **named)
 
     # --- paths
 
@@ -63,12 +82,12 @@ class Store(own.Store):
         return self._data("test", idx)
 
     def _data(self, role: str, idx: int | None) -> str:
-        name = f"intermediate_{role}_data"
-        return self.full_url(name if idx is None else f"{name}.{idx}")
+        folder = self._folders.get(role) or self.full_url(f"intermediate_{role}_data")
+        return folder if idx is None else _appended(folder, f".{idx}")
 
     def saving_runs(self) -> bool:
-        """Return True: runs have a folder each."""
-        return True
+        """Return True if runs stay after their fit."""
+        return self._save_runs
 
     def get_runs_path(self) -> str:
         """Return the folder of all runs."""
@@ -76,11 +95,12 @@ class Store(own.Store):
 
     def get_run_path(self, run_id: str) -> str:
         """Return the folder of a run."""
-        return self.full_url(f"runs/{run_id}")
+        return _appended(self.get_runs_path(), f"/{run_id}")
 
-    def get_checkpoint_path(self, run_id: str) -> str:
-        """Return the folder of a run's checkpoints."""
-        return self.full_url(f"runs/{run_id}/checkpoints")
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """Return the folder of a run's checkpoints; None if runs do not stay."""
+        run = self.get_run_path(run_id)
+        return _appended(run, "/checkpoints") if self.saving_runs() else None
 
     def get_checkpoint_filename(self) -> str:
         """Return the name of the file that points to a run's newest checkpoint."""
@@ -91,9 +111,10 @@ class Store(own.Store):
         found = self.list(f"runs/{run_id}/checkpoints")
         return [self.full_url(path) for path in found if path.endswith(suffix)]
 
-    def get_logs_path(self, run_id: str) -> str:
-        """Return the folder of a run's logs."""
-        return self.full_url(f"runs/{run_id}/logs")
+    def get_logs_path(self, run_id: str) -> str | None:
+        """Return the folder of a run's logs; None if runs do not stay."""
+        run = self.get_run_path(run_id)
+        return _appended(run, f"/{self.get_logs_subdir()}") if self.saving_runs() else None
 
     def get_logs_subdir(self) -> str:
         """Return the name of the folder of logs in a run's."""
@@ -101,41 +122,52 @@ class Store(own.Store):
 
     def get_full_path(self, path: str) -> str:
         """Return the URL of a path."""
-        return self.full_url(self._relative(path))
+        place, relative = self._located(path)
+        return place.full_url(relative)
 
-    def _relative(self, path: str) -> str:
-        """Return a path relative to the store.
-
-        Raises:
-            InvalidArgumentError: it is a place outside the store.
-        """
+    def _located(self, path: str) -> tuple[own.Store, str]:
+        """Return the store that a path is in, and the path there; one elsewhere is in that of its folder."""
         root = own.Store.local_path(self, "") or ""
         for prefix in (self.url, root, f"file://{root}", f"file:{root}"):
             if prefix and (path == prefix or path.startswith(f"{prefix.rstrip('/')}/")):
-                return path.removeprefix(prefix.rstrip("/")).strip("/")
+                return self, path.removeprefix(prefix.rstrip("/")).strip("/")
+        runs = self.full_url("runs")
+        if (url := self._absolute(path)) == runs or url.startswith(f"{runs}/"):
+            return self, f"runs{url.removeprefix(runs)}"
         if "://" in path or os.path.isabs(path):
-            raise InvalidArgumentError(
-                f"{path!r} is not in the store {self.url}. Give a path below it."
-            )
-        return path
+            folder, name = addresses.split(url)
+            return own.Store(folder, self._place.options), name
+        return self, path
+
+    def _absolute(self, path: str) -> str:
+        """Return the URL of an absolute path or URL; a path is in the store's file system."""
+        if os.path.isabs(path) and not self.is_local:
+            path = urlsplit(self.url)._replace(path=path, query="").geturl()
+        return own.Store(path).url if os.path.isabs(path) or "://" in path else path
 
     # --- files
 
     def exists(self, path: str) -> bool:
         """Return True if a file or folder exists."""
-        return super().exists(self._relative(path))
+        place, relative = self._located(path)
+        return own.Store.exists(place, relative)
 
     def read(self, path: str) -> bytes:
         """Return the content of a file."""
-        return self.read_bytes(self._relative(path))
+        place, relative = self._located(path)
+        return place.read_bytes(relative)
 
     def write_text(self, path: str, text: str) -> None:
         """Write a file."""
-        self.write_bytes(self._relative(path), text.encode())
+        place, relative = self._located(path)
+        if place is not self:
+            place.prove_writable()  # which makes the folder
+        place.write_bytes(relative, text.encode())
 
     def is_parquet_dataset(self, path: str) -> bool:
         """Return True if a folder holds Parquet files."""
-        files = self.list(self._relative(path), recursive=True)
+        place, relative = self._located(path)
+        files = place.list(relative, recursive=True)
         return any(name.endswith((".parquet", ".pq")) for name in files)
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> SimpleNamespace:
@@ -159,28 +191,38 @@ class FilesystemStore(Store):
 
     Args:
         prefix_path: absolute path or URL; the folder is made.
-        *paths: `train_path`, `val_path`, `test_path`, `runs_path` of Horovod's: only None is possible.
-        save_runs: only True is possible.
+        train_path: folder of training data for `fit_on_parquet` and data modules; an index of a data set comes behind it, after a dot.
+        val_path: folder of validation data.
+        test_path: folder of test data.
+        runs_path: folder of the runs, in the store's file system.
+        save_runs: whether runs stay after their fit, with checkpoints and logs.
         storage_options: credentials and such.
+        checkpoint_filename: of Horovod's; without effect.
 
     Raises:
-        InvalidArgumentError: the place cannot be written, or another folder for data or runs is given.
+        InvalidArgumentError: the place cannot be written, or `runs_path` is in another file system.
     """
 
     def __init__(
         self,
         prefix_path: str | os.PathLike[str],
-        *paths: str | None,
+        train_path: str | None = None,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        runs_path: str | None = None,
         save_runs: bool = True,
         storage_options: Mapping[str, object] | None = None,
-        **names: object,
+        checkpoint_filename: str | None = None,
     ) -> None:
-        if not save_runs or any(value is not None for value in (*paths, *names.values())):
-            raise InvalidArgumentError(
-                f"{type(self).__name__}: data and runs of a store are in its folders intermediate_*_data and runs, and runs are always "
-                "saved. Give prefix_path and storage_options alone."
-            )
+        del checkpoint_filename
         super().__init__(os.fspath(prefix_path), storage_options)
+        given = {"train": train_path, "val": val_path, "test": test_path}
+        self._folders = {
+            role: self._absolute(path) for role, path in given.items() if path is not None
+        }
+        self._save_runs = save_runs
+        if runs_path is not None:
+            self._move_runs(self._absolute(runs_path))
         self.prove_writable()
 
 
@@ -201,7 +243,7 @@ class HDFSStore(FilesystemStore):
         port: its port.
         user: as who it is written.
         kerb_ticket: path of a ticket's cache.
-        **names: `save_runs` and `storage_options` as of `FilesystemStore`; `driver` and `extra_conf` have no effect.
+        **names: others as of `FilesystemStore`; `driver` and `extra_conf` have no effect.
     """
 
     def __init__(
@@ -222,3 +264,56 @@ class HDFSStore(FilesystemStore):
         words = {"user": user, "kerb_ticket": kerb_ticket}
         query = "&".join(f"{name}={value}" for name, value in words.items() if value)
         super().__init__(f"{address}?{query}" if query else address, **names)
+
+
+def _appended(url: str, text: str) -> str:
+    """Put a text behind the path of a URL."""
+    path, mark, query = url.partition("?")
+    return f"{path}{text}{mark}{query}"
+
+
+def _bare(url: str) -> str:
+    return url.partition("?")[0].rstrip("/")
+
+
+def data_path(store: own.Store, role: str, idx: int | None) -> str:
+    """Return the folder of a store's data, "train" or "val", as the store says, or as Horovod's stores have it."""
+    asked = getattr(store, f"get_{role}_data_path", None)
+    if asked is not None:
+        return str(asked(idx))
+    name = f"intermediate_{role}_data"
+    return store.full_url(name if idx is None else f"{name}.{idx}")
+
+
+def checked_for_fit(store: Any) -> Any:
+    """Return a store whose runs are where its own methods say.
+
+    Raises:
+        InvalidArgumentError: it is a class without a place, or one of its methods asks for what a run cannot have.
+    """
+    if not isinstance(store, Store):
+        return store
+    kind = type(store).__name__
+    if not hasattr(store, "_place"):
+        raise InvalidArgumentError(
+            f"store is a {kind}, whose __init__ has not called that of its base, so it has no place. Derive it from FilesystemStore and "
+            "call super().__init__(prefix_path)."
+        )
+    name = "a-run"
+    run = _bare(store._absolute(store.get_run_path(name)))
+    folder, _, last = run.rpartition("/")
+    if last != name or "://" not in run:
+        raise InvalidArgumentError(
+            f"{kind}.get_run_path({name!r}) is {run!r}, and a run is a folder with the name of its run_id. Return an absolute path or URL "
+            "of a folder, '/', and the run_id; or give runs_path."
+        )
+    for method, wanted in (("get_checkpoint_path", "checkpoints"), ("get_logs_path", "logs")):
+        given = getattr(store, method)(name)
+        if given is not None and _bare(store._absolute(given)) not in (f"{run}/{wanted}", run):
+            raise InvalidArgumentError(
+                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: they are in {run}/{wanted}. Override get_run_path or give "
+                f"runs_path to have the whole run elsewhere, and leave {method} as it is."
+            )
+    if folder != _bare(store.full_url("runs")):
+        store._move_runs(folder)
+    return store

@@ -1,0 +1,108 @@
+"""A store whose runs are in a folder of their own, elsewhere in its file system."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from sparkhvd.data.store import addresses
+from sparkhvd.data.store.place import Place
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.writer import Writer
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["StoreWithRuns"]
+
+_RUNS = "runs"
+
+
+class _Moved(Place):
+    """Folder of a store whose runs are elsewhere; their paths begin with "runs", as in any other."""
+
+    def __init__(self, url: str, options: Mapping[str, object], runs: str) -> None:
+        super().__init__(url, options)
+        self.runs = addresses.parse(runs)
+        ours, theirs = urlsplit(self.address.full), urlsplit(self.runs.full)
+        if (ours.scheme, ours.netloc) != (theirs.scheme, theirs.netloc):
+            raise InvalidArgumentError(
+                f"The runs of the store {self.url} are to be in {self.runs.url}, in another file system. Give a folder in the store's own."
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Moved) and self.runs == other.runs and super().__eq__(other)
+
+    __hash__ = Place.__hash__
+
+    @property
+    def _runs_root(self) -> str:
+        if self.runs.root is not None:
+            return self.runs.root
+        # In the words of fsspec, as `root` is: what the two URLs have in common stands before.
+        below = urlsplit(self.address.full).path.rstrip("/")
+        return self.root.removesuffix(below) + urlsplit(self.runs.full).path.rstrip("/")
+
+    def full(self, path: str) -> str:
+        """Return a path in the file system."""
+        full = super().full(path)
+        first, _, rest = path.strip("/").partition("/")
+        if first != _RUNS:
+            return full
+        return posixpath.join(
+            self._runs_root, *[p for p in rest.split("/") if p and p != "."]
+        ).rstrip("/")
+
+    def relative(self, full: str) -> str:
+        """Return the path in the store of a path in the file system."""
+        root = self._runs_root
+        if full == root or full.startswith(f"{root}/"):
+            return posixpath.normpath(posixpath.join(_RUNS, posixpath.relpath(full, root)))
+        return super().relative(full)
+
+
+class StoreWithRuns(Store):
+    """A store, whose runs may be elsewhere in its file system."""
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, object] | None = None,
+        runs: str | None = None,
+    ) -> None:
+        """Use a store at a URL; `runs` is the URL of the folder of its runs, or None."""
+        super().__init__(url, storage_options)
+        if runs is not None:
+            self._move_runs(runs)
+
+    def _move_runs(self, runs: str) -> None:
+        """Take another folder for the runs.
+
+        Raises:
+            InvalidArgumentError: it is in another file system.
+        """
+        place = self._place
+        moved = _Moved(place.address.full, place.options, runs)
+        self._place, self._writer = moved, Writer(moved)
+
+    def full_url(self, path: str) -> str:
+        """Return the URL of a path in the store."""
+        first, _, rest = path.partition("/")
+        if first != _RUNS or not isinstance(self._place, _Moved):
+            return super().full_url(path)
+        url, mark, query = self._place.runs.url.partition("?")
+        return f"{url}/{rest}{mark}{query}" if rest else self._place.runs.url
+
+    def below(self, path: str) -> Store:
+        """Return a folder or file of this store as a store with the same options."""
+        first, _, rest = path.partition("/")
+        if first != _RUNS or not isinstance(self._place, _Moved):
+            return super().below(path)
+        runs = Store(self._place.runs.full, self._place.options)
+        return runs.below(rest) if rest else runs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        place = self._place
+        if isinstance(place, _Moved):
+            return StoreWithRuns, (place.address.full, place.options, place.runs.full)
+        return Store, (place.address.full, place.options)

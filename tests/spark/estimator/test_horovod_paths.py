@@ -1,0 +1,82 @@
+"""Stores of Horovod's and of a program's own, whose folders are asked for: runs, and data for `fit_on_parquet` and data modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
+from sparkhvd.horovod.spark.torch import TorchEstimator, TorchModel
+
+
+class Own(LocalStore):
+    """Has folders of its own for everything that may have one."""
+
+    def get_train_data_path(self, idx: int | None = None) -> str:
+        return f"{self.prefix_path}/training{'' if idx is None else f'-{idx}'}"
+
+    def get_val_data_path(self, idx: int | None = None) -> str:
+        return f"{self.prefix_path}/held-out{'' if idx is None else f'-{idx}'}"
+
+    def get_run_path(self, run_id: str) -> str:
+        return f"{self.prefix_path}/trainings/{run_id}"
+
+
+def estimator(store: Any, **options: Any) -> TorchEstimator:
+    torch.manual_seed(3)
+    net = torch.nn.Linear(1, 1)
+    given = {
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "num_proc": 1,
+        "random_seed": 1,
+        "verbose": 0,
+        "store": store,
+    }
+    return TorchEstimator(**{**given, **options})
+
+
+@pytest.fixture
+def df(spark: SparkSession) -> DataFrame:
+    rows = [(n / 40, 2.0 * n / 40, n % 5 == 0) for n in range(40)]
+    return spark.createDataFrame(rows, ["x", "y", "held_out"])
+
+
+def test_a_run_is_where_the_stores_methods_say(df: DataFrame, tmp_path: Path) -> None:
+    """And is trained further from there, and loaded."""
+    store = Own(str(tmp_path))
+    estimator(store, run_id="mine").fit(df)
+    estimator(store, run_id="mine").fit(df)
+    assert (tmp_path / "trainings" / "mine" / "warm-1").is_dir()
+    assert not (tmp_path / "runs").exists()
+    assert store.exists(f"{store.get_run_path('mine')}/finished.json")
+    assert TorchModel.from_run(store, "mine", trust=True).getRunId() == "mine/warm-1"
+    store.delete_run("mine")
+    assert list((tmp_path / "trainings").iterdir()) == []
+
+
+def test_runs_that_are_not_saved_go(df: DataFrame, tmp_path: Path) -> None:
+    store = FilesystemStore(
+        str(tmp_path / "store"), runs_path=str(tmp_path / "runs"), save_runs=False
+    )
+    model = estimator(store, run_id="mine").fit(df)
+    assert model.getRunId() == "mine"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_path_that_a_fit_would_not_use_is_an_error_at_once(df: DataFrame, tmp_path: Path) -> None:
+    class Logs(LocalStore):
+        def get_logs_path(self, run_id: str) -> str:
+            return f"/logs/{run_id}"
+
+    with pytest.raises(InvalidArgumentError, match=r"Logs.get_logs_path\('a-run'\) is '/logs/a-ru"):
+        estimator(Logs(str(tmp_path))).fit(df)
