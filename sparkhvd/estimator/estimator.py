@@ -181,9 +181,15 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         models = []
         for each in maps:
             estimator = self.copy(each)
-            sources, decoders = open_sources(estimator._options(), places, session)
+            sources, decoders = estimator._open_parquet(places, session)
             models.append(estimator._set(decoders=decoders)._fit_sources(sources))
         return models if is_list else models[0]
+
+    def _open_parquet(
+        self, places: Places, spark: SparkSession
+    ) -> tuple[FitSources, dict[str, Any] | None]:
+        """Return the sources of `fit_on_parquet` and the decoders of the fit."""
+        return open_sources(self._options(), places, spark)
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.store.store import Store
 from sparkhvd.lightning.batches import Batches, RowFunction
 from sparkhvd.lightning.bridge import RunState, bridge, finite_losses
 from sparkhvd.lightning.checkpoints import IN_MEMORY, RunFiles, checkpoint_io
@@ -89,6 +90,8 @@ class LightningLoop:
                 "enable_model_summary": False,
                 "num_sanity_val_steps": 0,
                 "default_root_dir": folder,
+                # A data module gets the rank's share of the rows to read: a sampler would divide that again.
+                "use_distributed_sampler": self.data_module is None,
                 **self.trainer_args,
                 "max_epochs": ctx.epochs,
                 "callbacks": [*callbacks, bridge(package, ctx, state)],
@@ -120,12 +123,14 @@ class LightningLoop:
 
     def _horovod_arguments(self, ctx: TrainFnContext) -> dict[str, Any]:
         spec, rows = ctx._spec, self.rows
-        data = (spec.data_store or spec.store).full_url(spec.data_dir)
-        held_out = (spec.validation_store or spec.store).full_url(spec.validation_dir or "")
+        data = _url(spec.data_store, spec.store, spec.data_dir)
+        held_out = data
+        if spec.validation_dir is not None:
+            held_out = _url(spec.validation_store, spec.store, spec.validation_dir)
         steps = len(ctx.train_loader)
         return {
             "train_dir": data,
-            "val_dir": held_out if spec.validation_dir else data,
+            "val_dir": held_out,
             "num_train_epochs": ctx.epochs,
             "has_val": ctx.val_loader is not None,
             "train_batch_size": spec.batch_size,
@@ -136,8 +141,9 @@ class LightningLoop:
             "schema_fields": [
                 *(n for a in spec.inputs.arguments for n in a.columns),
                 *spec.labels.columns,
+                *([spec.sample_weight] if spec.sample_weight else []),
             ],
-            "storage_options": None,
+            "storage_options": (spec.data_store or spec.store)._place.options or None,
             "steps_per_epoch_train": steps,
             "steps_per_epoch_val": 0 if ctx.val_loader is None else len(ctx.val_loader),
             "transformation": None if rows is None else rows.function,
@@ -146,6 +152,11 @@ class LightningLoop:
             "seed": spec.seed,
             **self.loading,
         }
+
+
+def _url(files: Store | None, store: Store, folder: str) -> str:
+    """Return the URL of files that are read where they are, or of a folder of packed ones."""
+    return store.full_url(folder) if files is None else files.url
 
 
 def _move(loggers: Any, folder: str) -> None:

@@ -39,7 +39,7 @@ def _construct(constructor: object, model: nn.Module) -> object:
             f"loss_constructors holds {constructor!r:.200}; it must hold functions that return a loss."
         )
     try:
-        return constructor(model=model) if _takes_model(constructor) else constructor()
+        return constructor(model=model) if _takes(constructor, "model") else constructor()
     except Exception as e:
         raise InvalidArgumentError(
             f"loss_constructors: calling {constructor!r:.100} failed: {type(e).__name__}: {e}. Give functions that can "
@@ -47,12 +47,14 @@ def _construct(constructor: object, model: nn.Module) -> object:
         ) from e
 
 
-def _takes_model(function: Callable[..., object]) -> bool:
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Return True if a function, or the `forward` of a module, takes an argument of a name; False where nothing tells."""
     try:
-        parameters = inspect.signature(function).parameters
+        called = function.forward if isinstance(function, nn.Module) else function
+        parameters = inspect.signature(called).parameters
     except (TypeError, ValueError):
         return False
-    return "model" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def resolve_losses(
@@ -118,11 +120,7 @@ def _per_row(loss: Loss) -> Loss:
         changed = copy.copy(loss)
         changed.__dict__["reduction"] = "none"
         return changed
-    try:
-        accepts = inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        accepts = inspect.signature(lambda output, label: None).parameters
-    if "reduction" not in accepts:
+    if not _takes(loss, "reduction"):
         raise InvalidArgumentError(
             f"loss: sample_weight_col needs a loss that gives one value per row, and {loss!r:.100} has no "
             "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction)."

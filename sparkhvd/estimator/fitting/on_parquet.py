@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.estimator.params.options import FitOptions
 
-__all__ = ["ParamMap", "PathLike", "Places", "open_sources", "split_arguments"]
+__all__ = ["ParamMap", "PathLike", "Places", "open_sources", "reachable", "split_arguments"]
 
 # Where Horovod's estimator keeps the data of a store; an index follows after a dot.
 _HOROVOD_TRAINING = "intermediate_train_data"
@@ -89,10 +89,10 @@ def open_sources(
     """
     _check_options(options, places)
     training_store, validation_store = _locate(options, places)
-    training = open_dataset(_reachable(spark, training_store))
+    training = open_dataset(reachable(spark, training_store))
     validation = None
     if validation_store is not None:
-        validation = ParquetFiles(open_dataset(_reachable(spark, validation_store)), spark)
+        validation = ParquetFiles(open_dataset(reachable(spark, validation_store)), spark)
     names = [*(options.feature_cols or []), *(options.label_cols or [])]
     decoders = options.decoders or {}
     if options.reader == "petastorm":
@@ -149,7 +149,7 @@ def _locate(options: FitOptions, places: Places) -> tuple[Store, Store | None]:
     return store.below(_HOROVOD_TRAINING + suffix), validation
 
 
-def _reachable(spark: SparkSession, store: Store) -> Store:
+def reachable(spark: SparkSession, store: Store) -> Store:
     """Return the place of a data set as this process reaches it: directly, or through tasks of a Connect session.
 
     A Connect client may see nothing there, or other files under the same name. Nothing is written to tell: it sees the

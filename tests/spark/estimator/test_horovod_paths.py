@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pyspark.sql import DataFrame, SparkSession
@@ -80,3 +81,35 @@ def test_a_path_that_a_fit_would_not_use_is_an_error_at_once(df: DataFrame, tmp_
 
     with pytest.raises(InvalidArgumentError, match=r"Logs.get_logs_path\('a-run'\) is '/logs/a-ru"):
         estimator(Logs(str(tmp_path))).fit(df)
+
+
+def test_fit_on_parquet_finds_what_a_fit_had(df: DataFrame, tmp_path: Path) -> None:
+    """In the folders that the store's methods name, with the fit's validation rows; written when it is asked for, and once."""
+    store = Own(str(tmp_path))
+    fitted = estimator(store, validation="held_out", lr_scaling=None).fit(df)
+    assert not (tmp_path / "training-0").exists()
+    again = estimator(store, validation="held_out", lr_scaling=None)
+    first, second = again.fit_on_parquet(), again.fit_on_parquet(dataset_idx=0)
+    assert len(pq.read_table(tmp_path / "training-0")) == 32
+    assert pq.read_table(tmp_path / "held-out-0").column_names == ["x", "y"]
+    assert not (tmp_path / "training-1").exists()
+    records = [model._fitted.history[0] for model in (fitted, first, second)]
+    assert [record["rows"] for record in records] == [32, 32, 32]
+    assert records[1]["val_loss"] == records[2]["val_loss"]
+    with pytest.raises(
+        InvalidArgumentError, match="no fit of this process has used the store as data set 3"
+    ):
+        again.fit_on_parquet(dataset_idx=3)
+
+
+def test_fit_on_parquet_finds_what_a_program_has_written(df: DataFrame, tmp_path: Path) -> None:
+    store = FilesystemStore(str(tmp_path / "store"), train_path=str(tmp_path / "rows"))
+    with pytest.raises(
+        InvalidArgumentError, match="path is not given, there is no Parquet in file:"
+    ):
+        estimator(store).fit_on_parquet()
+    df.where("NOT held_out").write.parquet(store.get_train_data_path())
+    df.where("held_out").write.parquet(store.get_val_data_path())
+    model = estimator(store, validation=0.2).fit_on_parquet()
+    assert model._fitted.history[0]["rows"] == 32
+    assert "val_loss" in model._fitted.history[0]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.data.source import DataFrameSource
+from sparkhvd.data.store import store as own
+from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.on_parquet import Places, open_sources
+from sparkhvd.estimator.params.fit import columns_in
+from sparkhvd.horovod.spark.common import parquet
 from sparkhvd.horovod.spark.common.backend import SparkBackend
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import EstimatorParams
@@ -16,6 +23,7 @@ from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
     from sparkhvd.estimator.fitting.inputs import FitSources
@@ -100,10 +108,14 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         explicit = options.explicit | {"num_proc"}
         return replace(options, num_proc=backend.num_processes(), explicit=explicit)
 
+    def _reads_parquet(self) -> bool:
+        """Return True if code of the user's on the ranks reads the data of a fit as Parquet."""
+        return False
+
     def _fit_sources(self, sources: FitSources) -> Any:
         schema = sources.training.schema
         self._texts, self._binaries = _named(schema, "string"), _named(schema, "binary")
-        fitted = super()._fit_sources(sources)
+        fitted = super()._fit_sources(self._as_parquet(sources))
         model = self.get_model_class()(
             **self._get_model_kwargs(
                 fitted.getModel(),
@@ -116,6 +128,46 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         if isinstance(model, HorovodModel):
             model._take(fitted)
         return model
+
+    def _as_parquet(self, sources: FitSources) -> FitSources:
+        """Return the sources as the ranks read them; data that are written go into the store's folders for them."""
+        store = checked_for_fit(self._get("store"))
+        if not isinstance(sources.training, DataFrameSource):
+            return sources
+        weight = self._get("sample_weight_col")
+        features = self._get("feature_cols") or columns_in(self._get("inputs") or {})
+        labels = self._get("label_cols") or []
+        columns = list(dict.fromkeys([*features, *labels, *([weight] if weight else [])]))
+        seed = self._get("random_seed")
+        if not self._reads_parquet():
+            if store is not None:
+                parquet.remember(_opened(store), sources, columns, seed)
+            return sources
+        options = super()._options()
+        split = [sources.split] if isinstance(sources.split, str) else []
+        if not columns or {*columns, *split} - {*sources.training.schema.names}:
+            return sources  # the checks of a fit say what is missing
+        spark = sources.training.spark
+        places = parquet.write(default_store(spark, store), sources, columns, seed)
+        return self._open_places(options, places, spark)[0]
+
+    def _open_parquet(
+        self, places: Places, spark: SparkSession
+    ) -> tuple[FitSources, dict[str, Any] | None]:
+        options = super()._options()
+        if places.path is not None or options.store is None:
+            return open_sources(options, places, spark)
+        store = _opened(checked_for_fit(options.store))
+        found = parquet.find(store, places, spark, has_validation=bool(options.validation))
+        return self._open_places(options, found, spark)
+
+    def _open_places(
+        self, options: FitOptions, places: Places, spark: SparkSession
+    ) -> tuple[FitSources, dict[str, Any] | None]:
+        """Open data whose validation rows are files of their own, if there are any."""
+        if places.validation_path is not None:
+            options = replace(options, validation=None)
+        return open_sources(options, places, spark)
 
     def _history_of(self, fitted: Any) -> list[dict[str, Any]]:
         """Return the records of the epochs, in Horovod's shape."""
@@ -139,6 +191,10 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         began = time.monotonic()
         results = backend.run(train, args=(spec,), kwargs={}, env={})
         return JobReport(list(results), 1, 0.0, time.monotonic() - began, ())
+
+
+def _opened(store: Any) -> own.Store:
+    return store if isinstance(store, own.Store) else own.Store(os.fspath(store))
 
 
 def _named(schema: StructType, kind: str) -> frozenset[str]:

@@ -101,6 +101,9 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
             return super()._refused()
         return {n: instead for n, instead in _NOT_PLAIN.items() if n not in _OF_PLAIN}
 
+    def _reads_parquet(self) -> bool:
+        return self._get("data_module") is not None
+
     def _loop(self, options: FitOptions) -> LightningLoop:
         loop = super()._loop(options)
         if self._is_plain:
@@ -131,9 +134,9 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
         if not self._is_plain:
             # Horovod has them, and does nothing with them for a LightningModule.
             read = replace(read, metrics=[], explicit=read.explicit - {"metrics"})
-        if read.transformation_fn is None:
+        if read.transformation_fn is None and not self._reads_parquet():
             return read
-        # The function gets values as they are.
+        # The function, or the data module, gets values as they are.
         names = {*(read.feature_cols or []), *(read.label_cols or [])}
         raw = {name: encoded for name in names & (self._texts | self._binaries)}
         return replace(
