@@ -140,7 +140,9 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         columns = list(dict.fromkeys([*features, *labels, *([weight] if weight else [])]))
         seed = self._get("random_seed")
         if not self._reads_parquet():
-            if store is not None:
+            if isinstance(
+                store, (own.Store, str, os.PathLike)
+            ):  # else the checks of a fit refuse it
                 parquet.remember(_opened(store), sources, columns, seed)
             return sources
         options = super()._options()
