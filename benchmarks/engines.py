@@ -4,7 +4,7 @@
 
 OTHER is a checkout with its library in sparkhvd/lib/ (`git worktree add OTHER COMMIT`, then `make native` there). The ranks of both
 live at the same time, and measure by turns: an allreduce by size, and a step of 32 of 4 bytes submitted together, two ranks on one
-host and over TCP; then the step with many ranks, where rank 0's CPU time counts. No torch.
+host, on one CPU of it, and over TCP; then the step with many ranks, where rank 0's CPU time counts. No torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ SIZES = {
     "64 MiB": 64 << 20,
 }
 STEP = "step of 32 x 4 B"
-WAYS = ("one host", "TCP")
+WAYS = ("one host", "one CPU", "TCP")
+# Of these, for many ranks.
+LARGE_WAYS = ("one host", "TCP")
 # Nothing may get slower by more.
 MOST = 1.03
 # Runs in each checkout, with that one's own modules: ranks that measure what lines of the input say.
@@ -50,8 +52,9 @@ class Engines:
 
     def __init__(self, root: str, size: int, way: str) -> None:
         paths = os.pathsep.join([root, os.path.join(root, "benchmarks")])
+        confined = ["taskset", "-c", "0"] if way == "one CPU" else []
         self._process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(size), way],
+            [*confined, sys.executable, "-c", DRIVER, str(size), way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -122,7 +125,7 @@ def large_world(report: Report, other: str, size: int, rounds: int) -> dict[str,
     """Add the table of many ranks."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     rows: list[list[str | list[Target]]] = []
-    for way in WAYS:
+    for way in LARGE_WAYS:
         found[way] = {"before": [], "now": []}
         with both(other, size, way) as engines:
             for _ in range(rounds):
