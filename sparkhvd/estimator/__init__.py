@@ -25,6 +25,7 @@ Each module imports only those above it:
     transform       the parts of a transform
     saving          saved models and estimators
     model           `TorchModel`
+    base            what an estimator has whose fits are launches of ranks
     estimator       `TorchEstimator`
     predictor       what the two below share
     evaluation      measures of predictions

@@ -15,8 +15,11 @@ Each module imports only those above it:
     callbacks  Horovod's callbacks
     batches    batches of a prepared data set, as Keras takes them
     progress   state of a fit between epochs, in the store
+    meaning    what a loss tells about outputs
+    epoch_rows epochs of ranks as one epoch of all rows
     training   a rank of a fit
     model      `KerasModel`
+    params     Params of a fit
     estimator  `KerasEstimator`
 """
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.network import arranged
+from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Batches"]
 
@@ -32,6 +35,9 @@ class Batches(IterableDataset[Any]):
         dataset: Dataset,
         columns: tuple[Sequence[str], Sequence[str], str | None],
         batch_size: int,
+        transformed: tuple[Transformations, DataSchema] | None = None,
+        *,
+        is_training: bool = True,
         **options: Any,
     ) -> None:
         """Describe the batches.
@@ -41,11 +47,14 @@ class Batches(IterableDataset[Any]):
             dataset: the rows.
             columns: features, labels, and that of weights.
             batch_size: rows per rank and step.
+            transformed: the user's functions, and the columns that they return; None without these.
+            is_training: what functions are told that ask.
             **options: of `Loader`.
         """
         super().__init__()
         self._model = model
         self._features, self._labels, self._weight = columns
+        self._transformed, self._is_training = transformed, is_training
         self._loader = dataset.loader(batch_size=batch_size, **options)
         self.epoch = 0
         self.rows = 0
@@ -59,7 +68,7 @@ class Batches(IterableDataset[Any]):
         """Yield the batches of the epoch."""
         self._loader.set_epoch(self.epoch)
         for columns in self._loader:
-            self.rows = len(columns[self._features[0]])
+            self.rows = len(next(iter(columns.values())))
             if self.rows:
                 self.spare = columns
             elif self.spare is None:
@@ -69,6 +78,11 @@ class Batches(IterableDataset[Any]):
             yield self._arranged(columns if self.rows else self.spare)
 
     def _arranged(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
+        if self._transformed is not None:
+            functions, schema = self._transformed
+            arrays = {name: each.numpy() for name, each in columns.items()}
+            made = functions.apply(arrays, schema.columns, is_training=self._is_training)
+            columns = {name: torch.from_numpy(each) for name, each in made.items()}
         inputs = arranged(self._model, [columns[name] for name in self._features])
         labels = [columns[name] for name in self._labels]
         weights = () if self._weight is None else (columns[self._weight],)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from os import PathLike
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyspark.ml import Estimator
+from pyspark.ml.util import MLWriter
 
 import sparkhvd.torch as hvd
-from sparkhvd.data.dataset import prepare
-from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.keras.backend import keras
+from sparkhvd.data.columns.binding import model_dtype
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.dataset import Dataset
+from sparkhvd.data.reading.source import open_source
+from sparkhvd.data.reuse import prepare
+from sparkhvd.data.store.default import default_store
+from sparkhvd.estimator.base import RankEstimator
+from sparkhvd.estimator.fitting.progress import report_skipped
+from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.saving.persistence import EstimatorWriter
+from sparkhvd.keras.meaning import link_of
 from sparkhvd.keras.model import KerasModel
-from sparkhvd.keras.network import Network
+from sparkhvd.keras.network import CompiledNetwork, Network
+from sparkhvd.keras.params import KerasParams
 from sparkhvd.keras.training import Order, train
 from sparkhvd.runner import run
+from sparkhvd.sessions import check_dataframe
+from sparkhvd.training.user_code.transformations import (
+    Transformations,
+    flat_columns,
+    resolve_transformations,
+    transformed_by,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -26,171 +43,212 @@ if TYPE_CHECKING:
 __all__ = ["KerasEstimator"]
 
 
-class KerasEstimator(Estimator[KerasModel]):
+@with_signature
+class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
     """Estimator of a model of Keras 3: Keras' `fit` on ranks of Spark, over rows that the driver has written into the store.
 
+        estimator = KerasEstimator(
+            model=model, optimizer=keras.optimizers.Adam(0.001), loss="mse", feature_cols=["x"], label_cols=["y"], epochs=10, num_proc=2)
+        fitted = estimator.fit(df)  # KerasModel
+
     Every row comes once per epoch over all ranks. The gradient of a step is the mean of all its rows, also of a last one whose ranks have
-    unequally many; metrics are those of all rows. The learning rate is used as given.
-
-    Args:
-        model: built, and compiled or not; it is not modified.
-        feature_cols: columns of the model's inputs, in their order; all are joined where there is one input.
-        label_cols: columns of its outputs, in their order.
-        optimizer: of Keras, or its name; None = the one that the model is compiled with.
-        loss: as of `compile`; None = likewise.
-        loss_weights: likewise.
-        metrics: likewise.
-        sample_weight_col: column of the rows' weights.
-        num_proc: ranks; None = as many as the cluster has task slots.
-        batch_size: rows per rank and step.
-        val_batch_size: rows per rank and step of validation; None = `batch_size`.
-        epochs: passes over the rows.
-        validation: boolean or numeric column; True or above 0 marks rows of validation.
-        store: that driver and executors share; None = the one of `spark.sparkhvd.store`, or on a local master a temporary folder.
-        callbacks: of Keras; copies run on every rank, and see metrics of all rows.
-        checkpoint_callback: a `ModelCheckpoint`, as `callbacks.BestModelCheckpoint`; it runs on rank 0, on a file of its own, and what it has
-            kept becomes the model that `fit` returns.
-        custom_objects: functions and classes by name; classes of layers in the model need none.
-        run_id: name of a run: its state is in the store behind each epoch, and a fit with the same name goes on from there.
-        shuffle: a new order in each epoch.
-        random_seed: decides the order, and random numbers.
-        verbose: of Keras' `fit`, on rank 0: 0, or 2 for a line per epoch; 1, Keras' bar, is 2.
-        gradient_compression: of gradients, as `Compression.fp16`.
-        backward_passes_per_step: batches for each step, whose gradients add up.
-
-    Raises:
-        InvalidArgumentError: an argument is wrong, before any job.
+    unequally many; metrics are those of all rows. The learning rate is used as given, and the model is not modified. Arguments and their
+    meaning: `explainParams()`.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        feature_cols: Sequence[str],
-        label_cols: Sequence[str],
-        optimizer: Any = None,
-        loss: Any = None,
-        loss_weights: Any = None,
-        metrics: Any = None,
-        sample_weight_col: str | None = None,
-        num_proc: int | None = None,
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
-        epochs: int = 1,
-        validation: str | None = None,
-        store: Store | str | PathLike[str] | None = None,
-        callbacks: Sequence[Any] = (),
-        checkpoint_callback: Any = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        run_id: str | None = None,
-        shuffle: bool = True,
-        random_seed: int = 0,
-        verbose: int = 1,
-        gradient_compression: Any = hvd.Compression.none,
-        backward_passes_per_step: int = 1,
-    ) -> None:
+    def __init__(self, *positional: object, **keywords: Any) -> None:
         super().__init__()
-        _check_model(model, label_cols)
-        self._model, self._store, self._num_proc = model, store, num_proc
-        self._validation = validation
-        self._columns = list(feature_cols), list(label_cols), sample_weight_col
-        self._custom_objects = dict(custom_objects or {})
-        if checkpoint_callback is not None and not isinstance(
-            checkpoint_callback, keras.callbacks.ModelCheckpoint
-        ):
-            raise InvalidArgumentError(
-                f"KerasEstimator: checkpoint_callback is {type(checkpoint_callback).__name__}; it must be a ModelCheckpoint, as "
-                "sparkhvd.keras.callbacks.BestModelCheckpoint."
-            )
-        self._training = {
-            **_compiling(model, optimizer, loss, loss_weights, metrics),
-            "distributing": {
-                "compression": gradient_compression,
-                "backward_passes_per_step": backward_passes_per_step,
-            },
-            "batch_size": batch_size,
-            "val_batch_size": val_batch_size or batch_size,
-            "epochs": epochs,
-            "callbacks": list(callbacks),
-            "checkpoint": checkpoint_callback,
-            "shuffle": shuffle,
-            "seed": random_seed,
-            "verbose": 2 if verbose else 0,
-            "run_id": run_id,
-        }
+        self._set_keywords(positional, keywords)
 
     def _fit(self, dataset: DataFrame) -> KerasModel:
         """Train on a DataFrame; Spark's `fit` calls it.
 
         Raises:
+            InvalidArgumentError: a Param or column is wrong, before any job.
             RankError: a rank failed.
         """
-        features, labels, weight = self._columns
-        wanted = [*features, *labels, *([] if weight is None else [weight])]
-        rows = prepare(dataset, self._store, columns=wanted, validation=self._validation)
-        order = Order(
-            network=Network(self._model, self._custom_objects),
-            dataset=rows,
-            columns=self._columns,
-            **self._training,
+        check_dataframe("fit", dataset)
+        self._check_values()
+        compiling = self._compiling()
+        transformations = resolve_transformations(
+            self._get("transformation_fn"), self._get("batch_transform_fn")
         )
+        network = Network(self._get("model"), self._get("custom_objects"))
+        data = self._prepare(dataset, network, transformations)
+        order = Order(network=network, dataset=data.rows, **compiling, **self._training(data))
         found = run(
             train,
             args=(order,),
-            num_proc=self._num_proc,
+            num_proc=self._get("num_proc"),
             spark=dataset.sparkSession,
-            env={"KERAS_BACKEND": "torch"},
+            env={**(self._get("backend_env") or {}), "KERAS_BACKEND": "torch"},
+            verbose=self._get("verbose"),
+            settings=self._get("settings"),
+            max_retries=self._get("max_retries"),
+            start_timeout=self._get("start_timeout"),
+            use_gpu=self._get("use_gpu"),
         )
         assert found[0] is not None  # rank 0's
-        values, history = found[0]
+        return self._model(order, data, *found[0])
+
+    def _columns(self) -> tuple[list[str], list[str], str | None]:
+        """Return the columns of features, of labels, and that of weights."""
+        return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
+
+    def _prepare(
+        self, df: DataFrame, network: Network, transformations: Transformations
+    ) -> _FitData:
+        """Write the columns into the store, or find them there; run the user's functions on the first rows."""
+        features, labels, weight = self._columns()
+        functions = RowFunctions(self._get("decoders") or {})
+        store = default_store(df.sparkSession, self._get("store"))
+        schema = check_schema(
+            df.schema,
+            feature_cols=list(
+                dict.fromkeys([*features, *labels, *([] if weight is None else [weight])])
+            ),
+            label_cols=[],
+            validation=self._get("validation"),
+            model_dtype="float32",
+            feature_dtypes=self._get("feature_dtypes"),
+            decoders=functions.decoders,
+            handle_invalid=self._get("handle_invalid"),
+        )
+        made = prepare(
+            df,
+            schema,
+            store,
+            data_key=self._get("data_key"),
+            keep_data=self._get("keep_data"),
+            num_partitions=self._get("num_partitions"),
+            scope=self._scope,
+        )
+        skipped = made.manifest.num_skipped
+        rows = {"training": (skipped, skipped + made.manifest.num_rows)}
+        report_skipped(rows, self._get("verbose"))
+        rows_in_store = Dataset(store, made.data_dir)
+        seen = made.manifest.schema
+        if not functions.decoders and not transformations:
+            return _FitData(rows_in_store, seen, functions, transformations, None)
+        with open_source(store, made.manifest) as source:
+            names = functions.needs_example(seen)
+            if names:
+                seen = functions.with_decoded(seen, source.read(names, source.examples(1)))
+            if not transformations:
+                return _FitData(rows_in_store, seen, functions, transformations, None)
+            transformed = transformed_by(
+                transformations,
+                source,
+                _by_role(seen, features, labels, weight),
+                functions,
+                inputs=None,
+                model_dtype=model_dtype(network),
+            )
+        return _FitData(rows_in_store, seen, functions, transformations, transformed)
+
+    def _training(self, data: _FitData) -> dict[str, Any]:
+        """Return what ranks train by."""
+        get = self._get
+        return {
+            "columns": self._columns(),
+            "transformed": None
+            if data.transformed is None
+            else (data.transformations, data.transformed),
+            "reading": {
+                "decoders": data.functions.decoders,
+                "num_workers": get("num_workers"),
+            },
+            "val_num_workers": get("val_reader_num_workers") or get("num_workers"),
+            "learning_rate": get("learning_rate"),
+            "distributing": {
+                "compression": get("gradient_compression") or hvd.Compression.none,
+                "backward_passes_per_step": get("backward_passes_per_step"),
+            },
+            "batch_size": get("batch_size"),
+            "val_batch_size": get("val_batch_size") or get("batch_size"),
+            "epochs": get("epochs"),
+            "callbacks": list(get("callbacks") or ()),
+            "checkpoint": get("checkpoint_callback"),
+            "shuffle": get("shuffle"),
+            "seed": get("random_seed"),
+            "verbose": 2 if get("verbose") else 0,  # 1 is a bar, which needs a terminal
+            "run_id": get("run_id"),
+        }
+
+    def _model(
+        self,
+        order: Order,
+        data: _FitData,
+        values: Sequence[torch.Tensor],
+        history: list[dict[str, float]],
+    ) -> KerasModel:
+        """Make the model of trained variables, with this estimator's uid and its Params."""
         trained = copy.deepcopy(order.network)
         with torch.no_grad():
             for variable, value in zip(trained.variables, values, strict=True):
                 variable.copy_(value)
-        shapes = [rows.schema.column(name).row_shape or (1,) for name in features]
-        return KerasModel.from_module(
+        features, labels, _ = self._columns()
+        loss = order.compiling.get("loss") or (order.compiled or {}).get("loss")
+        outputs: Sequence[Any] = getattr(trained.model, "outputs", None) or ()
+        links = [link_of(loss, outputs[0].shape)] if len(outputs) == 1 else None
+        model = KerasModel.from_module(
             trained.eval(),
+            link=links,
             history=history,
             run_id=order.run_id,
             feature_cols=features,
             label_cols=labels,
-            input_shapes=[[-1, *shape] for shape in shapes],
+            input_shapes=[[-1, *shape] for shape in data.shapes(features)],
         )
+        model._resetUid(self.uid)
+        self._copyValues(model)
+        if model._get("use_gpu"):  # of the ranks; a task of transform may have none
+            model.clear(model.use_gpu)
+        model._set(store=data.rows.store)
+        return model
+
+    def write(self) -> MLWriter:
+        """Return a writer: `estimator.write().overwrite().save(path)`."""
+        that = self.copy()
+        if (model := self._get("model")) is not None:
+            # Keras' own pickle knows no classes of the user's layers.
+            that._paramMap[that.model] = CompiledNetwork(model, self._get("custom_objects"))
+        return EstimatorWriter(that)
 
 
-def _check_model(model: Any, label_cols: Sequence[str]) -> None:
-    if not isinstance(model, keras.Model):
-        raise InvalidArgumentError(
-            f"KerasEstimator: model is a {type(model).__name__}; it must be a keras.Model. sparkhvd.TorchEstimator fits modules of torch."
-        )
-    if not model.built or not model.variables:
-        raise InvalidArgumentError(
-            "KerasEstimator: the model is not built, so ranks cannot begin with the same weights. Give it an Input, or call "
-            "model.build(input_shape) before."
-        )
-    outputs = getattr(model, "outputs", None) or ()
-    if outputs and len(outputs) != len(label_cols):
-        raise InvalidArgumentError(
-            f"KerasEstimator: the model has {len(outputs)} outputs, and label_cols names {len(label_cols)} columns. Give one for each output."
-        )
+@dataclass(frozen=True)
+class _FitData:
+    """The data of a fit.
 
-
-def _compiling(
-    model: Any, optimizer: Any, loss: Any, loss_weights: Any, metrics: Any
-) -> dict[str, Any]:
-    """Return how ranks compile the model.
-
-    Raises:
-        InvalidArgumentError: there is no optimizer, or no loss.
+    Attributes:
+        rows: in the store.
+        schema: their columns, with shape and dtype of decoded ones.
+        functions: the user's decoders.
+        transformations: the user's functions on rows.
+        transformed: the columns that these return; None where there are none.
     """
-    given = {"optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given and model.compiled:
-        return {"compiling": {}, "compiled": model.get_compile_config()}
-    missing = [name for name in ("optimizer", "loss") if name not in given]
-    if missing:
-        raise InvalidArgumentError(
-            f"KerasEstimator: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given. Give both optimizer and loss, or "
-            "neither with a model that is compiled."
-        )
-    return {"compiling": given, "compiled": None}
+
+    rows: Dataset
+    schema: DataSchema
+    functions: RowFunctions
+    transformations: Transformations
+    transformed: DataSchema | None
+
+    def shapes(self, features: Sequence[str]) -> list[tuple[int, ...]]:
+        """List the shapes of rows of features, as a DataFrame of `transform` can hold them."""
+        columns = [self.schema.column(name) for name in features]
+        if self.transformed is not None:
+            columns = list(flat_columns(self.transformed.features, columns))
+        return [tuple(column.row_shape or ()) or (1,) for column in columns]
+
+
+def _by_role(
+    schema: DataSchema, features: Sequence[str], labels: Sequence[str], weight: str | None
+) -> DataSchema:
+    """Return the columns by what they are to the training."""
+    return DataSchema(
+        tuple(schema.column(name) for name in features),
+        tuple(schema.column(name) for name in labels),
+        None if weight is None else schema.column(weight),
+        schema.validation,
+    )

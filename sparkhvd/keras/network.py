@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 
-__all__ = ["Network", "arranged"]
+__all__ = ["CompiledNetwork", "Network", "arranged"]
 
 
 class Network(nn.Module):
@@ -52,6 +52,25 @@ class Network(nn.Module):
         config = keras.saving.serialize_keras_object(self.model)
         config.pop("compile_config", None)  # a worker needs no optimizer
         return _rebuild, (json.dumps(config), vars(self)["custom_objects"], list(self.variables))
+
+
+class CompiledNetwork(Network):
+    """Module whose pickle holds how its model is compiled, too; for a saved estimator."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        compiled = self.model.get_compile_config() if self.model.compiled else None
+        return _rebuild_compiled, (rebuild, arguments, compiled)
+
+
+def _rebuild_compiled(
+    rebuild: Callable[..., Network], arguments: tuple[Any, ...], compiled: dict[str, Any] | None
+) -> Network:
+    network = rebuild(*arguments)
+    if compiled is not None:
+        with keras.saving.custom_object_scope(vars(network)["custom_objects"]):
+            network.model.compile_from_config(compiled)
+    return network
 
 
 def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tensor]) -> Network:

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
+from sparkhvd.keras.epoch_rows import EpochRows
 from sparkhvd.keras.network import Network
 from sparkhvd.keras.optimizer import DistributedOptimizer
 from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
+from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Order", "train"]
 
@@ -34,6 +37,10 @@ class Order:
         distributing: options of `DistributedOptimizer`.
         dataset: rows.
         columns: features, labels, and that of weights.
+        transformed: the user's functions on rows and the columns that they return, or None.
+        reading: options of `Loader`.
+        val_num_workers: threads that run decoders of rows of validation.
+        learning_rate: of the optimizer, or None.
         batch_size: rows per rank and step.
         val_batch_size: likewise, in validation.
         shuffle: a new order in each epoch.
@@ -51,6 +58,10 @@ class Order:
     distributing: Mapping[str, Any]
     dataset: Dataset
     columns: tuple[Sequence[str], Sequence[str], str | None]
+    transformed: tuple[Transformations, DataSchema] | None
+    reading: Mapping[str, Any]
+    val_num_workers: int
+    learning_rate: float | None
     batch_size: int
     val_batch_size: int
     shuffle: bool
@@ -75,14 +86,20 @@ def train(order: Order) -> Trained | None:
     validation = None
     if order.dataset.schema.validation is not None:
         validation = _batches(
-            order, model, order.val_batch_size, shuffle=False, subset="validation"
+            order,
+            model,
+            order.val_batch_size,
+            is_training=False,
+            shuffle=False,
+            subset="validation",
+            num_workers=order.val_num_workers,
         )
         validation = validation if len(validation) else None
     model.optimizer.build(model.trainable_variables)
     progress = None if order.run_id is None else Progress(order.dataset.store, order.run_id)
     restored = progress.restore(model) if progress is not None and is_first else []
     records = hvd.broadcast_object(restored, root_rank=0)
-    rows = _Rows(training, validation)
+    rows = EpochRows(training, validation)
     callbacks = [BroadcastGlobalVariablesCallback(0), rows, *order.callbacks]
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
         best = ""
@@ -119,6 +136,9 @@ def _compiled(order: Order) -> Any:
     else:
         with keras.saving.custom_object_scope(vars(order.network)["custom_objects"]):
             model.compile_from_config(order.compiled)
+    if order.learning_rate is not None:
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        inner.learning_rate = order.learning_rate
     # Around the optimizer that scales losses, where `compile` has put one.
     model.optimizer = DistributedOptimizer(model.optimizer, **order.distributing)
     for variable in model.variables:
@@ -128,85 +148,14 @@ def _compiled(order: Order) -> Any:
 
 
 def _batches(order: Order, model: Any, batch_size: int, **options: Any) -> Batches:
-    return Batches(model, order.dataset, order.columns, batch_size, **options)
-
-
-class _Rows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
-
-    In the last step ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
-    step without rows leaves metrics as they are. At the end of an epoch metrics become means of all ranks' weighted by their rows.
-    """
-
-    def __init__(self, training: Batches, validation: Batches | None) -> None:
-        super().__init__()
-        self._training, self._validation = training, validation
-        self._rows = {"train": 0, "val": 0}
-        self._kept: list[Any] | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Choose the order of the epoch's rows."""
-        self._training.epoch = epoch
-        self._rows = {"train": 0, "val": 0}
-
-    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Weight the losses of a last step."""
-        rows = self._training.rows
-        self._begin("train", rows)
-        optimizer = self.model.optimizer
-        optimizer.loss_share = 1.0
-        if batch == len(self._training) - 1:
-            mean = hvd.allreduce(torch.tensor(float(rows)), name="KerasEstimator.rows")
-            optimizer.loss_share = rows / float(mean)
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End a step."""
-        self._end()
-
-    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Lend rows for a last step without any."""
-        assert self._validation is not None
-        self._validation.spare = self._validation.spare or self._training.spare
-
-    def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin a step of validation."""
-        assert self._validation is not None
-        self._begin("val", self._validation.rows)
-
-    def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End it."""
-        self._end()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace metrics by those of all ranks."""
-        if not logs or hvd.size() == 1:
-            return
-        names = sorted(logs)
-        weights = torch.tensor(
-            [float(self._rows[_kind(name)]) for name in names], dtype=torch.float64
-        )
-        values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
-        # A rank without rows has no metrics.
-        sums = torch.where(weights == 0, 0.0, values * weights)
-        total = hvd.allreduce(
-            torch.stack([sums, weights]), op=hvd.Sum, name="KerasEstimator.metrics"
-        )
-        logs.update(zip(names, (total[0] / total[1]).tolist(), strict=True))
-
-    def _begin(self, kind: str, rows: int) -> None:
-        self._rows[kind] += rows
-        if not rows:
-            self._kept = [v.value.detach().clone() for v in self.model.metrics_variables]
-
-    def _end(self) -> None:
-        if self._kept is not None:
-            for variable, value in zip(self.model.metrics_variables, self._kept, strict=True):
-                variable.assign(value)
-            self._kept = None
-
-
-def _kind(name: str) -> str:
-    return "val" if name.startswith("val_") else "train"
+    return Batches(
+        model,
+        order.dataset,
+        order.columns,
+        batch_size,
+        order.transformed,
+        **{**order.reading, **options},
+    )
 
 
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]

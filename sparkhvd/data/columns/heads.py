@@ -15,9 +15,11 @@ from sparkhvd.errors import InvalidArgumentError
 __all__ = [
     "IDENTITY",
     "LINKS",
+    "PROBABILITY",
     "SIGMOID",
     "SOFTMAX",
     "VALUE",
+    "WITH_PROBABILITY",
     "both_classes",
     "known_kinds",
     "link_of",
@@ -30,9 +32,16 @@ __all__ = [
     "rows",
 ]
 
-# How probabilities follow from outputs; that the output is the value itself; that nothing is known.
-SOFTMAX, SIGMOID, VALUE, IDENTITY = "softmax", "sigmoid", "value", "identity"
-LINKS = (SOFTMAX, SIGMOID, VALUE, IDENTITY)
+# How probabilities follow from outputs; that the output is the probabilities, as models of Keras have it; the value itself; that nothing is known.
+SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY = (
+    "softmax",
+    "sigmoid",
+    "probability",
+    "value",
+    "identity",
+)
+LINKS = (SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY)
+WITH_PROBABILITY = (SOFTMAX, SIGMOID, PROBABILITY)
 
 # Losses of torch by the link that they tell. NLL takes logarithms of probabilities, whose softmax is the probabilities.
 _CLASSES = {
@@ -76,14 +85,14 @@ def link_of(loss: object) -> str:
 
 def known_kinds(link: str, width: int) -> tuple[str, ...]:
     """List the columns that follow from the only output of a model, with `width` elements per row: "raw", "probability", "prediction"."""
-    if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1):
+    if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1) or link == PROBABILITY:
         return ("raw", "probability", "prediction")
     return ("prediction",) if link == VALUE and width == 1 else ()
 
 
 def num_classes(link: str, width: int) -> int:
     """Return the number of classes of which `prediction` is one; 0 if it is a value."""
-    return width if width > 1 else 2 * (link == SIGMOID)
+    return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
 def rows(output: Tensor) -> Tensor:
@@ -97,6 +106,8 @@ def prediction(link: str, output: Tensor) -> Tensor:
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
     value = flat[:, 0]
+    if link == PROBABILITY:
+        return value > 0.5
     return (value > 0) if link == SIGMOID else value  # sigmoid(x) > 0.5 exactly where x > 0
 
 
@@ -107,7 +118,7 @@ def probability(link: str, output: Tensor) -> Tensor | None:
         return torch.softmax(flat, dim=1)
     if link == SIGMOID:
         return both_classes(torch.sigmoid(flat))
-    return None
+    return both_classes(flat) if link == PROBABILITY else None
 
 
 def both_classes(positive: Tensor) -> Tensor:
@@ -139,4 +150,6 @@ def raw(link: str, output: Tensor) -> Tensor:
     flat = rows(output)
     if link == SIGMOID and flat.shape[1] == 1:
         return torch.cat([-flat, flat], dim=1)
+    if link == PROBABILITY:
+        return both_classes(flat)
     return flat - flat.mean(dim=1, keepdim=True) if link == SOFTMAX and flat.shape[1] == 2 else flat

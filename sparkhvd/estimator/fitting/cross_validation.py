@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from sparkhvd.data.reuse import Scope
 
-if TYPE_CHECKING:
-    from sparkhvd.estimator.model import TorchModel
-
 __all__ = ["FoldModels"]
 
+M = TypeVar("M")
 
-class FoldModels(Iterator[tuple[int, "TorchModel"]]):
+
+class FoldModels(Iterator[tuple[int, M]]):
     """Iterator over pairs (index of the param map, model); several threads may take them, as a CrossValidator's do."""
 
-    def __init__(
-        self, models: Iterator[tuple[int, TorchModel]], num_models: int, scope: Scope
-    ) -> None:
+    def __init__(self, models: Iterator[tuple[int, M]], num_models: int, scope: Scope) -> None:
         """Keep `scope` open until all `num_models` fits of `models` have ended, well or not."""
         self._models = models
         self._left = num_models
@@ -29,7 +26,7 @@ class FoldModels(Iterator[tuple[int, "TorchModel"]]):
         if not num_models:
             self._close()
 
-    def __next__(self) -> tuple[int, TorchModel]:
+    def __next__(self) -> tuple[int, M]:
         """Fit with the next param map."""
         try:
             return next(self._models)

@@ -15,7 +15,7 @@ from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import TableParam, param
 
-__all__ = ["CompatibilityParams"]
+__all__ = ["CompatibilityParams", "IgnoredParams"]
 
 
 def _switch(target: str, value: object, doc: str, *, accessors: Sequence[str] = ()) -> TableParam:
@@ -35,16 +35,8 @@ def _no_effect(instead: str, *, accessors: Sequence[str] = ()) -> TableParam:
 
 
 @accessors
-class CompatibilityParams(TorchParams):
-    """Params that are other words for values of others, or have no effect; setting one of these warns once per estimator and its copies."""
-
-    restore_best = _switch("return_model", "best", "the same as return_model='best'")
-    inmemory_cache_all = _switch(
-        "shuffle_bytes",
-        1 << 62,  # more than any data have
-        "keep all data in memory, whatever they take",
-        accessors=("InMemoryCacheAll",),
-    )
+class IgnoredParams(TorchParams):
+    """Params of Horovod without effect; setting one of these warns once per estimator and its copies."""
 
     backend = _no_effect(
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
@@ -64,12 +56,6 @@ class CompatibilityParams(TorchParams):
     compress_sparse_cols = _no_effect("how a sparse vector is stored follows from the column")
     transformation_edit_fields = _no_effect("shapes follow from the data")
     transformation_removed_fields = _no_effect("only the columns that the model needs are read")
-    train_minibatch_fn = param(
-        any_value,
-        "Horovod's: give train_step",
-        refused="is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the loss: the loop calls backward() "
-        "and steps",
-    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,3 +69,23 @@ class CompatibilityParams(TorchParams):
                 self._warned.add(name)
                 warnings.warn(f"{name} has no effect in sparkhvd: {instead}.", stacklevel=4)
         return super()._set(**values)
+
+
+@accessors
+class CompatibilityParams(IgnoredParams):
+    """Params that are other words for values of others, are refused, or have no effect."""
+
+    restore_best = _switch("return_model", "best", "the same as return_model='best'")
+    inmemory_cache_all = _switch(
+        "shuffle_bytes",
+        1 << 62,  # more than any data have
+        "keep all data in memory, whatever they take",
+        accessors=("InMemoryCacheAll",),
+    )
+
+    train_minibatch_fn = param(
+        any_value,
+        "Horovod's: give train_step",
+        refused="is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the loss: the loop calls backward() "
+        "and steps",
+    )

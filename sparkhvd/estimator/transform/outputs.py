@@ -88,7 +88,7 @@ def _check_meaning(param: str, kind: str, fitted: Fitted, options: PredictOption
             f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
             "is meant. Use outputCols."
         )
-    has_probability = fitted.links[0] in (heads.SOFTMAX, heads.SIGMOID) or options.output_fn
+    has_probability = fitted.links[0] in heads.WITH_PROBABILITY or options.output_fn
     thresholds = options.thresholds if kind == "prediction" else None
     if (kind == "probability" or thresholds) and not has_probability:
         asked = f"thresholds is {thresholds}" if thresholds else f"probabilityCol is {name!r}"

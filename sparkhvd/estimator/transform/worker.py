@@ -258,7 +258,7 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
 def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
     if spec.output_fn is not None:
         rows = heads.rows(spec.output_fn(output))
-        return heads.both_classes(rows) if link == heads.SIGMOID else rows
+        return heads.both_classes(rows) if link in (heads.SIGMOID, heads.PROBABILITY) else rows
     found = heads.probability(link, output)
     assert found is not None  # checked on the driver
     return found

@@ -193,11 +193,15 @@ def test_rank_that_is_killed_again_and_again_is_an_error_that_names_it(df: DataF
         ({"loss": None}, "loss is not given. Give both"),
         ({"optimizer": None, "loss": None, "metrics": None}, "optimizer and loss are not given"),
         ({"checkpoint_callback": keras.callbacks.History()}, "it must be a ModelCheckpoint"),
+        ({"inputs": {"x": "x"}}, "inputs is not used with a model of Keras: give feature_cols"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_refused_before_any_job(options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_before_any_job(
+    df: DataFrame, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        estimator(2, **options)
+        estimator(2, **options).fit(df)
 
 
 NAMES = """
