@@ -83,6 +83,7 @@ class Loader(IterableDataset[Any]):
         size: number of ranks.
         batch_size: rows per rank and step.
         epoch: that comes next, or goes on.
+        num_broken: rows of this rank that decoders have left out of its batches since the epoch began.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Loader(IterableDataset[Any]):
         # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
         self._first_row = 0
         self._handed_out = 0
+        self.num_broken = 0
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -221,7 +223,10 @@ class Loader(IterableDataset[Any]):
         epoch, end = self.epoch, reader.num_rows
         if self._options["drop_last"]:
             end -= (end - self._first_row) % width
+        if not self._handed_out:
+            self.num_broken = 0
         for batch in reader.epoch(epoch, start, following=epoch + 1, first_row=self._first_row):
+            self.num_broken += batch.num_broken
             self._handed_out += sum(batch.rows_per_rank)
             if self._first_row + self._handed_out == end:
                 self.set_epoch(epoch + 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.errors import InvalidArgumentError
@@ -27,6 +28,7 @@ class Batches(IterableDataset[Any]):
         epoch: that the next iteration gives.
         rows: of this rank in the batch that came last.
         spare: columns of a batch that had rows.
+        skips: decoders leave rows out, so that ranks have unequally many in any step.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Batches(IterableDataset[Any]):
         self._features, self._labels, self._weight = columns
         self._transformed, self._is_training = transformed, is_training
         self._loader = dataset.loader(batch_size=batch_size, **options)
+        self.skips = RowFunctions(options.get("decoders") or {}).skips
         self.epoch = 0
         self.rows = 0
         self.spare: dict[str, Tensor] | None = None
@@ -71,6 +74,9 @@ class Batches(IterableDataset[Any]):
             self.rows = len(next(iter(columns.values())))
             if self.rows:
                 self.spare = columns
+            elif self.spare is None and self.skips:
+                # Rows of zeros, whose loss and metrics count for nothing.
+                self.spare = {n: each.new_zeros(1, *each.shape[1:]) for n, each in columns.items()}
             elif self.spare is None:
                 raise InvalidArgumentError(
                     f"KerasEstimator: rank {self._loader.rank} of {self._loader.size} has no row to train on. Fit with fewer ranks (num_proc)."
@@ -87,6 +93,11 @@ class Batches(IterableDataset[Any]):
         labels = [columns[name] for name in self._labels]
         weights = () if self._weight is None else (columns[self._weight],)
         return (inputs, labels[0] if len(labels) == 1 else labels, *weights)
+
+    @property
+    def num_broken(self) -> int:
+        """Rows of this rank that decoders have left out since the epoch began."""
+        return self._loader.num_broken
 
     def for_keras(self) -> DataLoader[Any]:
         """Return the batches as what Keras takes batches from."""

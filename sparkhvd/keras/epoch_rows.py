@@ -47,7 +47,7 @@ def _share(variable: Any) -> float:
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
     """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
 
-    In the last step ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
+    In the last step, or in any where broken images are left out, ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
     step without rows leaves metrics as they are. Behind it the states of metrics are those of all ranks, from which Keras takes its results.
     What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
     """
@@ -70,9 +70,9 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._begin("train", rows)
         optimizer = self.model.optimizer
         optimizer.loss_share = 1.0
-        if batch == len(self._training) - 1:
-            mean = hvd.allreduce(torch.tensor(float(rows)), name="KerasEstimator.rows")
-            optimizer.loss_share = rows / float(mean)
+        if self._training.skips or batch == len(self._training) - 1:
+            mean = float(hvd.allreduce(torch.tensor(float(rows)), name="KerasEstimator.rows"))
+            optimizer.loss_share = rows / mean if mean else 0.0
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """End a step."""
@@ -94,8 +94,13 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._end("val", batch == len(self._validation) - 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace what no metric has merged by means over all ranks."""
-        names = sorted(name for name in logs or () if not self._are_merged[_kind(name)])
+        """Replace what no metric has merged by means over all ranks, and count what decoders have left out."""
+        self._count_broken(logs)
+        names = sorted(
+            name
+            for name in logs or ()
+            if not self._are_merged[_kind(name)] and not name.endswith("broken_rows")
+        )
         if logs is None or not names or hvd.size() == 1:
             return
         weights = torch.tensor(
@@ -106,6 +111,14 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         sums = torch.where(weights == 0, 0.0, values * weights)
         total = hvd.allreduce(torch.stack([sums, weights]), op=hvd.Sum, name="KerasEstimator.logs")
         logs.update(zip(names, (total[0] / total[1]).tolist(), strict=True))
+
+    def _count_broken(self, logs: dict[str, Any] | None) -> None:
+        counted = {"": self._training, "val_": self._validation}
+        for prefix, batches in counted.items():
+            if logs is not None and batches is not None and batches.skips:
+                number = torch.tensor(batches.num_broken)
+                total = hvd.allreduce(number, op=hvd.Sum, name=f"KerasEstimator.{prefix}broken")
+                logs[f"{prefix}broken_rows"] = int(total)
 
     def _begin(self, kind: str, rows: int) -> None:
         self._rows[kind] += rows

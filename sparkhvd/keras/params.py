@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pyspark.ml.param import TypeConverters
 
@@ -53,8 +52,6 @@ def to_column(value: object) -> str:
 class KerasParams(IgnoredParams, PredictParams):
     """Params of a fit of a model of Keras."""
 
-    _other_defaults: ClassVar[Mapping[str, object]] = {"random_seed": 0}
-
     model = model_param(to_model, "keras.Model to train: built, compiled or not", annotation="Any")
     optimizer = model_param(
         any_value, "of Keras, or its name; default the one that the model is compiled with"
@@ -97,7 +94,13 @@ class KerasParams(IgnoredParams, PredictParams):
     batch_size = TrainingParams.batch_size
     val_batch_size = TrainingParams.val_batch_size
     epochs = TrainingParams.epochs
-    random_seed = TrainingParams.random_seed
+    random_seed = param(
+        to_whole,
+        "decides order and dropout",
+        default=0,
+        group="training",
+        aliases=("seed",),
+    )
     run_id = TrainingParams.run_id
     backward_passes_per_step = param(
         to_whole,

@@ -167,6 +167,19 @@ class Data:
                 return
             yield batch
 
+    def planned_rows(self, epoch: int) -> int:
+        """Return the training rows of all ranks in the steps of an epoch, with those that decoders leave out."""
+        return sum(plan.num_rows for plan in step_plans(self._spec, self.training, epoch))
+
+    @property
+    def planned_validation_rows(self) -> int:
+        """The validation rows of all ranks, likewise."""
+        if self.validation is None:
+            return 0
+        plan = self.validation.plan(0)
+        steps = range(plan.num_steps)[: self._spec.validation_steps_per_epoch]
+        return sum(sum(plan.rows_per_rank(step)) for step in steps)
+
     def validation_batches(self) -> Iterator[Batch]:
         """Yield this rank's validation batches; none if there is no validation."""
         if self.validation is not None:

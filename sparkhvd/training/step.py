@@ -293,7 +293,9 @@ class Step:
             if text:
                 here = cause if rank == hvd.rank() else None
                 fail_together(f"The first batch, on rank {rank}: {text}", here)
-        self.is_weighted = any(weighted for _, weighted in outcomes)
+        # Rows that decoders leave out are known only when they are read.
+        skips = self.program.functions.skips
+        self.is_weighted = skips or any(weighted for _, weighted in outcomes)
         return result
 
     def check_logits(self, index: int, label: Tensor) -> None:

@@ -41,6 +41,7 @@ from sparkhvd.training.compile import compile_model
 from sparkhvd.training.device import agree, choose_device
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
 from sparkhvd.training.losses import check_weights
+from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
@@ -51,7 +52,7 @@ from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
-from sparkhvd.training.together import seed_everything
+from sparkhvd.training.together import fail_together, seed_everything
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import Record
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
@@ -238,6 +239,7 @@ def train_epoch(
         "epoch": epoch + 1,
         **totals.means(),
         "rows": totals.num_rows,
+        **left_out(step, totals, data.planned_rows(epoch)),
         "seconds": seconds,
         "rows_per_s": totals.num_rows / max(seconds, 1e-9),
         "data_wait_s": data.waited_s,
@@ -261,7 +263,29 @@ def validate(step: Step, data: Data) -> dict[str, float]:
     totals.combine()
     if not is_users:
         check_weights(step.spec, totals, "validation", step.spec.validation_steps_per_epoch)
-    return totals.means("val_")
+    return {**totals.means("val_"), **left_out(step, totals, data.planned_validation_rows, "val_")}
+
+
+def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict[str, int]:
+    """Return how many rows decoders have left out of a pass; nothing where they leave out none.
+
+    Args:
+        step: of the run.
+        totals: of all ranks, after the pass.
+        planned: rows of all ranks in its steps.
+        prefix: of the name in the record.
+
+    Raises:
+        InvalidArgumentError: all of them; on all ranks.
+    """
+    if not step.program.functions.skips:
+        return {}
+    if planned and not totals.num_rows:
+        fail_together(
+            f"The images of all {planned:,} {'validation' if prefix else 'training'} rows are missing or broken, and "
+            "image(broken='skip') leaves these out, so no row is left. Look at what the ranks have printed; can they reach the files?"
+        )
+    return {f"{prefix}broken_rows": planned - totals.num_rows}
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:

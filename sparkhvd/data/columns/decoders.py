@@ -14,13 +14,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.columns.images import image
-from sparkhvd.data.columns.ragged import Ragged, Values
+from sparkhvd.data.columns.images import BrokenImage, image
+from sparkhvd.data.columns.ragged import Ragged, Rows, Values, take
 from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
 from sparkhvd.data.columns.texts import tokenizer
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
-__all__ = ["Decoder", "RowFunctions", "pad"]
+__all__ = ["Decoded", "Decoder", "RowFunctions", "pad"]
 
 Array = npt.NDArray[Any]
 # A function of a value, or a mapping from values to numbers.
@@ -74,6 +74,11 @@ class RowFunctions:
                         f"{param}[{name!r}] is {function!r:.100}; it must be a function."
                     )
 
+    @property
+    def skips(self) -> bool:
+        """True if rows are left out that a decoder cannot make anything of."""
+        return any(map(_skips, self.decoders.values()))
+
     def describe(self) -> dict[str, dict[str, str]]:
         """Return the names of the functions, for comparing two runs."""
 
@@ -97,7 +102,11 @@ class RowFunctions:
         def decoded(column: Column) -> Column:
             if not column.has_decoder or column.name not in values:
                 return column
-            first = self._decode_one(column, _raw(column, values[column.name], 0))
+            function = self.decoders[column.name]
+            if isinstance(function, image) and _skips(function):  # the first may be broken
+                first = np.zeros(function.shape, function.dtype)
+            else:
+                first = self._decode_one(column, _raw(column, values[column.name], 0))
             dtype = self._decoded_dtype(column, first)
             is_floating = dtype.kind == "f"
             tensor = column.tensor_dtype
@@ -127,9 +136,35 @@ class RowFunctions:
             pool: threads that share the work; None does it here.
 
         Raises:
-            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row.
+            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row; or it leaves out all rows.
         """
-        return {c.name: self._decode_column(c, values[c.name], pool) for c in columns}
+        found = self.decode_usable(columns, values, pool)
+        if found.kept is not None and not len(found.kept):
+            raise InvalidArgumentError(
+                f"{len(found.broken)} rows were to show what decoders return, and none has a whole image, so all were left out: "
+                f"{found.broken[0]}. Put a row with a good image first."
+            )
+        return found.columns
+
+    def decode_usable(
+        self,
+        columns: Sequence[Column],
+        values: Mapping[str, Values],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> Decoded:
+        """Run the decoders as `decode`; rows that a decoder leaves out are left out of all columns."""
+        broken: dict[int, str] = {}
+        made = {c.name: self._decode_column(c, values[c.name], pool, broken) for c in columns}
+        if not broken:
+            return Decoded(made)
+        kept = np.setdiff1d(
+            np.arange(len(next(iter(values.values())))), np.fromiter(broken, np.int64)
+        )
+        usable = {
+            name: [rows[n] for n in kept] if isinstance(rows, list) else take(rows, kept)
+            for name, rows in made.items()
+        }
+        return Decoded(usable, kept, tuple(broken[n] for n in sorted(broken)))
 
     def collate_batch(self, columns: Mapping[str, object]) -> dict[str, Any]:
         """Run the collate functions on the columns of one batch.
@@ -145,7 +180,11 @@ class RowFunctions:
     # -- one column ----------------------------------------------------------------------------------
 
     def _decode_column(
-        self, column: Column, values: Values, pool: ThreadPoolExecutor | None
+        self,
+        column: Column,
+        values: Values,
+        pool: ThreadPoolExecutor | None,
+        broken: dict[int, str],
     ) -> Values | list[Any]:
         # `pad` needs no list of rows.
         is_padded = isinstance(self.collate.get(column.name), pad) and column.kind == "ragged"
@@ -167,7 +206,11 @@ class RowFunctions:
             for number in numbers:
                 row: Any = _raw(column, values, number)
                 if column.has_decoder:
-                    row = self._decode_one(column, row)
+                    try:
+                        row = self._decode_one(column, row)
+                    except _LeftOut as e:
+                        broken[number] = str(e)
+                        continue
                     if not column.is_collated:
                         _check_row(column, row)
                     elif row.dtype != column.row_dtype:
@@ -193,6 +236,8 @@ class RowFunctions:
         except Exception as e:
             # A path as a whole.
             shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.300}"
+            if isinstance(e, BrokenImage) and _skips(function):
+                raise _LeftOut(f"{column.name} {shown}: {e}") from e
             if isinstance(function, Mapping) and isinstance(e, KeyError):
                 raise InvalidArgumentError(
                     f"decoders[{column.name!r}] is a dict of {len(function)} values without {shown}, which a row has. Add it, or "
@@ -232,6 +277,29 @@ class RowFunctions:
             raise InvalidArgumentError(
                 f"collate_fn[{name!r}] failed for a batch of {count} rows: {type(e).__name__}: {e}"
             ) from e
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Rows as the decoders have made them.
+
+    Attributes:
+        columns: by name.
+        kept: ascending numbers of the rows that are there; None means all.
+        broken: of each row that is not, its value and what is wrong with it.
+    """
+
+    columns: dict[str, Any]
+    kept: Rows | None = None
+    broken: tuple[str, ...] = ()
+
+
+class _LeftOut(Exception):
+    """A row that its decoder leaves out."""
+
+
+def _skips(function: Decoder) -> bool:
+    return isinstance(function, image) and function.broken == "skip"
 
 
 def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:

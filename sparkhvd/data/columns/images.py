@@ -24,15 +24,26 @@ from sparkhvd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["image"]
+__all__ = ["BrokenImage", "image"]
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _FITS = ("stretch", "crop", "pad", "exact")
 _DTYPES = ("float32", "uint8")
+_BROKEN = ("error", "skip")
+# Errors of a path that names no file; of others, such as those of a store that is away, every image would be one.
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # A local path as Spark names it: "file:/a/b", "file:///a/b".
 _FILE_URL = re.compile(r"file:/+")
 # Folders that are kept open.
 _FOLDERS = 256
+
+
+class BrokenImage(OSError):
+    """An image that is missing, cut off, or none."""
+
+
+class _OtherSize(ValueError):
+    """An image of another size than the only one."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         std: divides each channel, or all.
         fit: "stretch" (to the size), "crop" (the middle, of the whole height or width), "pad" (the whole, with 0 beside it) or "exact" (another
             size is an error).
+        broken: "error", or "skip": a row whose image is missing, cut off or none is left out where it is read, and `transform` gives null.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or Pillow is not installed.
@@ -64,9 +76,16 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
     mean: float | Sequence[float] = 0.0
     std: float | Sequence[float] = 1.0
     fit: str = "stretch"
+    broken: str = "error"
 
     def __post_init__(self) -> None:
-        for name, known in (("channels", tuple(_MODES)), ("dtype", _DTYPES), ("fit", _FITS)):
+        choices = {
+            "channels": tuple(_MODES),
+            "dtype": _DTYPES,
+            "fit": _FITS,
+            "broken": _BROKEN,
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise InvalidArgumentError(
                     f"image: {name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, known))}."
@@ -101,18 +120,29 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         )
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return (self.channels, self.height, self.width)
+
     def __call__(self, value: bytes | str) -> npt.NDArray[Any]:
         """Decode one image.
 
         Raises:
-            OSError: the file cannot be read, or is no image.
+            BrokenImage: there is no such file, or it is no whole image.
+            OSError: it cannot be read.
         """
-        data = value if isinstance(value, bytes) else _read(value)
+        try:
+            data = value if isinstance(value, bytes) else _read(value)
+        except _MISSING as e:
+            raise BrokenImage(*e.args) from e
         try:
             pixels = self._pixels(data)
-        except OSError as e:  # Pillow names an object of Python's
-            reason = str(e).partition(" <_io.")[0]
-            raise OSError(f"its {len(data):,} bytes are no whole image: {reason}") from e
+        except (_OtherSize, InvalidArgumentError, MemoryError):
+            raise
+        except Exception as e:  # of some bytes Pillow raises a SyntaxError, a ValueError, ...
+            reason = str(e).partition(" <_io.")[0]  # it names an object of Python's
+            raise BrokenImage(f"its {len(data):,} bytes are no whole image: {reason}") from e
         planes = pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
         if self.dtype == "uint8":
             return planes  # its owner copies it once, into a batch
@@ -127,7 +157,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
             if self.fit == "exact" and opened.size != size:
-                raise ValueError(
+                raise _OtherSize(
                     f"it has {opened.height} x {opened.width} pixels, and image(fit='exact') asks for {self.height} x {self.width}"
                 )
             opened.draft(None, (2 * self.width, 2 * self.height))

@@ -24,12 +24,14 @@ class Batch:
         num_rows: rows of this rank, possibly 0.
         rows_per_rank: rows of every rank at this step, known without communication.
         step: counts from 0 in each epoch.
+        num_broken: rows of this rank that a decoder has left out; `rows_per_rank` counts them.
     """
 
     columns: dict[str, Any]
     num_rows: int
     rows_per_rank: tuple[int, ...]
     step: int
+    num_broken: int = 0
 
 
 def no_rows(column: Column) -> Values:

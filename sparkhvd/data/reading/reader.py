@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,29 @@ __all__ = ["Reader"]
 # finds the lock taken again and again by others, which let go of it for the moment of a read alone: two threads then are one.
 _SWITCH_S = 0.0005
 
-# Columns of a chunk, as the user's decoders leave them.
-Chunk = dict[str, Any]
+# Values that decoders have left out and that are printed; the others are counted alone.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of several batches, as the user's decoders leave them.
+
+    Attributes:
+        columns: by name.
+        num_rows: with those that are left out.
+        kept: ascending numbers of the rows that are there; None means all.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    kept: Rows | None = None
+
+    def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
+        """Return the columns of some rows, and how many of these are there."""
+        if self.kept is not None:
+            start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
+        return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
 
 
 class Reader:
@@ -159,6 +181,7 @@ class Reader:
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(CHUNK_BYTES, prefetch_bytes // 4)
         self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self._columns)))
+        self._shown: set[str] = set()  # see `_show`
         # Memory of windows; batches are copies.
         self._buffers = Buffers()
         self._running: prefetch.Prefetch[Chunk] | None = None
@@ -265,14 +288,28 @@ class Reader:
             values, order = self._load(window)
             for start, stop in plan.cuts(self._rank, first, len(order), chunk_rows):
                 part = order[start:stop]
-                chunk: Chunk = {n: take(v, part, self._empty) for n, v in values.items()}
+                taken: dict[str, Any] = {n: take(v, part, self._empty) for n, v in values.items()}
+                kept = None
                 if self._functions.decoders or self._functions.collate:
-                    chunk = self._functions.decode(self._columns, chunk, self._pool)
+                    decoded = self._functions.decode_usable(self._columns, taken, self._pool)
+                    taken, kept = decoded.columns, decoded.kept
+                    self._show(decoded.broken)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
-                yield chunk if self._resident else {n: packed(v) for n, v in chunk.items()}
+                columns = taken if self._resident else {n: packed(v) for n, v in taken.items()}
+                yield Chunk(columns, len(part), kept)
             first += len(order)
             # The next window is loaded when this one has gone, into its memory.
             del values, order, window
+
+    def _show(self, broken: Sequence[str]) -> None:
+        """Print the first values that decoders have left out."""
+        room = max(0, _SHOWN - len(self._shown))
+        for text in [each for each in broken if each not in self._shown][:room]:
+            self._shown.add(text)
+            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
+            sys.stderr.write(
+                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
+            )
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
         """Return arrays that hold the window's rows, and the order in which to take them."""
@@ -308,19 +345,21 @@ class Reader:
             if isinstance(chunk, BaseException):
                 where = f"rank {self._rank}, epoch {epoch}, step {step}"
                 raise _explained(chunk, self._store, self._manifest, where) from chunk
-            length = len(chunk[self._names[0]])
             start = 0
-            while start < length:
+            while start < chunk.num_rows:
                 counts = plan.rows_per_rank(step)
                 stop = start + counts[self._rank]
                 if stop == start:
                     yield self._empty_batch(plan, step)
                     step += 1
                     continue
-                columns = {n: v[start:stop] for n, v in chunk.items()}
-                if self._functions.collate:
-                    columns = self._functions.collate_batch(columns)
-                yield Batch(columns, stop - start, counts, step)
+                columns, num_rows = chunk.cut(start, stop)
+                if not num_rows:
+                    yield replace(self._empty_batch(plan, step), num_broken=stop - start)
+                else:
+                    if self._functions.collate:
+                        columns = self._functions.collate_batch(columns)
+                    yield Batch(columns, num_rows, counts, step, stop - start - num_rows)
                 start = stop
                 step += 1
 

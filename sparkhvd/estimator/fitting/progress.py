@@ -48,7 +48,9 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     width = len(str(epochs))
     rate = record.get("rows_per_s")  # a loop of the user's own may not say
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
-    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}{_why_slow(record)}"
+    broken = sum(int(record.get(f"{part}broken_rows") or 0) for part in ("", "val_"))  # type: ignore[call-overload]
+    left_out = f"  {broken:,} broken rows left out" if broken else ""
+    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}{left_out}{_why_slow(record)}"
 
 
 def _why_slow(record: Mapping[str, object]) -> str:

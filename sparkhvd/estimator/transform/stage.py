@@ -33,7 +33,10 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     # Pickled here, so that a large model is not written to a file with each call; see `payload`.
     shim = SparkShim(df.sparkSession)
     carried = kept_carried(shim, dumps(spec))
-    fields = [*df.schema.fields, *map(_field, spec.outputs)]
+    fields = [
+        *df.schema.fields,
+        *(_field(output, nullable=spec.functions.skips) for output in spec.outputs),
+    ]
     # Spark looks up what it sends and receives by name, and stumbles over dots and names that are there twice.
     plain = [f"c{i}" for i in range(len(fields))]
     schema = StructType(
@@ -52,7 +55,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     return computed.toDF(*[f.name for f in fields])
 
 
-def _field(output: Output) -> StructField:
+def _field(output: Output, *, nullable: bool) -> StructField:
     """Describe an output column, with the attributes by which Spark ML's stages know its width or classes."""
     attributes: dict[str, object] = {}
     if output.size and output.is_vector:
@@ -61,7 +64,7 @@ def _field(output: Output) -> StructField:
         attributes = {"type": "nominal", "num_vals": output.size}
     metadata = {"ml_attr": attributes} if attributes else None
     kind = VectorUDT() if output.is_vector else DoubleType()
-    return StructField(output.name, kind, nullable=False, metadata=metadata)
+    return StructField(output.name, kind, nullable=nullable, metadata=metadata)
 
 
 def _task(

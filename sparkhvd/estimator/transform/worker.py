@@ -166,10 +166,16 @@ def _predicted(
             continue
         with torch.inference_mode():
             parts = [
-                run(spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move)
+                usable(
+                    spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move
+                )
                 for start in range(0, batch.num_rows, at_once)
             ]
-        added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
+        missing = np.concatenate([mask for _, mask in parts]) if spec.functions.skips else None
+        added = [
+            to_arrow(_joined(values), missing)
+            for values in zip(*(found for found, _ in parts), strict=True)
+        ]
         arrays = [*batch.columns, *added]
         yield pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
 
@@ -184,6 +190,43 @@ def rows_at_once(columns: Sequence[Column]) -> int:
     return max(1, min(MAX_ROWS, MAX_BYTES // max(1, sum(widths))))
 
 
+def usable(
+    spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
+) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
+    """Compute the output columns of some rows as `run`; return with them which rows a decoder leaves out, whose outputs are 0."""
+    num_rows = len(next(iter(columns.values())))
+    decoded = spec.functions.decode_usable(spec.columns, columns)
+    missing = np.zeros(num_rows, np.bool_)
+    if decoded.kept is None:
+        return _computed(spec, model, decoded.columns, num_rows, move), missing
+    missing[:] = True
+    missing[decoded.kept] = False
+    if not len(decoded.kept):
+        return [_zeros(num_rows, output.size, output) for output in spec.outputs], missing
+    found = _computed(spec, model, decoded.columns, len(decoded.kept), move)
+    spread = []
+    for output, values in zip(spec.outputs, found, strict=True):
+        out = _zeros(num_rows, values.shape[-1], output)
+        out[decoded.kept] = values
+        spread.append(out)
+    return spread, missing
+
+
+def _zeros(num_rows: int, width: int, output: Output) -> np.ndarray[Any, Any]:
+    return np.zeros((num_rows, width) if output.is_vector else num_rows)
+
+
+def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Join the values of parts; where all rows of one are left out, its width may not be known."""
+    width = max(each.shape[-1] for each in values) if values[0].ndim > 1 else 0
+    return np.concatenate(
+        [
+            np.zeros((len(each), width)) if width and each.shape[-1] != width else each
+            for each in values
+        ]
+    )
+
+
 def run(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> list[np.ndarray[Any, Any]]:
@@ -193,7 +236,13 @@ def run(
     what is not.
     """
     decoded = spec.functions.decode(spec.columns, columns)
-    num_rows = len(next(iter(columns.values())))
+    return _computed(spec, model, decoded, len(next(iter(columns.values()))), move)
+
+
+def _computed(
+    spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
+) -> list[np.ndarray[Any, Any]]:
+    """Compute the output columns of rows that are decoded."""
     lengths = [v.lengths for v in decoded.values() if isinstance(v, Ragged)]
     if not lengths:
         return _outputs(spec, model, decoded, num_rows, move)
@@ -322,10 +371,17 @@ def _problem(found: Findings, column: Column) -> str:
     return f"has {shapes} elements per row in a batch; the model takes {expected}."
 
 
-def to_arrow(values: npt.NDArray[np.float64]) -> pa.Array:
-    """Convert to doubles, or rows of doubles to Spark's struct of a dense vector."""
+def to_arrow(
+    values: npt.NDArray[np.float64], missing: npt.NDArray[np.bool_] | None = None
+) -> pa.Array:
+    """Convert to doubles, or rows of doubles to Spark's struct of a dense vector.
+
+    Args:
+        values: (rows,) or (rows, width).
+        missing: rows that become null; None means none.
+    """
     if values.ndim == 1:
-        return numpy_to_array(values)
+        return numpy_to_array(values) if missing is None else pa.array(values, mask=missing)
     num_rows, width = values.shape
     offsets = numpy_to_array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
     lists = pa.ListArray.from_arrays(offsets, numpy_to_array(values.reshape(-1)))
@@ -337,4 +393,5 @@ def to_arrow(values: npt.NDArray[np.float64]) -> pa.Array:
             lists,
         ],
         names=["type", "size", "indices", "values"],
+        mask=None if missing is None else pa.array(missing),
     )

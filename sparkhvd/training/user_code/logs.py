@@ -17,6 +17,8 @@ RESERVED = (
     "loss",
     "seconds",
     "rows",
+    "broken_rows",
+    "val_broken_rows",
     "rows_per_s",
     "data_wait_s",
     "comm_wait_s",

@@ -67,3 +67,16 @@ def test_several_elements_give_the_largest() -> None:
         assert heads.prediction(link, output).tolist() == [1]
     assert heads.probability("identity", output) is None
     assert heads.raw("softmax", output).tolist() == [[1.0, 3.0, 2.0]]
+
+
+def test_output_that_is_a_probability_gives_both_classes_or_all() -> None:
+    one, several = torch.tensor([[0.25], [0.75]]), torch.tensor([[0.25, 0.125, 0.625]])
+    assert heads.prediction("probability", one).tolist() == [False, True]
+    assert heads.prediction("probability", several).tolist() == [2]
+    both = [[0.75, 0.25], [0.25, 0.75]]
+    for found in (heads.probability("probability", one), heads.raw("probability", one)):
+        assert found is not None
+        assert found.tolist() == both
+    assert heads.raw("probability", several).tolist() == several.tolist()
+    assert heads.num_classes("probability", 1) == 2
+    assert heads.known_kinds("probability", 3) == ("raw", "probability", "prediction")

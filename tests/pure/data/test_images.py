@@ -132,7 +132,7 @@ def test_a_missing_and_a_broken_file_are_named(tmp_path: Path) -> None:
     whole.write_bytes(encoded(picture()))
     for content, reason in ((data[: len(data) // 2], "truncated"), (b"text", "cannot identify")):
         broken.write_bytes(content)
-        expected = rf"decoders\['photo'\] failed for '{broken}': OSError: its .* bytes are no whole image: .*{reason}"
+        expected = rf"decoders\['photo'\] failed for '{broken}': BrokenImage: its .* bytes are no whole image: .*{reason}"
         with pytest.raises(InvalidArgumentError, match=expected):
             read_all(*made(tmp_path, [str(whole), str(broken)]))
     for path, reason in (("/nowhere/x.png", "No such file"), ("x.png", "the path is relative")):
@@ -147,6 +147,64 @@ def read_all(store: Store, manifest: Manifest, num_workers: int = 1, **keywords:
     functions = RowFunctions({"photo": decode})
     with Reader(store, manifest, functions=functions, num_workers=num_workers, **options) as reader:
         return np.concatenate([batch.columns["photo"] for batch in reader.epoch(0)])
+
+
+def some_broken(tmp_path: Path, count: int, broken: set[int]) -> tuple[Store, Manifest]:
+    """Make images whose red is their number, of which some are missing, cut off or none, in turns."""
+    paths = []
+    for number in range(count):
+        path = tmp_path / f"{number}.png"
+        data = encoded(Image.new("RGB", (8, 8), (number, 0, 0)))
+        if number in broken and number % 3:
+            data = data[: len(data) // 2] if number % 3 == 1 else b"no image"
+        if number not in broken or number % 3:
+            path.write_bytes(data)
+        paths.append(str(path))
+    return made(tmp_path, paths)
+
+
+def test_rows_with_broken_images_are_left_out_and_all_others_stay_where_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = {0, 3, 4, 5, 7, 16, 17}
+    store, manifest = some_broken(tmp_path, 18, broken)
+    decode = image(8, 8, dtype="uint8", broken="skip")
+    seen: dict[int, list[int]] = {}
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "size": 2, "batch_size": 2, "seed": 3}
+        functions = RowFunctions({"photo": decode})
+        with Reader(store, manifest, functions=functions, num_workers=2, **options) as reader:
+            for epoch in (0, 1, 0):
+                plan, steps = reader.plan(epoch), 0
+                for batch in reader.epoch(epoch):
+                    found = batch.columns["photo"][:, 0, 0, 0].tolist()
+                    before = plan.rows_before(rank, batch.step)
+                    count = batch.rows_per_rank[rank]
+                    planned = plan.rank_rows(rank)[before : before + count].tolist()
+                    assert found == [n for n in planned if n not in broken]
+                    assert (batch.num_rows, batch.num_broken) == (
+                        len(found),
+                        len(planned) - len(found),
+                    )
+                    assert batch.columns["photo"].shape[1:] == (3, 8, 8)
+                    seen.setdefault(epoch, []).extend(found)
+                    steps += 1
+                assert steps == reader.num_steps == 5
+    assert sorted(seen[1]) == [n for n in range(18) if n not in broken]
+    lines = capfd.readouterr().err.splitlines()
+    assert 5 <= len(lines) <= 10  # of each rank five at most
+    assert all("a row is left out, as image(broken='skip') says: photo '" in each for each in lines)
+
+
+def test_other_errors_than_of_an_image_are_never_left_out(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="the path is relative"):
+        read_all(*made(tmp_path, ["x.png"]), broken="skip")
+    path = tmp_path / "large.png"
+    path.write_bytes(encoded(picture(16, 16)))
+    with pytest.raises(InvalidArgumentError, match="it has 16 x 16 pixels"):
+        read_all(*made(tmp_path, [str(path)]), broken="skip", fit="exact")
+    with pytest.raises(InvalidArgumentError, match="broken is 'drop'; it must be one of 'error'"):
+        image(8, 8, broken="drop")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
