@@ -6,6 +6,7 @@ function gets the rows of a batch as a list and returns an argument of the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
 from sparkhvd.data.columns.texts import tokenizer
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
-__all__ = ["Decoded", "Decoder", "RowFunctions", "pad"]
+__all__ = ["Decoded", "Decoder", "RowFunctions", "Shaped", "pad"]
 
 Array = npt.NDArray[Any]
 # A function of a value, or a mapping from values to numbers.
@@ -47,6 +48,24 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
         for i, row in enumerate(rows):
             out[i, : len(row)] = row[:length]
         return out
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Decoder whose arrays get the shape that a model takes.
+
+    Attributes:
+        function: of the user.
+        shape: of one row.
+    """
+
+    function: Callable[..., object]
+    shape: tuple[int, ...]
+
+    def __call__(self, value: object) -> object:
+        """Call the function."""
+        array = np.asarray(self.function(value))
+        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array
 
 
 @dataclass(frozen=True)
@@ -299,6 +318,7 @@ class _LeftOut(Exception):
 
 
 def _skips(function: Decoder) -> bool:
+    function = function.function if isinstance(function, Shaped) else function
     return isinstance(function, image) and function.broken == "skip"
 
 

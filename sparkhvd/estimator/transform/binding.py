@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from sparkhvd.data.arrow_memory import byte_rows
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.check import check_schema
-from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.decoders import RowFunctions, Shaped
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import row_shape_of
 from sparkhvd.errors import InvalidArgumentError
@@ -122,7 +121,7 @@ def bind_module(
             f"The model was given {len(links)} losses, and its module has {len(widths)} outputs. Give one per output, or one for all."
         )
     decoders = {
-        name: _Shaped(decoder, shape) if callable(decoder) and (shape := decoded[name]) else decoder
+        name: Shaped(decoder, shape) if callable(decoder) and (shape := decoded[name]) else decoder
         for name, decoder in (options.decoders or {}).items()
     }
     bound = replace(bound, widths=widths, labels=labels, links=links)
@@ -217,20 +216,3 @@ def _labels(options: PredictOptions, widths: Sequence[int]) -> tuple[str, ...]:
             f"transform: nothing names the module's {len(widths)} outputs. Set outputCols, or label_cols, after which they are named."
         )
     return tuple(options.label_cols or ())
-
-
-@dataclass(frozen=True)
-class _Shaped:
-    """Decoder that gives the model's shape.
-
-    Attributes:
-        function: of the user.
-        shape: of one row.
-    """
-
-    function: Callable[..., object]
-    shape: Shape
-
-    def __call__(self, value: object) -> object:
-        array = np.asarray(self.function(value))
-        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array
