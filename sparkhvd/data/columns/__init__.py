@@ -9,8 +9,8 @@ Each module imports only those above it:
     check     columns of a source, checked on the driver
     images    decoder of images
     texts     tokens of texts
-    decoders  the user's functions from stored values to arrays
     shapes    shapes of one row, as Params give them
+    decoders  the user's functions from stored values to arrays
     features  batches of columns as the arguments of `forward`
     binding   an argument of `forward` for every feature column
     labels    label columns as the loss compares them

@@ -6,11 +6,10 @@ function gets the rows of a batch as a list and returns an argument of the model
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +17,14 @@ import numpy.typing as npt
 from sparkhvd.data.columns.images import BrokenImage, image
 from sparkhvd.data.columns.ragged import Ragged, Rows, Values, take
 from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
+from sparkhvd.data.columns.shapes import Shaped
 from sparkhvd.data.columns.texts import tokenizer
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
-__all__ = ["Decoded", "Decoder", "RowFunctions", "Shaped", "pad"]
+__all__ = ["Decoded", "Decoder", "RowFunctions", "pad"]
 
 Array = npt.NDArray[Any]
+Result = TypeVar("Result")
 # A function of a value, or a mapping from values to numbers.
 Decoder = Callable[..., object] | Mapping[Any, object]
 
@@ -48,24 +49,6 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
         for i, row in enumerate(rows):
             out[i, : len(row)] = row[:length]
         return out
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """Decoder whose arrays get the shape that a model takes.
-
-    Attributes:
-        function: of the user.
-        shape: of one row.
-    """
-
-    function: Callable[..., object]
-    shape: tuple[int, ...]
-
-    def __call__(self, value: object) -> object:
-        """Call the function."""
-        array = np.asarray(self.function(value))
-        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array
 
 
 @dataclass(frozen=True)
@@ -145,19 +128,17 @@ class RowFunctions:
         self,
         columns: Sequence[Column],
         values: Mapping[str, Values],
-        pool: ThreadPoolExecutor | None = None,
     ) -> dict[str, Any]:
         """Run the decoders: an array (rows, *decoded) each, or a list of rows where a batch is collated.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
             values: columns by name, as they are stored.
-            pool: threads that share the work; None does it here.
 
         Raises:
             InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row; or it leaves out all rows.
         """
-        found = self.decode_usable(columns, values, pool)
+        found = self.decode_usable(columns, values)
         if found.kept is not None and not len(found.kept):
             raise InvalidArgumentError(
                 f"{len(found.broken)} rows were to show what decoders return, and none has a whole image, so all were left out: "
@@ -165,25 +146,39 @@ class RowFunctions:
             )
         return found.columns
 
-    def decode_usable(
+    def decode_usable(self, columns: Sequence[Column], values: Mapping[str, Values]) -> Decoded:
+        """Run the decoders as `decode`; rows that a decoder leaves out are left out of all columns."""
+        return self.begin(columns, values)()
+
+    def begin(
         self,
         columns: Sequence[Column],
         values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
-    ) -> Decoded:
-        """Run the decoders as `decode`; rows that a decoder leaves out are left out of all columns."""
+    ) -> Callable[[], Decoded]:
+        """Begin to run the decoders in threads; return what waits for them and returns the rows, or raises as `decode`.
+
+        Args:
+            columns: those of `values`, as `with_decoded` described them.
+            values: columns by name, as they are stored; they must stay until the end.
+            pool: threads that share the work; None does it here and now.
+        """
         broken: dict[int, str] = {}
-        made = {c.name: self._decode_column(c, values[c.name], pool, broken) for c in columns}
-        if not broken:
-            return Decoded(made)
-        kept = np.setdiff1d(
-            np.arange(len(next(iter(values.values())))), np.fromiter(broken, np.int64)
-        )
-        usable = {
-            name: [rows[n] for n in kept] if isinstance(rows, list) else take(rows, kept)
-            for name, rows in made.items()
-        }
-        return Decoded(usable, kept, tuple(broken[n] for n in sorted(broken)))
+        begun = {c.name: self._begin_column(c, values[c.name], pool, broken) for c in columns}
+
+        def finish() -> Decoded:
+            made = {name: wait() for name, wait in begun.items()}
+            if not broken:
+                return Decoded(made)
+            numbers = np.arange(len(next(iter(values.values()))))
+            kept = np.setdiff1d(numbers, np.fromiter(broken, np.int64))
+            usable = {
+                name: [rows[n] for n in kept] if isinstance(rows, list) else take(rows, kept)
+                for name, rows in made.items()
+            }
+            return Decoded(usable, kept, tuple(broken[n] for n in sorted(broken)))
+
+        return finish
 
     def collate_batch(self, columns: Mapping[str, object]) -> dict[str, Any]:
         """Run the collate functions on the columns of one batch.
@@ -198,58 +193,101 @@ class RowFunctions:
 
     # -- one column ----------------------------------------------------------------------------------
 
-    def _decode_column(
+    def _begin_column(
         self,
         column: Column,
         values: Values,
         pool: ThreadPoolExecutor | None,
         broken: dict[int, str],
-    ) -> Values | list[Any]:
+    ) -> Callable[[], Any]:
         # `pad` needs no list of rows.
         is_padded = isinstance(self.collate.get(column.name), pad) and column.kind == "ragged"
         if not column.has_decoder and (is_padded or not column.is_collated):
-            return values
+            return lambda: values
         count = len(values)
         if (
             isinstance(tokens := self.collate.get(column.name), tokenizer)
             and not column.has_decoder
         ):
             texts = [_raw(column, values, number) for number in range(count)]
-            return cast("Ragged", self._called(column.name, tokens.encode, texts))
+            encoded = self._called(column.name, tokens.encode, texts)
+            return lambda: encoded
         out: Any = [None] * count
         if not column.is_collated:
             assert column.decoded is not None
             out = np.empty((count, *column.decoded), column.row_dtype)
-
-        def fill(numbers: Iterator[int]) -> None:
-            for number in numbers:
-                row: Any = _raw(column, values, number)
-                if column.has_decoder:
-                    try:
-                        row = self._decode_one(column, row)
-                    except _LeftOut as e:
-                        broken[number] = str(e)
-                        continue
-                    if not column.is_collated:
-                        _check_row(column, row)
-                    elif row.dtype != column.row_dtype:
-                        row = row.astype(column.row_dtype)
-                out[number] = row
-
         # One iterator for all threads, each of which takes the next row when it is done with one: a task per row costs more.
         numbers = iter(range(count))
         if pool is None:
-            fill(numbers)
-        else:
-            for _ in pool.map(fill, [numbers] * pool._max_workers):
-                pass
-        return cast("Values | list[Any]", out)
+            self._fill(column, values, out, broken, numbers)
+            return lambda: out
+        threads = range(pool._max_workers)
+        tasks = [pool.submit(self._fill, column, values, out, broken, numbers) for _ in threads]
+
+        def finish() -> Any:
+            for task in tasks:
+                task.result()
+            return out
+
+        return finish
+
+    def _fill(
+        self,
+        column: Column,
+        values: Values,
+        out: Any,
+        broken: dict[int, str],
+        numbers: Iterator[int],
+    ) -> None:
+        """Decode rows into a batch, or a list; note those that their decoder leaves out."""
+        into = _into(self.decoders.get(column.name), column)
+        for number in numbers:
+            raw: Any = _raw(column, values, number)
+            try:
+                if into is not None:
+                    self._run(column, raw, into, out[number])
+                else:
+                    out[number] = self._row(column, raw)
+            except _LeftOut as e:
+                broken[number] = str(e)
+
+    def _row(self, column: Column, raw: bytes | str | Array) -> Any:
+        """Return a row as its batch holds it."""
+        if not column.has_decoder:
+            return raw
+        row = self._decode_one(column, raw)
+        if not column.is_collated:
+            _check_row(column, row)
+        elif row.dtype != column.row_dtype:
+            row = row.astype(column.row_dtype)
+        return row
 
     def _decode_one(self, column: Column, raw: bytes | str | Array) -> Array:
         function = self.decoders[column.name]
+        call = function.__getitem__ if isinstance(function, Mapping) else function
+
+        def made(raw: bytes | str | Array) -> tuple[object, Array]:
+            value = call(raw)
+            return value, np.asarray(value)
+
+        value, array = self._run(column, raw, made)
+        if array.dtype.kind not in "fiub":
+            raise InvalidArgumentError(
+                f"decoders[{column.name!r}] returned {value!r:.100}; it must return a number or a numpy array of numbers."
+            )
+        return array
+
+    def _run(
+        self,
+        column: Column,
+        raw: bytes | str | Array,
+        call: Callable[..., Result],
+        *arguments: Any,
+    ) -> Result:
+        """Call what decodes a value; errors are the decoder's."""
+        function = self.decoders[column.name]
         try:
-            value = function[raw] if isinstance(function, Mapping) else function(raw)
-            array = np.asarray(value)
+            return call(raw, *arguments)
         except SparkhvdError:
             raise
         except Exception as e:
@@ -265,11 +303,6 @@ class RowFunctions:
             raise InvalidArgumentError(
                 f"decoders[{column.name!r}] failed for {shown}: {type(e).__name__}: {e}"
             ) from e
-        if array.dtype.kind not in "fiub":
-            raise InvalidArgumentError(
-                f"decoders[{column.name!r}] returned {value!r:.100}; it must return a number or a numpy array of numbers."
-            )
-        return array
 
     def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
         """Return the first row's dtype, or for a mapping a dtype that holds all of its values."""
@@ -311,6 +344,13 @@ class Decoded:
     columns: dict[str, Any]
     kept: Rows | None = None
     broken: tuple[str, ...] = ()
+
+
+def _into(function: Decoder | None, column: Column) -> Callable[..., None] | None:
+    """Return what decodes a value into the memory of a batch, where the decoder can."""
+    if not isinstance(function, image) or column.is_collated or function.shape != column.decoded:
+        return None
+    return function.into if column.row_dtype == function.dtype else None
 
 
 class _LeftOut(Exception):

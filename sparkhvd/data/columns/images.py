@@ -115,8 +115,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Factor and shift of each channel, from bytes to values."""
         mean, std = (
-            np.broadcast_to(np.asarray(v, np.float64), self.channels).reshape(-1, 1, 1)
-            for v in (self.mean, self.std)
+            np.broadcast_to(np.asarray(v, np.float64), self.channels) for v in (self.mean, self.std)
         )
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
@@ -132,28 +131,34 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
             BrokenImage: there is no such file, or it is no whole image.
             OSError: it cannot be read.
         """
+        out = np.empty(self.shape, self.dtype)
+        self.into(value, out)
+        return out
+
+    def into(self, value: bytes | str, out: npt.NDArray[Any]) -> None:
+        """Decode one image into the memory of an array of its shape and dtype; errors as of a call."""
         try:
             data = value if isinstance(value, bytes) else _read(value)
         except _MISSING as e:
             raise BrokenImage(*e.args) from e
         try:
-            pixels = self._pixels(data)
+            planes = self._planes(data)
         except (_OtherSize, InvalidArgumentError, MemoryError):
             raise
         except Exception as e:  # of some bytes Pillow raises a SyntaxError, a ValueError, ...
             reason = str(e).partition(" <_io.")[0]  # it names an object of Python's
             raise BrokenImage(f"its {len(data):,} bytes are no whole image: {reason}") from e
-        planes = pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
-        if self.dtype == "uint8":
-            return planes  # its owner copies it once, into a batch
-        factor, shift = self._scale
-        out = np.empty(planes.shape, np.float32)
-        np.multiply(planes, factor, out=out)
-        if shift.any():
-            out += shift
-        return out
+        factors, shifts = self._scale
+        for plane, place, factor, shift in zip(planes, out, factors, shifts, strict=True):
+            if self.dtype == "uint8":
+                place[:] = plane
+                continue
+            np.multiply(plane, factor, out=place)
+            if shift:
+                place += shift
 
-    def _pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
+    def _planes(self, data: bytes) -> list[npt.NDArray[np.uint8]]:
+        """Return the channels (height, width): Pillow puts each apart at the cost of putting all in one array, which would be copied once more."""
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
             if self.fit == "exact" and opened.size != size:
@@ -162,7 +167,13 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
                 )
             opened.draft(None, (2 * self.width, 2 * self.height))
             found = opened if opened.mode == mode else opened.convert(mode)
-            return np.asarray(found if found.size == size else self._fitted(found))
+            fitted = found if found.size == size else self._fitted(found)
+            return [
+                np.frombuffer(fitted.tobytes("raw", band), np.uint8).reshape(
+                    self.height, self.width
+                )
+                for band in mode
+            ]
 
     def _fitted(self, found: Image) -> Image:
         """Resize an image."""
@@ -203,7 +214,8 @@ def _read(path: str) -> bytes:
         # `binaryFile` has paths as they are, `input_file_name()` quotes them.
         path = path if Path(path).exists() else unquote(path)
     if path.startswith("/"):
-        return Path(path).read_bytes()
+        with open(path, "rb", buffering=0) as file:  # a buffer would only be copied
+            return file.read()
     if ":" not in path:
         raise ValueError(
             "the path is relative, and each rank has a working directory of its own. Give absolute paths or URLs, for example by "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["checked_shape", "row_shape_of"]
+__all__ = ["Shaped", "checked_shape", "row_shape_of"]
 
 
 def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
@@ -55,3 +58,21 @@ def row_shape_of(param: str, given: object) -> tuple[int, ...]:
             f"{param} holds {list(shape)}. After the batch, at most one -1 can be filled in."
         )
     return row
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Decoder whose arrays get the shape that a model takes.
+
+    Attributes:
+        function: of the user.
+        shape: of one row.
+    """
+
+    function: Callable[..., object]
+    shape: tuple[int, ...]
+
+    def __call__(self, value: object) -> object:
+        """Call the function."""
+        array = np.asarray(self.function(value))
+        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array

@@ -13,5 +13,6 @@ Each module imports only those above it:
     resident  rows that are held in memory
     order     plans of a reader's epochs
     batch     the arrays of a step
+    decoding  the user's decoders in threads
     reader    batches of a rank
 """

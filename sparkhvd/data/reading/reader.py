@@ -8,10 +8,9 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
-import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from sparkhvd.data.columns.ragged import Flags, Rows, Values, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.reading import prefetch
-from sparkhvd.data.reading.batch import Batch, no_rows, packed, pinned, row_bytes
+from sparkhvd.data.reading.batch import Batch, no_rows, pinned, row_bytes
+from sparkhvd.data.reading.decoding import Chunk, Decoding
 from sparkhvd.data.reading.groups import group_edges
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
 from sparkhvd.data.reading.resident import ResidentRows, Sharing
@@ -33,34 +33,6 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
 __all__ = ["Reader"]
-
-# Python's lock is asked for after this time while threads decode. With Python's 5 ms a thread that comes back from a decoder in C
-# finds the lock taken again and again by others, which let go of it for the moment of a read alone: two threads then are one.
-_SWITCH_S = 0.0005
-
-# Values that decoders have left out and that are printed; the others are counted alone.
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows of several batches, as the user's decoders leave them.
-
-    Attributes:
-        columns: by name.
-        num_rows: with those that are left out.
-        kept: ascending numbers of the rows that are there; None means all.
-    """
-
-    columns: dict[str, Any]
-    num_rows: int
-    kept: Rows | None = None
-
-    def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Return the columns of some rows, and how many of these are there."""
-        if self.kept is not None:
-            start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
-        return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
 
 
 class Reader:
@@ -143,10 +115,7 @@ class Reader:
         self._functions = functions or RowFunctions()
         self._columns = self._decoded_columns()
         self._empty = pinned if pin_memory else np.empty
-        self._pool: ThreadPoolExecutor | None = None
-        if num_workers > 1 and any(c.has_decoder for c in self._columns):
-            self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self._decoding = Decoding(self._functions, self._columns, num_workers)
         if groups is None and manifest.schema.group is not None:
             groups = read_groups(self._source, manifest)
         rows = select_rows(
@@ -181,7 +150,6 @@ class Reader:
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(CHUNK_BYTES, prefetch_bytes // 4)
         self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self._columns)))
-        self._shown: set[str] = set()  # see `_show`
         # Memory of windows; batches are copies.
         self._buffers = Buffers()
         self._running: prefetch.Prefetch[Chunk] | None = None
@@ -253,8 +221,7 @@ class Reader:
     def close(self) -> None:
         """Stop the background threads and release files and memory; a thread stuck in a read is left behind after a minute."""
         if self._stop(prefetch.STOP_S):
-            if self._pool is not None:
-                self._pool.shutdown()
+            self._decoding.close()
             self._source.close()
         if self._resident is not None:
             self._resident.clear()
@@ -284,32 +251,22 @@ class Reader:
         if self._resident is not None:
             # With the ranks that share them, also where this rank has no rows of this epoch.
             self._resident.values()
+        # While decoders work on one chunk the next one is handed to them, or they would wait for this thread after each.
+        begun: deque[Callable[[], Chunk]] = deque()
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
             for start, stop in plan.cuts(self._rank, first, len(order), chunk_rows):
                 part = order[start:stop]
                 taken: dict[str, Any] = {n: take(v, part, self._empty) for n, v in values.items()}
-                kept = None
-                if self._functions.decoders or self._functions.collate:
-                    decoded = self._functions.decode_usable(self._columns, taken, self._pool)
-                    taken, kept = decoded.columns, decoded.kept
-                    self._show(decoded.broken)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
-                columns = taken if self._resident else {n: packed(v) for n, v in taken.items()}
-                yield Chunk(columns, len(part), kept)
+                begun.append(self._decoding.begin(taken, len(part), packs=not self._resident))
+                while len(begun) > self._decoding.num_ahead:
+                    yield begun.popleft()()
+            while begun:
+                yield begun.popleft()()
             first += len(order)
             # The next window is loaded when this one has gone, into its memory.
             del values, order, window
-
-    def _show(self, broken: Sequence[str]) -> None:
-        """Print the first values that decoders have left out."""
-        room = max(0, _SHOWN - len(self._shown))
-        for text in [each for each in broken if each not in self._shown][:room]:
-            self._shown.add(text)
-            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
-            sys.stderr.write(
-                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
-            )
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
         """Return arrays that hold the window's rows, and the order in which to take them."""

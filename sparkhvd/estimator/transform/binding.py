@@ -13,9 +13,9 @@ from sparkhvd.data.arrow_memory import byte_rows
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.check import check_schema
-from sparkhvd.data.columns.decoders import RowFunctions, Shaped
+from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.columns.shapes import row_shape_of
+from sparkhvd.data.columns.shapes import Shaped, row_shape_of
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.fit import columns_in
