@@ -134,7 +134,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         Args:
             module: is copied.
             loss: of its training, or one per output; tells how probabilities follow from outputs, as in a fit.
-            link: "softmax", "sigmoid", "value" or "identity" (not known) instead of a loss, or one per output.
+            link: "softmax", "sigmoid", "probability" (the output is one), "value" or "identity" (not known) instead of a loss, or one per output.
             widths: elements per row of each output; not given: the module runs on two rows of zeros.
             history: records of its epochs.
             run_id: name of its run.

@@ -7,20 +7,20 @@ Threads, failure, shutdown: as of `sparkhvd.torch`, whose engine this is.
 
 Each module imports only those above it:
 
-    backend    the package `keras`, checked
-    network    a model as a module of torch, which Spark's workers get
-    variables  collectives on values and variables
-    optimizer  `DistributedOptimizer`
-    loading    `load_model`
-    callbacks  Horovod's callbacks
-    batches    batches of a prepared data set, as Keras takes them
-    progress   state of a fit between epochs, in the store
-    meaning    what a loss tells about outputs
-    epoch_rows epochs of ranks as one epoch of all rows
-    training   a rank of a fit
-    model      `KerasModel`
-    params     Params of a fit
-    estimator  `KerasEstimator`
+    backend     the package `keras`, checked
+    network     a model as a module of torch, which Spark's workers get
+    variables   collectives on values and variables
+    optimizer   `DistributedOptimizer`
+    loading     `load_model`
+    callbacks   Horovod's callbacks
+    batches     batches of a prepared data set, as Keras takes them
+    progress    state of a fit between epochs, in the store
+    meaning     what a loss tells about outputs
+    epoch_rows  epochs of ranks as one epoch of all rows
+    training    a rank of a fit
+    model       `KerasModel`
+    params      Params of a fit
+    estimator   `KerasEstimator`
 """
 
 from __future__ import annotations

@@ -241,3 +241,19 @@ def test_a_decoder_is_saved_without_code_and_named_by_its_options() -> None:
     assert Decoder("/nowhere", None, trusted=False).decode("decoders", stored) == {"photo": one}
     assert pickle.loads(pickle.dumps(one)) == one
     assert RowFunctions({"photo": one}).describe()["decoders"]["photo"] == repr(one)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_image_is_decoded_into_memory_that_is_given(channels: int) -> None:
+    data = encoded(picture(mode="RGBA"))
+    for keywords in ({"dtype": "uint8"}, {"mean": 0.25, "std": 0.5}):
+        decode = image(8, 8, channels, **keywords)  # type: ignore[arg-type]
+        batch = np.ones((2, *decode.shape), decode.dtype)
+        decode.into(data, batch[1])
+        np.testing.assert_array_equal(batch[1], decode(data))
+        np.testing.assert_array_equal(batch[0], np.ones(decode.shape))
+        mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
+        pixels = np.asarray(picture(mode="RGBA").convert(mode)).reshape(8, 8, channels)
+        wanted = pixels.transpose(2, 0, 1).astype("float32")
+        wanted = wanted if decode.dtype == "uint8" else (wanted / 255 - 0.25) / 0.5
+        np.testing.assert_allclose(decode(data), wanted, atol=1e-6)

@@ -103,6 +103,13 @@ def test_progress_replaces_itself_on_a_terminal_and_comes_seldom_elsewhere(
     assert capsys.readouterr().out == ""
 
 
+def test_rows_with_broken_images_are_in_the_line_of_their_epoch() -> None:
+    line = format_epoch({**record(3), "broken_rows": 2, "val_broken_rows": 1}, 10)
+    assert line.endswith(" rows/s  3 broken rows left out")
+    assert "val_broken" not in line
+    assert "left out" not in format_epoch({**record(3), "broken_rows": 0}, 10)
+
+
 def test_a_line_of_a_record_of_the_users_own() -> None:
     own = {"epoch": 1, "seconds": 0.1, "note": "good", "hits": 3, "none": None}
     assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
