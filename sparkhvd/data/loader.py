@@ -180,17 +180,7 @@ class Loader(IterableDataset[Any]):
             "shuffle_bytes": shuffle_bytes,
             "prefetch_bytes": prefetch_bytes,
         }
-        self._arguments = {
-            name: Argument(
-                None,
-                (name,),
-                schema.column(name).tensor_dtype,
-                None,
-                is_joined=False,
-                is_whole=schema.column(name).is_collated,
-            )
-            for name in self._options["columns"]
-        }
+        self._arguments: dict[str, Argument] = {}
         for name in self._options["columns"]:
             if schema.column(name).has_decoder and name not in (decoders or {}):
                 raise InvalidArgumentError(
@@ -300,4 +290,16 @@ class Loader(IterableDataset[Any]):
                 batch_size=self.batch_size,
                 **self._options,
             )
+            # What decoders give, they alone tell: bytes of an image stay bytes.
+            self._arguments = {
+                column.name: Argument(
+                    None,
+                    (column.name,),
+                    column.tensor_dtype,
+                    None,
+                    is_joined=False,
+                    is_whole=column.is_collated,
+                )
+                for column in self._reader.columns
+            }
         return self._reader

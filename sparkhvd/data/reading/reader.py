@@ -42,6 +42,7 @@ class Reader:
     all ranks. Equal arguments give equal batches on every machine.
 
     Attributes:
+        columns: those to read, with shape and dtype after their decoders.
         num_rows: rows of the subset, over all ranks.
         num_steps: steps of an epoch.
         description: in which order rows come, for the report.
@@ -113,9 +114,9 @@ class Reader:
         self._store = store
         self._source = open_source(store, manifest)
         self._functions = functions or RowFunctions()
-        self._columns = self._decoded_columns()
+        self.columns = self._decoded_columns()
         self._empty = pinned if pin_memory else np.empty
-        self._decoding = Decoding(self._functions, self._columns, num_workers)
+        self._decoding = Decoding(self._functions, self.columns, num_workers)
         if groups is None and manifest.schema.group is not None:
             groups = read_groups(self._source, manifest)
         rows = select_rows(
@@ -149,7 +150,7 @@ class Reader:
         self.num_rows = self._order.num_rows
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(CHUNK_BYTES, prefetch_bytes // 4)
-        self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self._columns)))
+        self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self.columns)))
         # Memory of windows; batches are copies.
         self._buffers = Buffers()
         self._running: prefetch.Prefetch[Chunk] | None = None
@@ -321,7 +322,7 @@ class Reader:
                 step += 1
 
     def _empty_batch(self, plan: Plan, step: int) -> Batch:
-        return Batch({c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step)
+        return Batch({c.name: no_rows(c) for c in self.columns}, 0, plan.rows_per_rank(step), step)
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
         plan = self._order.held_plan(epoch, _permutation(self._order, self._resident, epoch))

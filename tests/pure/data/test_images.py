@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.images import image
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.dataset import Dataset
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.reading.reader import Reader
@@ -257,3 +259,20 @@ def test_an_image_is_decoded_into_memory_that_is_given(channels: int) -> None:
         wanted = pixels.transpose(2, 0, 1).astype("float32")
         wanted = wanted if decode.dtype == "uint8" else (wanted / 255 - 0.25) / 0.5
         np.testing.assert_allclose(decode(data), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_loader_gives_images_as_their_decoder_makes_them(tmp_path: Path, dtype: str) -> None:
+    store, manifest = some_broken(tmp_path, 6, {1})
+    manifest.save(store, "data/k/app")
+    decoders = {"photo": image(8, 8, dtype=dtype, broken="skip")}
+    with Dataset(store, "data/k/app").loader(
+        0, 1, 4, decoders=decoders, shuffle=False, columns=["photo"]
+    ) as loader:
+        first, last = loader
+        assert loader.num_broken == 1
+    assert (len(first["photo"]), len(last["photo"])) == (3, 2)
+    assert first["photo"].dtype == getattr(torch, dtype)
+    scale = 1 if dtype == "uint8" else 255
+    red = torch.cat([first["photo"], last["photo"]])[:, 0, 0, 0] * scale
+    torch.testing.assert_close(red.float(), torch.tensor([0.0, 2, 3, 4, 5]))
