@@ -236,18 +236,17 @@ class Reader:
 
     def _decoded_columns(self) -> list[Column]:
         """Return the columns to read, with shape and dtype after their decoders."""
-        schema, names = self._manifest.schema, self._names
-        decoded = [n for n in names if schema.column(n).has_decoder]
+        schema = self._manifest.schema
+        decoded = [n for n in self._names if schema.column(n).has_decoder]
         if decoded and self._manifest.num_rows:
             first = self._source.read(decoded, self._source.examples(1))
             schema = self._functions.with_decoded(schema, first)
-        return [schema.column(n) for n in names]
+        return [schema.column(n) for n in self._names]
 
     # -- the background thread's side ----------------------------------------------------------------
 
     def _chunks(self, plan: Plan, start_step: int) -> Iterator[Chunk]:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
-        chunk_rows = steps * self._batch_size
         first = plan.rows_before(self._rank, start_step)
         if self._resident is not None:
             # With the ranks that share them, also where this rank has no rows of this epoch.
@@ -256,12 +255,11 @@ class Reader:
         begun: deque[Callable[[], Chunk]] = deque()
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
-            for start, stop in plan.cuts(self._rank, first, len(order), chunk_rows):
-                part = order[start:stop]
-                taken: dict[str, Any] = {n: take(v, part, self._empty) for n, v in values.items()}
+            for start, stop in plan.cuts(self._rank, first, len(order), steps * self._batch_size):
+                taken = _taken(values, order[start:stop], self._empty)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
-                begun.append(self._decoding.begin(taken, len(part), packs=not self._resident))
-                while len(begun) > self._decoding.num_ahead:
+                begun.append(self._decoding.begin(taken, stop - start, packs=not self._resident))
+                if len(begun) > self._decoding.num_ahead:
                     yield begun.popleft()()
             while begun:
                 yield begun.popleft()()
@@ -280,7 +278,8 @@ class Reader:
 
     def _queue_length(self) -> int:
         chunk = max(self._chunk_bytes, self._batch_row_bytes * self._batch_size, 1)
-        return max(1, self._prefetch_bytes // chunk - 2)  # one more is being made, one being used
+        in_hand = 2 + self._decoding.num_ahead  # being made, and used
+        return max(1, self._prefetch_bytes // chunk - in_hand)
 
     # -- the caller's side ---------------------------------------------------------------------------
 
@@ -336,6 +335,10 @@ class Reader:
         if self._prepared is not None and self._prepared[2].stop(limit_s):
             self._prepared = None
         return self._running is None and self._prepared is None
+
+
+def _taken(values: dict[str, Values], rows: Rows, empty: Callable[..., Any]) -> dict[str, Any]:
+    return {name: take(column, rows, empty) for name, column in values.items()}
 
 
 def _permutation(
