@@ -427,10 +427,10 @@ TEST(ranks_of_an_island_wait_while_one_receives_slowly) {
 }
 
 TEST(what_stops_in_the_middle_fails_after_its_timeout) {
-  constexpr std::size_t kCount = 600000;
+  constexpr std::size_t kCount = 2400000;
   for (const bool is_message : {true, false}) {
     Relay tensors;
-    tensors.let_pass(0, 1 << 10);
+    tensors.let_pass(0, 4 << 10);
     run_ranks(
         world({0, 1}),
         [&](TestEngine& engine, std::int32_t rank) {
@@ -440,7 +440,7 @@ TEST(what_stops_in_the_middle_fails_after_its_timeout) {
           TestWork work = !is_message ? engine.submit(request.raw())
                           : rank == 0 ? send(engine, 1, 4, data, 1)
                                       : receive(engine, 0, 4, data, 1);
-          while (tensors.passed(0) < 300000) {
+          while (tensors.passed(0) < 1200000) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
           }
           tensors.let_pass(0, 0);
