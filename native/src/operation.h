@@ -107,7 +107,7 @@ struct Operation {
   /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
   std::vector<std::byte*> registered;
   OperationTrace trace;
-  // When the coordinator's silence is taken for its end; join: when it is asked for a sign of life.
+  // When the coordinator's silence is taken for its end; join, messages: when a rank is asked for a sign of life.
   std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
   bool has_asked_for_life = false;
 

@@ -65,10 +65,12 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
       spinning_(spinning_of(world_, options.spin_us)),
       in_flight_(world_.membership(), recorder_, *this, notify),
       peers_(world_, poller_, bell_, in_flight_, recorder_, *this, stacks_, options.host_loss_s),
-      messages_(world_,
-                [this](Operation& operation, std::int32_t status, std::string text) {
-                  in_flight_.finish(operation, status, std::move(text));
-                }),
+      messages_(
+          world_,
+          [this](Operation& operation, std::int32_t status, std::string text) {
+            in_flight_.finish(operation, status, std::move(text));
+          },
+          [this](Rank rank) { return peers_.ask_for_life(rank); }),
       devices_({world_.rank(), options.stall_warning_s, have_cpus(world_.cpu_shares(), 2)}, groups_,
                in_flight_, peers_, bell_, recorder_,
                {[this](const Refuse& refuse) { sets_.on_refuse(world_.rank(), refuse); },

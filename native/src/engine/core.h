@@ -89,7 +89,10 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   bool protect(Body body) noexcept;
 
   void on_frame(Rank from, FrameType type, std::span<const std::byte> body) override;
-  void on_life(Rank rank, TimePoint moved_at) override { sets_.note_life(rank, moved_at); }
+  void on_life(Rank rank, TimePoint moved_at) override {
+    sets_.note_life(rank, moved_at);
+    messages_.note_life(rank, moved_at);
+  }
   void on_data_end(Rank rank) override { messages_.on_data_end(rank); }
   void spread(std::int32_t status, const std::string& message) override;
   void let_go() noexcept override;

@@ -5,13 +5,6 @@
 #include "text.h"
 
 namespace sparkhvd {
-namespace {
-
-// For a sign of life: a process that runs answers within milliseconds.
-constexpr auto kLifeTime = std::chrono::seconds(1);
-
-}  // namespace
-
 // ---- Time ------------------------------------------------------------------------------------
 
 TimePoint ProcessSets::next_deadline() const {

@@ -83,11 +83,18 @@ void PointToPoint::check_time(TimePoint now) {
            tag_text(operation) + " within " + seconds(operation) +
            ". Look at what it does, or raise the timeout.";
   });
-  // A message may last, and so may those ahead of it: what counts is how long nothing has moved.
+  // A message may last, and so may those ahead of it: what counts is how long nothing has moved, here or, where a whole
+  // buffer lies between, there.
   const auto check = [&](Operation& operation, Rank other, TimePoint moved_at) {
-    operation.give_up_at =
-        std::max(operation.give_up_at, deadline_after(moved_at, operation.descriptor.timeout_s));
+    const TimePoint until = deadline_after(moved_at, operation.descriptor.timeout_s);
+    if (until > now) operation.has_asked_for_life = false;
+    operation.give_up_at = std::max(operation.give_up_at, until);
     if (now < operation.give_up_at) return watch(operation);
+    if (!operation.has_asked_for_life && ask_for_life_(other)) {
+      operation.has_asked_for_life = true;
+      operation.give_up_at = now + kLifeTime;
+      return watch(operation);
+    }
     throw Error(SPARKHVD_TIMEOUT, operation.label() + ": " + rank_text(world_.rank()) + " waited " +
                                       seconds(operation) + " for " + rank_text(other) +
                                       ", which stopped in the middle of the message. The process "
@@ -103,6 +110,20 @@ void PointToPoint::check_time(TimePoint now) {
       check(*incoming.receive.operation, rank,
             other.reader ? other.received_at : data_link(rank).read_at());
     }
+  }
+}
+
+void PointToPoint::note_life(Rank rank, TimePoint moved_at) {
+  const auto note = [&](Operation& operation) {
+    if (!operation.has_asked_for_life) return;
+    operation.give_up_at = deadline_after(moved_at, operation.descriptor.timeout_s);
+    operation.has_asked_for_life = operation.give_up_at <= Clock::now();
+    watch(operation);
+  };
+  Peer& other = peer(rank);
+  for (const auto& outgoing : other.outgoing) note(*outgoing.operation);
+  for (const auto& incoming : other.incoming) {
+    if (incoming.receive.operation) note(*incoming.receive.operation);
   }
 }
 

@@ -32,8 +32,11 @@ Point point_of(PointKind kind, const Operation& operation, std::uint64_t number)
 
 }  // namespace
 
-PointToPoint::PointToPoint(World& world, Finish finish)
-    : world_(world), finish_(std::move(finish)), peers_(world.size()) {
+PointToPoint::PointToPoint(World& world, Finish finish, AskForLife ask_for_life)
+    : world_(world),
+      finish_(std::move(finish)),
+      ask_for_life_(std::move(ask_for_life)),
+      peers_(world.size()) {
   const std::size_t mates = world.team().local_size();
   if (mates < 2) return;
   const std::size_t ring = Lane::ring_bytes(world.ranks_of_own_host());

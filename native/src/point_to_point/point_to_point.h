@@ -45,7 +45,9 @@ class PointToPoint {
   static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
   using Finish = std::function<void(Operation&, std::int32_t status, std::string message)>;
-  PointToPoint(World& world, Finish finish);
+  /// Asks a rank for a sign of life: `note_life` follows. False if it has left.
+  using AskForLife = std::function<bool(Rank)>;
+  PointToPoint(World& world, Finish finish, AskForLife ask_for_life);
 
   /// Takes a send or receive. `members`: of its process set.
   void post(std::shared_ptr<Operation> operation, std::span<const Rank> members);
@@ -62,6 +64,8 @@ class PointToPoint {
   TimePoint next_deadline() const noexcept { return next_deadline_; }
   /// Ends what has met nothing in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
   void check_time(TimePoint now);
+  /// The rank lives, and moved tensor bytes on a connection last then.
+  void note_life(Rank rank, TimePoint moved_at);
   /// A rank has left in order.
   void depart(Rank rank);
   /// A process set ends.
@@ -170,6 +174,7 @@ class PointToPoint {
 
   World& world_;
   Finish finish_;
+  AskForLife ask_for_life_;
   std::vector<Peer> peers_;  // by rank
   std::vector<Rank> mates_;  // those of this rank's island
   std::vector<Rank> busy_;   // those of whom `step` has something to do
