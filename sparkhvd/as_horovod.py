@@ -7,6 +7,7 @@ same, because they inherit a variable.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -16,16 +17,36 @@ import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, NoReturn
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["VARIABLE", "command", "install", "install_if_asked", "is_installed", "variables"]
+__all__ = [
+    "STUBS",
+    "VARIABLE",
+    "Stub",
+    "command",
+    "install",
+    "install_if_asked",
+    "is_installed",
+    "stub",
+    "variables",
+]
 
 # Processes with the value 1 have the name.
 VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
 # Where a module is looked for, in this order.
-_HOMES = (("horovod", "sparkhvd.horovod"), ("horovod.torch", "sparkhvd.torch"))
+_HOMES = (
+    ("horovod", "sparkhvd.horovod"),
+    ("horovod.torch", "sparkhvd.torch"),
+    ("horovod.common.process_sets", "sparkhvd.torch.process_sets"),
+    ("horovod.runner.launch", "sparkhvd.horovod.runner"),
+    ("horovod.spark.keras.estimator", "sparkhvd.horovod.spark.keras"),
+    ("horovod.spark.runner", "sparkhvd.horovod.spark"),
+    ("horovod.torch.elastic.sampler", "sparkhvd.horovod.torch.elastic"),
+    ("horovod.torch.elastic.state", "sparkhvd.horovod.torch.elastic"),
+)
 _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
@@ -33,26 +54,87 @@ _ABSENT = {
     "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
-    "horovod.spark.common.datamodule": "Batches come from the fit, or from data_module= of the Lightning estimator",
-    "horovod.spark.data_loaders": "sparkhvd.data has loaders for any loop",
-    "horovod.data": "sparkhvd.data has loaders for any loop",
+    "horovod.spark.conf": "Its settings of Spark are for a number of ranks that changes, which this version has not. Leave them out",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
+}
+_BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
+_GRADIENTS = "call allreduce() and its like, which have gradients and take average="
+_LOADERS = "sparkhvd.data has loaders for any loop"
+_OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit needs"
+_SAVING = "call save() and load() of the estimator or the model"
+# Modules whose names that sparkhvd has not got are stubs, and what there is instead.
+STUBS = {
+    "horovod.common.basics": "call the functions of horovod.torch",
+    "horovod.common.util": _GRADIENTS,
+    "horovod.data": _LOADERS,
+    "horovod.data.data_loader_base": _LOADERS,
+    "horovod.keras.elastic": "the number of ranks does not change in this version. Train without it",
+    "horovod.spark.common.codec": _SAVING,
+    "horovod.spark.common.datamodule": _BATCHES,
+    "horovod.spark.common.serialization": _SAVING,
+    "horovod.spark.common.util": "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read",
+    "horovod.spark.data_loaders": _LOADERS,
+    "horovod.spark.data_loaders.pytorch_data_loaders": _LOADERS,
+    "horovod.spark.keras.datamodule": _BATCHES,
+    "horovod.spark.lightning.datamodule": _BATCHES,
+    "horovod.spark.lightning.legacy": _OWN_LOOP,
+    "horovod.spark.lightning.remote": _OWN_LOOP,
+    "horovod.spark.lightning.util": _OWN_LOOP,
+    "horovod.spark.task": "a rank has the GPU that Spark gave its task. Call torch.cuda.set_device(hvd.local_rank())",
+    "horovod.spark.torch.datamodule": _BATCHES,
+    "horovod.spark.torch.remote": _OWN_LOOP,
+    "horovod.spark.torch.util": _OWN_LOOP,
+    "horovod.torch.mpi_ops": _GRADIENTS,
 }
 # Options of python that take a value.
 _WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 
 
-class _Loader(importlib.abc.Loader):
-    """Gives a module that is there under another name."""
+class Stub:
+    """A class or function of Horovod's that sparkhvd has not got: to make or call it is an error, to derive from it is not."""
 
-    def __init__(self, home: str) -> None:
+    refusal = ""
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:  # type: ignore[misc]  # of no instance
+        """Refuse.
+
+        Raises:
+            NotImplementedError: always; says what there is instead.
+        """
+        raise NotImplementedError(cls.refusal)
+
+
+@functools.cache
+def stub(name: str, instead: str) -> type[Any]:
+    """Make the stub of a name with its module."""
+    module, _, last = name.rpartition(".")
+    refusal = f"{name} is not in sparkhvd: {instead}."
+    return type(last, (Stub,), {"__module__": module, "refusal": refusal})
+
+
+def _stub_in(module: str, name: str) -> type[Any]:
+    """Make the stub of a name in a module of `STUBS`; its modules, and names with an underscore, are none."""
+    if name.startswith("_") or f"{module}.{name}" in STUBS:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return stub(f"{module}.{name}", STUBS[module])
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives a module that is there under another name, or one of stubs alone."""
+
+    def __init__(self, home: str | None) -> None:
         self._home = home
         self._spec: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Import the module under its own name."""
-        module = importlib.import_module(self._home)
-        self._spec = module.__spec__
+        """Import the module under its own name, if it has one; let it make stubs of names that it has not."""
+        if self._home is None:
+            module, self._spec = ModuleType(spec.name), spec
+        else:
+            module = importlib.import_module(self._home)
+            self._spec = module.__spec__
+        if spec.name in STUBS:
+            module.__dict__["__getattr__"] = functools.partial(_stub_in, spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -80,7 +162,11 @@ class _Finder(importlib.abc.MetaPathFinder):
             own = home + name.removeprefix(prefix)
             if (name == prefix or name.startswith(f"{prefix}.")) and _is_there(own):
                 return importlib.machinery.ModuleSpec(name, _Loader(own), is_package=True)
-        return None
+        return (
+            importlib.machinery.ModuleSpec(name, _Loader(None), is_package=True)
+            if name in STUBS
+            else None
+        )
 
 
 def _is_there(name: str) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import sparkhvd
+from sparkhvd import as_horovod
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming_from_horovod.md"
 BEGIN, END = (
@@ -19,8 +21,7 @@ BEGIN, END = (
     "<!-- end of names -->\n",
 )
 
-_ELASTIC = "making or calling it is a `NotImplementedError`: the number of ranks does not change in this version"
-_OWN_PATH = "a `NotImplementedError`: use `sparkhvd.data.prepare`"
+_ELASTIC = "the number of ranks does not change in this version"
 
 NAMES: dict[str, str] = {
     "horovod": "run __version__",
@@ -31,29 +32,59 @@ NAMES: dict[str, str] = {
     "grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async "
     "grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize broadcast_parameters broadcast_optimizer_state broadcast_object "
     "allgather_object Compression DistributedOptimizer SyncBatchNorm HorovodInternalError elastic",
-    "horovod.torch.mpi_ops": "is_homogeneous allreduce allgather broadcast alltoall reducescatter synchronize poll join barrier",
+    "horovod.torch.mpi_ops": "is_homogeneous allreduce allgather broadcast alltoall reducescatter synchronize poll join barrier "
+    "HorovodAllreduce handle_average_backwards_compatibility",
     "horovod.torch.functions": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
     "horovod.torch.optimizer": "DistributedOptimizer",
-    "horovod.torch.compression": "Compression",
+    "horovod.torch.compression": "Compression NoneCompressor FP16Compressor",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
-    "horovod.torch.elastic": "run TorchState ElasticSampler",
+    "horovod.torch.elastic": "run State ObjectState TorchState ElasticSampler",
+    "horovod.torch.elastic.state": "TorchState",
+    "horovod.torch.elastic.sampler": "ElasticSampler",
     "horovod.common.elastic": "State ObjectState run_fn",
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError",
-    "horovod.common.util": "extension_available check_extension gpu_available gloo_built mpi_built nccl_built ddl_built ccl_built cuda_built rocm_built",
+    "horovod.common.util": "extension_available check_extension gpu_available gloo_built mpi_built nccl_built ddl_built ccl_built cuda_built rocm_built "
+    "get_average_backwards_compatibility_fun",
+    "horovod.common.basics": "HorovodBasics",
+    "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "horovod.runner": "run run_commandline",
+    "horovod.runner.launch": "run_commandline",
     "horovod.spark": "run run_elastic",
+    "horovod.spark.runner": "run run_elastic",
+    "horovod.spark.conf": "all",
+    "horovod.spark.task": "get_available_devices",
     "horovod.spark.elastic": "run_elastic",
     "horovod.spark.torch": "TorchEstimator TorchModel",
+    "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
+    "horovod.spark.torch.util": "all",
+    "horovod.spark.torch.remote": "RemoteTrainer",
     "horovod.spark.lightning": "TorchEstimator TorchModel",
+    "horovod.spark.lightning.datamodule": "PetastormDataModule",
+    "horovod.spark.lightning.legacy": "all",
+    "horovod.spark.lightning.remote": "RemoteTrainer",
+    "horovod.spark.lightning.util": "all",
     "horovod.spark.keras": "KerasEstimator KerasModel",
+    "horovod.spark.keras.estimator": "KerasEstimator KerasModel",
+    "horovod.spark.keras.datamodule": "PetastormDataModule NVTabularDataModule",
     "horovod.spark.common.backend": "Backend SparkBackend",
     "horovod.spark.common.store": "Store FilesystemStore LocalStore HDFSStore DBFSLocalStore AbstractFilesystemStore",
+    "horovod.spark.common.store.Store": "create is_parquet_dataset get_parquet_dataset get_train_data_path get_val_data_path get_test_data_path "
+    "get_data_metadata_path saving_runs get_runs_path get_run_path get_checkpoint_path get_checkpoints get_logs_path get_checkpoint_filename "
+    "get_logs_subdir exists read write_text read_serialized_keras_model get_local_output_dir_fn sync_fn to_remote fs get_localized_path "
+    "get_full_path get_full_path_fn copy",
     "horovod.spark.common.params": "EstimatorParams ModelParams",
-    "horovod.spark.common.util": "prepare_data",
+    "horovod.spark.common.estimator": "HorovodEstimator HorovodModel",
+    "horovod.spark.common.constants": "ARRAY CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER",
+    "horovod.spark.common.codec": "all",
+    "horovod.spark.common.serialization": "HorovodParamsReader HorovodParamsWriter",
+    "horovod.spark.common.util": "prepare_data check_shape_compatibility",
     "horovod.spark.common.datamodule": "DataModule",
-    "horovod.spark.data_loaders.pytorch_data_loaders": "PytorchDataLoader PytorchAsyncDataLoader",
+    "horovod.spark.data_loaders.pytorch_data_loaders": "PytorchDataLoader PytorchAsyncDataLoader PytorchInfiniteDataLoader "
+    "PytorchInfiniteAsyncDataLoader PytorchInmemDataLoader PytorchInmemAsyncDataLoader PetastormBatchedDataLoader",
     "horovod.data": "BaseDataLoader AsyncDataLoaderMixin",
+    "horovod.data.data_loader_base": "BaseDataLoader AsyncDataLoaderMixin",
     "horovod.keras": "DistributedOptimizer callbacks load_model broadcast_global_variables",
+    "horovod.keras.elastic": "all",
     "horovod.ray": "RayExecutor",
     "horovod.tensorflow": "DistributedGradientTape",
     "horovod.mxnet": "DistributedTrainer",
@@ -64,8 +95,12 @@ NOTES: dict[str, str] = {
     "horovod.run": "arguments for a number of ranks that changes, and `output_filename`, are errors",
     "horovod.runner.run": "as `horovod.run`",
     "horovod.torch.elastic": _ELASTIC,
+    "horovod.torch.elastic.state": _ELASTIC,
+    "horovod.torch.elastic.sampler": _ELASTIC,
     "horovod.common.elastic": _ELASTIC,
     "horovod.spark.run_elastic": _ELASTIC,
+    "horovod.spark.runner.run_elastic": _ELASTIC,
+    "horovod.spark.conf": "for a number of ranks that changes, which this version has not: leave them out",
     "horovod.spark.elastic": _ELASTIC,
     "horovod.torch.HorovodInternalError": "of `PeerLostError` and its like; a mismatch between ranks is a `MismatchError`",
     "horovod.torch.synchronize": "a handle is a `Handle`; a second call gives the result again",
@@ -76,26 +111,30 @@ NOTES: dict[str, str] = {
     "horovod.spark.torch": "predictions are not rounded; `train_minibatch_fn` is an error that names `train_step`; exact rows and resume are ours",
     "horovod.spark.lightning": "as sparkhvd.lightning's, with Horovod's hooks, Params and values; a run that stopped goes on exactly",
     "horovod.spark.keras": "for Keras 3 on its torch backend",
+    "horovod.spark.keras.estimator": "for Keras 3 on its torch backend",
     "horovod.keras": "for Keras 3 on its torch backend",
     "horovod.spark.common.backend.SparkBackend": "sends the variables in `env`, not all of the driver's",
+    "horovod.spark.common.store.Store.get_checkpoints": "files end in `.pt`",
+    "horovod.spark.common.store.Store.get_checkpoint_path": "the folder `checkpoints` of the run",
+    "horovod.spark.common.store.Store.get_checkpoint_filename": "`latest.json`, which points to the newest",
+    "horovod.spark.common.store.Store.get_localized_path": "as `fs` takes it",
     "horovod.spark.common.store": "data that `fit` packs are in the store's folder `data`; opens every file system by its URL",
     "horovod.spark.common.params": "names that have no effect; the others are in sparkhvd's table of Params",
-    "horovod.spark.common.util.prepare_data": _OWN_PATH,
-    "horovod.spark.common.datamodule": "batches come from the fit, or from a `data_module` with the same arguments",
-    "horovod.spark.data_loaders.pytorch_data_loaders": "use the loaders of `sparkhvd.data`",
-    "horovod.data": "use the loaders of `sparkhvd.data`",
     "horovod.ray": "Ray is not a launcher of sparkhvd: use sparkhvdrun, mpirun or Spark",
     "horovod.tensorflow": "use PyTorch, or Keras 3 on its torch backend",
     "horovod.mxnet": "use PyTorch",
 }
 
 
-def _is_there(module: str, name: str) -> bool:
+def _found(module: str, name: str) -> Any:
+    """Return what a name of a module or of the class `Store` is; None if it is not there, True if what a frontend needs is not installed here."""
+    home = module.removesuffix(".Store")
     try:
-        return hasattr(importlib.import_module(module), name)
+        value = importlib.import_module(home)
     except ImportError as error:
-        # What a frontend needs may not be installed here.
-        return (error.name or "").partition(".")[0] not in ("", "horovod", "sparkhvd")
+        needs = (error.name or "").partition(".")[0]
+        return needs not in ("", "horovod", "sparkhvd") or None
+    return getattr(value if home == module else value.Store, name, None)
 
 
 def rows() -> list[tuple[str, str, str, str]]:
@@ -105,10 +144,15 @@ def rows() -> list[tuple[str, str, str, str]]:
         lines: dict[tuple[str, str], list[str]] = {}
         for name in text.split():
             note = NOTES.get(f"{module}.{name}", NOTES.get(module, ""))
-            state = "not" if not _is_there(module, name) else "differs" if note else "there"
-            if note in (_ELASTIC, _OWN_PATH):
-                state = "not"
-            lines.setdefault((state, note), []).append(f"`{name}`")
+            value = _found(module, name)
+            state = "not" if value is None else "differs" if note else "there"
+            if note == _ELASTIC:
+                state = "stub"
+            elif isinstance(value, type) and issubclass(value, as_horovod.Stub):
+                state = "stub"
+                note = value.refusal.partition(" is not in sparkhvd: ")[2].removesuffix(".")
+            shown = name if name == "all" else f"`{name}`"
+            lines.setdefault((state, note), []).append(shown)
         found += [(module, " ".join(names), state, note) for (state, note), names in lines.items()]
     return found
 

@@ -55,7 +55,7 @@ for missing, word in (
     ("horovod.tensorflow", "Train with PyTorch"),
     ("horovod.tensorflow.keras", "and horovod.keras"),
     ("horovod.spark.tensorflow", "horovod.spark.torch has an estimator"),
-    ("horovod.spark.common.datamodule", "Batches come from the fit"),
+    ("horovod.spark.conf", "Leave them out"),
     ("horovod.nonsense", "No module named 'horovod.nonsense'"),
 ):
     try:
@@ -64,6 +64,39 @@ for missing, word in (
         assert word in str(e), e
     else:
         raise AssertionError(missing)
+import horovod.common.process_sets
+import horovod.spark.common.util
+import horovod.spark.lightning.util as util
+from horovod.data.data_loader_base import AsyncDataLoaderMixin
+from horovod.spark.common.serialization import HorovodParamsReader
+from horovod.spark.data_loaders import pytorch_data_loaders
+from horovod.spark.lightning.datamodule import PetastormDataModule
+from horovod.spark.task import get_available_devices
+
+assert horovod.common.process_sets.ProcessSet is hvd.ProcessSet
+assert horovod.torch.mpi_ops.allreduce is hvd.allreduce
+assert not hasattr(util, "__all__")
+
+
+class Rows(AsyncDataLoaderMixin, pytorch_data_loaders.PytorchDataLoader):
+    pass
+
+
+for make, name, word in (
+    (Rows, "horovod.data.data_loader_base.AsyncDataLoaderMixin", "sparkhvd.data has loaders"),
+    (PetastormDataModule, "horovod.spark.lightning.datamodule.PetastormDataModule", "batches come from"),
+    (HorovodParamsReader, "horovod.spark.common.serialization.HorovodParamsReader", "call save() and"),
+    (util.anything, "horovod.spark.lightning.util.anything", "it is of Horovod's training loop"),
+    (horovod.spark.common.util.prepare_data, "horovod.spark.common.util.prepare_data", "Use sparkhvd.data.prepare"),
+    (horovod.torch.mpi_ops.HorovodAllreduce, "horovod.torch.mpi_ops.HorovodAllreduce", "call allreduce()"),
+    (get_available_devices, "horovod.spark.task.get_available_devices", "set_device(hvd.local_rank())"),
+):
+    try:
+        make(1, a=2)
+    except NotImplementedError as e:
+        assert str(e).startswith(f"{name} is not in sparkhvd: ") and word in str(e), e
+    else:
+        raise AssertionError(name)
 from tools.horovod_names import PAGE, page
 
 text = PAGE.read_text()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.data.store.store import Store as OwnStore
@@ -39,6 +41,43 @@ def test_files_go_by_any_form_of_their_path(tmp_path: Path) -> None:
     assert not store.exists("runs/other")
     assert not store.is_parquet_dataset(store.get_train_data_path())
     assert not store.exists("/somewhere/else")
+
+
+def test_files_are_copied_from_a_local_folder_also_on_ranks(tmp_path: Path) -> None:
+    store = FilesystemStore(str(tmp_path / "store"))
+    remote = pickle.loads(pickle.dumps(store.to_remote("mine")))
+    with remote.get_local_output_dir() as folder:
+        (Path(folder) / "logs").mkdir()
+        (Path(folder) / "logs" / "x").write_text("a")
+        remote.sync(folder)
+        store.copy(f"{folder}/logs/x", str(tmp_path / "beside" / "y"))
+    assert not Path(folder).exists()
+    assert store.read(f"{remote.logs_path}/x") == b"a"
+    assert (tmp_path / "beside" / "y").read_text() == "a"
+    full = pickle.loads(pickle.dumps(store.get_full_path_fn()))
+    assert full("runs/mine") == full(f"{tmp_path}/store/runs/mine") == remote.run_path
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])  # of pyarrow, and of fsspec alone
+def test_the_file_system_takes_localized_paths(scheme: str, tmp_path: Path) -> None:
+    store = FilesystemStore(f"{scheme}://{tmp_path}/store")
+    store.write_text("a b", "1")
+    path = store.get_localized_path(f"{store.prefix_path}/a b")
+    assert path == f"{tmp_path}/store/a b"
+    assert store.fs.exists(path)
+    with store.fs.open(path, "rb") as file:
+        assert file.read() == b"1"
+
+
+def test_parquet_is_opened(tmp_path: Path) -> None:
+    store = FilesystemStore(str(tmp_path))
+    folder = tmp_path / "intermediate_train_data"
+    folder.mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), folder / "0.parquet")
+    data = store.get_parquet_dataset(store.get_train_data_path())
+    assert data.read().column("x").to_pylist() == [1, 2]
+    with pytest.raises(NotImplementedError, match=r"Take get_parquet_dataset\(path\)\.schema\.$"):
+        store.get_data_metadata_path()
 
 
 def test_ranks_get_a_store_without_horovods_names(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from sparkhvd.horovod.common.elastic import State, not_here
+from sparkhvd.horovod.common.elastic import ObjectState, State, not_here
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class TorchState(State):

@@ -5,7 +5,7 @@ Each module imports only those above it:
     backend    where the ranks of a fit run
     store      where a fit keeps its files
     parquet    data of a fit as plain Parquet in the store
-    util       helpers of Horovod's data path
+    constants  words of Horovod's data path
     params     names of Params
     model      models
     estimator  estimators

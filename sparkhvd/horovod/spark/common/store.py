@@ -5,12 +5,22 @@ Paths that these methods give are URLs; methods that take a path take one of the
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from fsspec.implementations.arrow import ArrowFSWrapper
+
+from sparkhvd import as_horovod
 from sparkhvd.data.store import addresses
 from sparkhvd.data.store import store as own
 from sparkhvd.data.store.moved import StoreWithRuns
@@ -122,8 +132,17 @@ class Store(StoreWithRuns):
 
     def get_full_path(self, path: str) -> str:
         """Return the URL of a path."""
-        place, relative = self._located(path)
+        place, relative = Store._located(self, path)
         return place.full_url(relative)
+
+    def get_full_path_fn(self) -> Callable[[str], str]:
+        """Return `get_full_path`, for a function that runs on ranks."""
+        return functools.partial(Store.get_full_path, self)
+
+    def get_localized_path(self, path: str) -> str:
+        """Return a path as `fs` takes it."""
+        place, relative = self._located(path)
+        return place._place.full(relative)
 
     def _located(self, path: str) -> tuple[own.Store, str]:
         """Return the store that a path is in, and the path there; one elsewhere is in that of its folder."""
@@ -132,7 +151,7 @@ class Store(StoreWithRuns):
             if prefix and (path == prefix or path.startswith(f"{prefix.rstrip('/')}/")):
                 return self, path.removeprefix(prefix.rstrip("/")).strip("/")
         runs = self.full_url("runs")
-        if (url := self._absolute(path)) == runs or url.startswith(f"{runs}/"):
+        if (url := Store._absolute(self, path)) == runs or url.startswith(f"{runs}/"):
             return self, f"runs{url.removeprefix(runs)}"
         if "://" in path or os.path.isabs(path):
             folder, name = addresses.split(url)
@@ -147,6 +166,13 @@ class Store(StoreWithRuns):
 
     # --- files
 
+    @property
+    def fs(self) -> Any:
+        """The file system, with fsspec's methods."""
+        opened = self._place.fs
+        is_fsspec = isinstance(opened, pafs.PyFileSystem)
+        return opened.handler.fs if is_fsspec else ArrowFSWrapper(opened)
+
     def exists(self, path: str) -> bool:
         """Return True if a file or folder exists."""
         place, relative = self._located(path)
@@ -159,16 +185,55 @@ class Store(StoreWithRuns):
 
     def write_text(self, path: str, text: str) -> None:
         """Write a file."""
-        place, relative = self._located(path)
-        if place is not self:
-            place.prove_writable()  # which makes the folder
+        place, relative = self._writable(path)
         place.write_bytes(relative, text.encode())
+
+    def copy(self, lpath: str | os.PathLike[str], rpath: str, recursive: bool = False) -> None:
+        """Copy a local file to a path, or with `recursive` what is in a local folder."""
+        source = Path(lpath)
+        for file in [source, *source.rglob("*")] if recursive else [source]:
+            if file.is_dir() and recursive:
+                continue
+            below = "" if file == source else f"/{file.relative_to(source).as_posix()}"
+            place, relative = Store._writable(self, _appended(rpath, below))
+            with file.open("rb") as content, place.open_output(relative) as sink:
+                shutil.copyfileobj(content, sink)
+
+    def sync_fn(self, run_id: str) -> Callable[[str], None]:
+        """Return a function that copies what is in a local folder to that of a run; it also works on ranks."""
+        return functools.partial(Store.copy, self, rpath=self.get_run_path(run_id), recursive=True)
+
+    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
+        """Return a function that makes a local folder, deleted at the end of its `with`."""
+        del run_id
+        return tempfile.TemporaryDirectory
+
+    def _writable(self, path: str) -> tuple[own.Store, str]:
+        """Return what `_located` does, with the folder made."""
+        place, relative = Store._located(self, path)
+        if place is not self:
+            place.prove_writable()
+        return place, relative
 
     def is_parquet_dataset(self, path: str) -> bool:
         """Return True if a folder holds Parquet files."""
         place, relative = self._located(path)
         files = place.list(relative, recursive=True)
         return any(name.endswith((".parquet", ".pq")) for name in files)
+
+    def get_parquet_dataset(self, path: str) -> pq.ParquetDataset:
+        """Open a folder of Parquet files."""
+        place, relative = self._located(path)
+        return pq.ParquetDataset(place._place.full(relative), filesystem=place._place.fs)
+
+    get_data_metadata_path = as_horovod.stub(
+        "horovod.spark.common.store.Store.get_data_metadata_path",
+        "no metadata are kept beside the data. Take get_parquet_dataset(path).schema",
+    )
+    read_serialized_keras_model = as_horovod.stub(
+        "horovod.spark.common.store.Store.read_serialized_keras_model",
+        "read a KerasModel by its load()",
+    )
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> SimpleNamespace:
         """Return the paths of a run as plain attributes, for a function that runs on ranks."""
@@ -183,6 +248,8 @@ class Store(StoreWithRuns):
             logs_path=self.get_logs_path(run_id),
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
+            get_local_output_dir=self.get_local_output_dir_fn(run_id),
+            sync=self.sync_fn(run_id),
         )
 
 
