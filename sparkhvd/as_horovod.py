@@ -95,7 +95,7 @@ class Stub:
 
     refusal = ""
 
-    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:  # type: ignore[misc]  # of no instance
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         """Refuse.
 
         Raises:
