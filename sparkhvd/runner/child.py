@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import json
@@ -52,7 +53,7 @@ from sparkhvd.runner.reports import (
     traceback_of,
 )
 
-__all__ = ["end", "main"]
+__all__ = ["end", "load", "main"]
 
 _PR_SET_NAME = 15
 
@@ -88,7 +89,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     first = _FirstFrame(result_fd)
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
-    _preload(prologue.preload)
+    load(prologue.preload)
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it
@@ -160,11 +161,16 @@ class _FirstFrame:
                 write_frame(self._fd, payload)
 
 
-def _preload(modules: list[str]) -> None:
+def load(modules: Sequence[str]) -> None:
+    """Import modules, those that can be imported, without the garbage collector, which costs a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     for name in modules:
         # The user's function imports it again, and reports its absence if it matters.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    if was_enabled:
+        gc.enable()
 
 
 def _watch_parent(fd: int) -> None:

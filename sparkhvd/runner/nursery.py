@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import select
@@ -221,10 +220,7 @@ def _announced(family: str) -> socket.socket | None:
 
 
 def _load(modules: list[str]) -> None:
-    for name in modules:
-        # The user's function imports it again, and reports its absence if it matters.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    child.load(modules)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of everything imported
 
