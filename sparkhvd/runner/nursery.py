@@ -4,7 +4,8 @@ It is started as `python -m sparkhvd.runner.nursery LISTENER_FD PIDFD FAMILY` by
 launch ranks: one, or the Python workers of a Spark executor.
 
     owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `Ends`   fork a trainer
-    owner -> nursery   {"modules": [...]}                                                 import them for later trainers
+    owner -> nursery   {"modules": [...]}                                                 import them for later trainers, once none runs whose end it
+                                                                                          would tell late
     nursery -> nursery   a connection                                                     another one of the family has been started
     nursery -> owner   {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
     owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
@@ -94,6 +95,7 @@ class _Server:
         self._is_over = False
         self._owners: dict[int, socket.socket] = {}
         self._trainers: list[_Forked] = []
+        self._wanted: list[str] = []  # modules for later trainers
 
     def serve(self) -> None:
         """Serve until there is no more use for it, or a time has passed without any."""
@@ -103,11 +105,15 @@ class _Server:
             asked = [] if self._is_over else [self._lifetime, self._listener.fileno()]
             news = [] if self._news is None else [self._news.fileno()]
             timeout = None if self._trainers else IDLE_S if self._num_newer < 2 else _OLD_S
+            if self._wanted and not self._trainers:
+                timeout = 0
             ready, _, _ = select.select(
                 [*asked, *news, *self._owners, *ends, *channels], [], [], timeout
             )
             if not ready and not self._trainers:
-                return
+                if not self._wanted:
+                    return
+                self._load_wanted()
             for fd in ready:
                 if fd in ends:
                     self._ended(ends[fd])
@@ -161,9 +167,14 @@ class _Server:
             self._is_over |= self._is_private
             return
         self._num_newer = 0
-        _load(json.loads(data)["modules"])
+        self._wanted += json.loads(data)["modules"]
         if fds:
+            self._load_wanted()
             self._fork(fds)
+
+    def _load_wanted(self) -> None:
+        wanted, self._wanted = self._wanted, []
+        _load(wanted)
 
     def _fork(self, fds: list[int]) -> None:
         channel = socket.socket(fileno=fds[0])
