@@ -12,8 +12,8 @@ namespace sparkhvd {
 namespace {
 
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
-// Of it in the caller's thread. Live hosts take microseconds, far ones a round trip.
-constexpr auto kGoodbyeHere = std::chrono::milliseconds(50);
+// Of it in the caller's thread. Live hosts take microseconds, and 40 ms where a kernel delays its last acknowledgement.
+constexpr auto kGoodbyeHere = std::chrono::milliseconds(100);
 constexpr auto kGoodbyePause = std::chrono::microseconds(200);
 // From one connection in one round.
 constexpr std::size_t kReadBudget = 1 << 20;
