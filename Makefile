@@ -275,6 +275,7 @@ gpu:
 bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/estimator.py
 	@$(WITH_JAVA) $(PY) benchmarks/launch.py
+	@$(WITH_JAVA) $(PY) benchmarks/sessions.py
 	@$(WITH_JAVA) $(PY) benchmarks/materialize.py
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py

@@ -10,7 +10,8 @@
  *     field that a shorter caller does not know has the documented default;
  *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_wait_stream, sparkhvd_engine_create,
  *     sparkhvd_engine_shutdown, sparkhvd_finish, sparkhvd_device_open, sparkhvd_timeline_start,
- *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block: those of the timeline on the disk only, the last for as long as it reads.
+ *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block: those of the timeline on the disk only,
+ *     the last for as long as it reads.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_

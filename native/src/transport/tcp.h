@@ -7,7 +7,7 @@
 namespace sparkhvd {
 
 /// For connections of the engine: bytes leave at once, and on an idle connection another host that is gone is
-/// noticed after `host_loss_s`, if that is given: one connection of two ranks is enough for it. Nothing happens to
+/// noticed after `host_loss_s`, if that is given. Nothing happens to
 /// other sockets; errors are ignored, because the connection works without.
 void tune_tcp(int fd, std::optional<double> host_loss_s);
 
