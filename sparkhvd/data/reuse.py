@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
+    from pyspark import TaskContext
     from pyspark.sql import DataFrame
 
 __all__ = ["PreparedData", "Scope", "plan_key", "prepare"]
@@ -123,6 +124,7 @@ def prepare(
     keep_data: bool = False,
     num_partitions: int | None = None,
     scope: Scope | None = None,
+    beside: Callable[[TaskContext], None] | None = None,
 ) -> PreparedData:
     """Materialize `df`, or reuse data that the same plan over the same files gave before.
 
@@ -142,6 +144,7 @@ def prepare(
         num_partitions: see `materialize`.
         scope: the fits among which data are shared that neither their plan nor a `data_key` names; such data go
             with it. None means that they are not shared, and stay until this process ends.
+        beside: see `materialize`.
 
     Raises:
         InvalidArgumentError: the data cannot be used; see `materialize`.
@@ -175,7 +178,9 @@ def prepare(
         own(store, directory, new_lease(store, app_id, keep_data))
         try:
             with renewing(store):
-                manifest = materialize(df, schema, store, directory, num_partitions=num_partitions)
+                manifest = materialize(
+                    df, schema, store, directory, num_partitions=num_partitions, beside=beside
+                )
         except BaseException:
             disown(store, directory)
             raise

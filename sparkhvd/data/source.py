@@ -6,6 +6,7 @@ A fit chooses its sources once, at its top; whatever follows knows only the prot
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +15,7 @@ from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.reuse import PreparedData, Scope, prepare
 
 if TYPE_CHECKING:
+    from pyspark import TaskContext
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -35,6 +37,7 @@ class Target:
         keep_data: leave materialized data in the store until `Store.clean()`.
         role: "data", or "validation" for a source that only validates.
         num_partitions: partitions, and so files, of data that are written, at most; None leaves them.
+        beside: called in every task that writes data, before; returns at once.
     """
 
     store: Store
@@ -44,6 +47,7 @@ class Target:
     keep_data: bool = False
     role: str = "data"
     num_partitions: int | None = None
+    beside: Callable[[TaskContext], None] | None = None
 
     @property
     def manifest_dir(self) -> str:
@@ -112,6 +116,7 @@ class DataFrameSource:
             keep_data=target.keep_data,
             num_partitions=target.num_partitions,
             scope=target.scope,
+            beside=target.beside,
         )
 
 

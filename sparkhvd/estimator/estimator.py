@@ -39,7 +39,8 @@ from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
-from sparkhvd.runner.job import JobReport, LaunchOptions, launch
+from sparkhvd.runner.head_start import HeadStart
+from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.params.keywords import EstimatorKeywords
 
 __all__ = ["TorchEstimator"]
+
+# What the ranks of every fit import and a nursery may have ready: with the first optimizer's step comes torch's compiler.
+_MODULES = ("torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
 
 
 @with_signature
@@ -169,6 +173,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 options.data_key,
                 keep_data=options.keep_data,
                 num_partitions=options.num_partitions,
+                beside=self._head_start(request),
             )
             with announce_late("writing the columns into the store", request.cluster.verbose):
                 data = prepare_inputs(
@@ -193,6 +198,12 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return model, report.results[0].epoch
 
     # -- run ------------------------------------------------------------------------------------------
+
+    def _head_start(self, request: Request) -> HeadStart | None:
+        """Return the head start of the launch, for the tasks that write the data."""
+        cluster = request.cluster
+        options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
+        return head_start(request.shim, cluster.num_proc, options, _MODULES)
 
     def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)

@@ -62,6 +62,7 @@ Each module imports only those above it:
     blas        threads of OpenBLAS across a fork
     child       the trainer process
     nursery     the nursery process
+    head_start  nurseries that tasks before a launch start
     launching   what launches under Spark and on this host share
     trainers    trainers of one host's ranks without Spark
     local       launches on this host: `run_local`

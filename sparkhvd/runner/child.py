@@ -296,7 +296,7 @@ def _call(program: bytes) -> Any:
     pid = os.getpid()
     try:
         # The driver's closure: this process exists to run it.
-        fn, args, kwargs, _ = pickle.loads(program)  # noqa: S301
+        _, fn, args, kwargs, _ = pickle.loads(program)  # noqa: S301
         value = fn(*args, **kwargs)
     except BaseException as e:  # noqa: BLE001 - door: every exception of the function becomes data
         if os.getpid() != pid:

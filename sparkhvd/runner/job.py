@@ -25,6 +25,7 @@ from sparkhvd.runner import launching, placement, preflight, spark_log, stored, 
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
+from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.interrupts import Interrupter
 from sparkhvd.runner.live_output import Attempt, LiveOutput
 from sparkhvd.runner.options import JobReport, LaunchOptions
@@ -57,6 +58,7 @@ __all__ = [
     "SharedFiles",
     "SparkShim",
     "active_session",
+    "head_start",
     "launch",
 ]
 
@@ -82,35 +84,44 @@ def launch(
     """
     program = launching.dump_call(fn, args, kwargs)
     _check_size(program, shim)
-    env = launching.check_env(options.env)
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
-    settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
-    preflight.check_conf(conf)
-    check_profile(options.profile, conf)
-    gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
-    if gpu_plan.leaves_gpus:
+    plan = _plan(shim, num_proc, options, program)
+    if plan.gpus.leaves_gpus:
         _print(
-            options.verbose, f"The executors have GPUs, and the ranks get none: {gpu_plan.reason}."
+            options.verbose,
+            f"The executors have GPUs, and the ranks get none: {plan.gpus.reason}.",
         )
-    slots = slots_of(conf, gpu_plan, options.profile)
-    if num_proc is None and gpu_plan.mode == decide.Mode.HOST:
-        slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
-    size = placement.choose_num_proc(num_proc, slots)
-    plan = _Plan(
-        shim=shim,
-        program=program,
-        size=size,
-        options=replace(options, env=env, profile=profile),
-        settings=settings,
-        gpus=gpu_plan,
-        fixed_threads=_fixed_threads(options, conf, size),
-        configured_slots=slots.maximum,
-        shared=b"" if options.shared is None else dumps(options.shared),
-        is_local=placement.is_local(conf.get("spark.master", "")),
-    )
-    is_alone = options.is_alone or gpu_plan.mode == decide.Mode.HOST
-    with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as place:
+    is_alone = options.is_alone or plan.gpus.mode == decide.Mode.HOST
+    share = share_of(plan.options.profile)
+    with turn(shim.application(), share, plan.size, is_alone=is_alone) as place:
         return _launch_until_done(plan, place)
+
+
+def head_start(
+    shim: SparkShim, num_proc: int, options: LaunchOptions, modules: Sequence[str]
+) -> HeadStart | None:
+    """Return the head start of a launch with this number of ranks and these options, for tasks before it; None without nurseries.
+
+    Args:
+        shim: of the session.
+        num_proc: number of ranks.
+        options: of the launch.
+        modules: that the trainers will need.
+
+    Raises:
+        InvalidArgumentError: see `launch`.
+        PreflightError: see `launch`.
+    """
+    plan = _plan(shim, num_proc, options, b"")
+    if plan.settings.values.nursery == "0":
+        return None
+    return HeadStart(
+        size=plan.size,
+        settings=plan.settings.to_json(),
+        env=dict(plan.options.env),
+        fixed_threads=plan.fixed_threads,
+        gpu_mode=plan.gpus.mode,
+        preload=tuple(modules),
+    )
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,32 @@ class _Failure:
     def error(self, size: int) -> SparkhvdError:
         """Return the exception for the caller."""
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
+
+
+def _plan(shim: SparkShim, num_proc: int | None, options: LaunchOptions, program: bytes) -> _Plan:
+    """Decide on everything that all attempts of a launch share; see `launch` for the errors."""
+    env = launching.check_env(options.env)
+    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
+    settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
+    preflight.check_conf(conf)
+    check_profile(options.profile, conf)
+    gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
+    slots = slots_of(conf, gpu_plan, options.profile)
+    if num_proc is None and gpu_plan.mode == decide.Mode.HOST:
+        slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
+    size = placement.choose_num_proc(num_proc, slots)
+    return _Plan(
+        shim=shim,
+        program=program,
+        size=size,
+        options=replace(options, env=env, profile=profile),
+        settings=settings,
+        gpus=gpu_plan,
+        fixed_threads=_fixed_threads(options, conf, size),
+        configured_slots=slots.maximum,
+        shared=b"" if options.shared is None else dumps(options.shared),
+        is_local=placement.is_local(conf.get("spark.master", "")),
+    )
 
 
 def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:

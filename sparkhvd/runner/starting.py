@@ -10,7 +10,7 @@ from sparkhvd.runner import allocator, nurseries
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.processes import Ends
 
-__all__ = ["Start", "may_fork", "prepare"]
+__all__ = ["Start", "may_fork", "prepare", "prepare_nursery"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,22 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, Start]:
     spec_read, spec = os.pipe()
     result, result_write = os.pipe()
     log, log_write = os.pipe()
+    ends = Ends(spec_read, result_write, log_write, prologue.listener)
+    return spec, Start(prologue, program, _environment(prologue), ends, result, log)
+
+
+def prepare_nursery(prologue: Prologue) -> None:
+    """Let this process's nursery import what a trainer with this prologue needs; returns at once."""
+    nurseries.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
+
+
+def may_fork(prologue: Prologue) -> bool:
+    """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
+    return prologue.nursery and not prologue.gpu_views and nurseries.is_possible()
+
+
+def _environment(prologue: Prologue) -> dict[str, str]:
+    """Return the environment in which the process starts."""
     inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
@@ -74,13 +90,7 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, Start]:
     # The package must be found before the trainer has set its own path.
     path = [entry for entry in prologue.sys_path if entry]
     environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
-    ends = Ends(spec_read, result_write, log_write, prologue.listener)
-    return spec, Start(prologue, program, environ, ends, result, log)
-
-
-def may_fork(prologue: Prologue) -> bool:
-    """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
-    return prologue.nursery and not prologue.gpu_views and nurseries.is_possible()
+    return environ
 
 
 def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:

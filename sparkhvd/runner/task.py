@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd import processors
 from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight, stored
+from sparkhvd.runner import launching, preflight, stored
 from sparkhvd.runner.driver_port import proof_between
-from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
+from sparkhvd.runner.head_start import share_nursery, task_prologue
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
-from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
@@ -158,8 +155,7 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
     rank = barrier.partitionId()
-    # Workers come and go, the process that forks them stays.
-    of_this_process.share(os.getppid())
+    share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
     is_stored = stored.write(files, spec.run_dir, outcome)
@@ -200,7 +196,13 @@ def _run_rank(
             )
             with Listener.bind(address, settings) as listener:
                 endpoint = listener.endpoint().to_dict()
-                prologue = _prologue(barrier, spec, listener)
+                prologue = replace(
+                    task_prologue(
+                        barrier, chosen, spec.env, spec.fixed_threads, spec.gpu_mode, spec.preload
+                    ),
+                    listener=listener.filenos(),
+                    endpoint=endpoint,
+                )
                 visible = prologue.env.get(
                     "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
                 )
@@ -337,27 +339,6 @@ def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
     """Return the outcome of a rank that a check keeps from starting."""
     how = "not started"
     return Outcome(rank, Kind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message)
-
-
-def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -> Prologue:
-    from pyspark import SparkFiles
-
-    threads = placement.threads_per_rank(barrier.cpus(), processors.allowed(), spec.fixed_threads)
-    settings = JobSettings.from_json(spec.settings).values
-    return Prologue(
-        env={**task.variables(barrier, spec.gpu_mode), **spec.env},
-        sys_path=list(sys.path),
-        cwd=os.getcwd(),
-        num_threads=threads,
-        keep_freed_memory=settings.keep_freed_memory,
-        nursery=settings.nursery != "0",
-        preload=list(spec.preload),
-        gpu_views=task.views(spec.gpu_mode),
-        cuda_library=settings.cuda_library,
-        spark_files=SparkFiles.getRootDirectory(),
-        listener=listener.filenos(),
-        endpoint=listener.endpoint().to_dict(),
-    )
 
 
 def exchange_facts(

@@ -25,7 +25,7 @@ from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, read_report, 
 from sparkhvd.runner.lines import Tail, read_lines
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
-from sparkhvd.runner.starting import Start, may_fork, prepare
+from sparkhvd.runner.starting import Start, may_fork, prepare, prepare_nursery
 
 __all__ = ["Trainer", "inherited", "interrupt"]
 
@@ -107,7 +107,7 @@ class Trainer:
         self._spec, start = prepare(prologue, program)
         if may_fork(prologue):
             self._late = start.kept()
-            nurseries.prepare(prologue.preload, start.variables())
+            prepare_nursery(prologue)
         else:
             self._begin(start)
 

@@ -12,14 +12,14 @@ from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.topology import topology
 
 if TYPE_CHECKING:
-    from pyspark import BarrierTaskContext
+    from pyspark import TaskContext
 
 __all__ = ["own_gpu", "rank_gpus", "variables", "views"]
 
 
-def variables(barrier: BarrierTaskContext, mode: str) -> dict[str, str]:
+def variables(context: TaskContext, mode: str) -> dict[str, str]:
     """Return the variables that make GPUs visible to the trainer, before those of other ranks are known."""
-    gpu = barrier.resources().get("gpu")
+    gpu = context.resources().get("gpu")
     return decide.variables(
         mode,
         gpu.addresses if gpu else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import pickle
 import socket
@@ -32,7 +33,7 @@ from sparkhvd.settings import Settings
 def test_a_closure_travels_by_value() -> None:
     offset = 5
     program = dump_call(lambda x, y=0: x + y + offset, (1,), {"y": 2})
-    fn, args, kwargs, _ = pickle.loads(program)
+    _, fn, args, kwargs, _ = pickle.loads(program)
     assert fn(*args, **kwargs) == 8
 
 
@@ -47,7 +48,7 @@ def test_ranks_import_the_backend_that_the_caller_has_imported(
     monkeypatch.setitem(sys.modules, name, backend)
     program = dump_call(len, ((),), {})
     assert name in preload(program)
-    assert pickle.loads(program)[3] is backend
+    assert pickle.loads(program)[-1] is backend
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,28 @@ def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
     for trains in (by_torch, by_hvd):  # the first optimizer imports it
         assert "torch._dynamo" in preload(dump_call(trains, (), {}))
     assert "torch._dynamo" not in preload(dump_call(imports_it, (), {}))
+
+
+def test_what_a_module_of_the_user_imports_is_preloaded_with_its_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("of_the_user")
+    source = """
+def plain(): pass
+def inside():
+    import torch
+    return lambda: torch.optim.SGD([torch.zeros(1)])
+class Model:
+    def fit(self): import sparkhvd.torch
+"""
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert "torch" not in preload(dump_call(module.plain, (), {}))  # pickled by reference
+    for fn in (module.inside, functools.partial(module.inside)):
+        assert {"torch", "torch._dynamo"} <= set(preload(dump_call(fn, (), {})))
+    assert "sparkhvd.torch" in preload(dump_call(module.Model().fit, (), {}))
+    monkeypatch.setattr(module, "torch", types.ModuleType("torch"), raising=False)
+    assert "torch" in preload(dump_call(module.plain, (), {}))  # with its module comes torch
 
 
 def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:

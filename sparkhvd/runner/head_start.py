@@ -1,0 +1,96 @@
+"""Head start of a launch: tasks of an earlier Spark job start the nurseries that will fork its trainers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sparkhvd import processors
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.runner import placement
+from sparkhvd.runner.frames import Prologue
+from sparkhvd.runner.gpu import task
+from sparkhvd.runner.nurseries import of_this_process
+from sparkhvd.runner.starting import may_fork, prepare_nursery
+
+if TYPE_CHECKING:
+    from pyspark import TaskContext
+
+__all__ = ["HeadStart", "share_nursery", "task_prologue"]
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """Start of the nurseries that a later launch will use; travels to the executors and is called in tasks.
+
+    The nursery of a host imports while tasks write the data, and the launch finds it ready. A launch whose facts are others after all starts
+    another one, and this one ends by itself.
+
+    Attributes:
+        size: number of ranks.
+        settings: `JobSettings.to_json()`.
+        env: variables for the ranks.
+        fixed_threads: threads per rank; None means the task's cores.
+        gpu_mode: source of a rank's GPU, of `decide.Mode`.
+        preload: modules that the trainers import early.
+    """
+
+    size: int
+    settings: str
+    env: Mapping[str, str] = field(repr=False)
+    fixed_threads: int | None
+    gpu_mode: str
+    preload: tuple[str, ...]
+
+    def __call__(self, context: TaskContext) -> None:
+        """Start this host's nursery if this is one of as many tasks as there will be ranks; returns at once."""
+        if context.partitionId() < self.size:
+            settings = JobSettings.from_json(self.settings)
+            prologue = task_prologue(
+                context, settings, self.env, self.fixed_threads, self.gpu_mode, self.preload
+            )
+            if may_fork(prologue):
+                share_nursery()
+                prepare_nursery(prologue)
+
+
+def share_nursery() -> None:
+    """Share one nursery with the other Python workers of this executor: they come and go, the process that forks them stays."""
+    of_this_process.share(os.getppid())
+
+
+def task_prologue(
+    context: TaskContext,
+    chosen: JobSettings,
+    env: Mapping[str, str],
+    fixed_threads: int | None,
+    gpu_mode: str,
+    preload: tuple[str, ...],
+) -> Prologue:
+    """Return the prologue of a trainer that this Spark task starts, without a listener.
+
+    Args:
+        context: of the task.
+        chosen: settings of the launch.
+        env: variables for the ranks.
+        fixed_threads: threads per rank; None means the task's cores.
+        gpu_mode: of `decide.Mode`.
+        preload: modules that the trainer imports early.
+    """
+    from pyspark import SparkFiles
+
+    return Prologue(
+        env={**task.variables(context, gpu_mode), **env},
+        sys_path=list(sys.path),
+        cwd=os.getcwd(),
+        num_threads=placement.threads_per_rank(context.cpus(), processors.allowed(), fixed_threads),
+        keep_freed_memory=chosen.values.keep_freed_memory,
+        nursery=chosen.values.nursery != "0",
+        preload=list(preload),
+        gpu_views=task.views(gpu_mode),
+        cuda_library=chosen.values.cuda_library,
+        spark_files=SparkFiles.getRootDirectory(),
+    )

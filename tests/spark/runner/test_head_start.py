@@ -1,0 +1,75 @@
+"""Nurseries that are started by the tasks before a launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.runner import job
+from sparkhvd.runner.job import LaunchOptions
+from sparkhvd.spark import SparkShim
+from tests.harness.processes import NURSERY, find
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def log_parent(ctx: Any) -> None:
+    """Run a whole loop that only tells its process's parent."""
+    ctx.log({"loss": float(os.getppid())})
+
+
+def test_a_fit_forks_its_ranks_from_nurseries_that_the_tasks_before_have_started(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A nursery of their own: no other test's ranks have as many threads.
+    monkeypatch.setattr(job, "_fixed_threads", lambda *_: 3)
+    before, ready = find(NURSERY), set()
+
+    def note_nurseries(*args: Any) -> Any:
+        ready.update(find(NURSERY) - before)
+        return job.launch(*args)
+
+    monkeypatch.setattr("sparkhvd.estimator.estimator.launch", note_nurseries)
+    df = spark.range(64).selectExpr("float(id) AS x", "float(id) AS y")
+    model = torch.nn.Linear(1, 1)
+    fitted = TorchEstimator(
+        model=model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_fn=log_parent,
+        feature_cols=["x"],
+        label_cols=["y"],
+        num_proc=1,
+        store=Store.create(tmp_path),
+        verbose=0,
+    ).fit(df)
+    assert int(fitted.history[-1]["loss"]) in ready
+
+
+def test_no_nursery_is_started_before_a_launch_that_uses_none(
+    spark: SparkSession,
+) -> None:
+    own = {"OMP_STACKSIZE": "7M"}  # no other test's: another nursery
+    options = LaunchOptions(env={"SPARKHVD_NURSERY": "0"})
+    assert job.head_start(SparkShim(spark), 1, options, ["torch"]) is None
+    early = job.head_start(SparkShim(spark), 1, LaunchOptions(env=own), ["torch"])
+    assert early is not None
+    before = find(NURSERY)
+
+    def start(batches: Iterator[Any], size: int) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        replace(early, size=size)(TaskContext.get())
+        yield from batches
+
+    for size in (0, 1):  # a task beyond the number of ranks starts none
+        df = spark.range(2, numPartitions=1)
+        df.mapInArrow(lambda rows, size=size: start(rows, size), "id bigint").collect()
+        assert len(find(NURSERY) - before) == size
