@@ -19,6 +19,7 @@ from tests.ranks.engine.arrays import (
     dtype_of,
     expected,
     random_array,
+    start_receive,
     start_send,
     view,
 )
@@ -58,6 +59,10 @@ def collectives(engine: Engine, talk: Talk) -> Any:
     return list(engine.topology.hosts)
 
 
+class AllCameError(Exception):
+    """Nobody was lost, and everything has come."""
+
+
 def keep_busy(engine: Engine, talk: Talk) -> Any:
     """Keep bytes on the way all the time."""
 
@@ -69,18 +74,41 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
 
 
 def fill_the_window_of_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
-    """Send rank 1, which is stopped by then, more small messages than its socket keeps, and wait for it."""
+    """Send rank 1, which is stopped by then, more small messages than its socket keeps, and wait for it.
+
+    With `stop_in_transfer` of what is heard it is stopped in the middle of a tensor, so that its connection for
+    tensors is full, too. If it goes on it gets everything.
+    """
+    stop_in_transfer = talk.hear()["stop_in_transfer"]
+    tensor = np.full(8 << 20, engine.rank + 1.0, np.float32)
+    messages = [np.full(7000, number, np.float64) for number in range(8)]
 
     def run() -> None:
-        if engine.rank == 1:
+        if stop_in_transfer:
+            call = engine.prepare(Collective.BROADCAST, [view(tensor, tensor)], dtype_of(tensor))
+            transfer = engine.start(call, "tensor", tensor)
+        if engine.rank == 0:
+            talk.hear()
+            for number, message in enumerate(messages):
+                start_send(engine, f"message {number}", message, 1, tag=5)
+            talk.say("sent")
+        elif not stop_in_transfer:
             time.sleep(600)
-        talk.hear()
-        for number in range(8):
-            start_send(engine, f"message {number}", np.full(7000, number, np.float64), 1, tag=5)
-        talk.say("sent")
-        engine.barrier(name="never").wait()
+        if stop_in_transfer:
+            transfer.wait()
+            assert (tensor == 1).all()
+        if engine.rank == 1:
+            for number, message in enumerate(messages):
+                got = np.empty_like(message)
+                start_receive(engine, f"message {number}", got, 0, tag=5).wait()
+                np.testing.assert_array_equal(got, message)
+        engine.barrier(name="last").wait()
+        raise AllCameError
 
-    return until_a_rank_is_lost(engine, talk, run)
+    try:
+        return until_a_rank_is_lost(engine, talk, run)
+    except AllCameError:
+        return "all came"
 
 
 def exchange_on_a_slow_path(engine: Engine, talk: Talk) -> Any:

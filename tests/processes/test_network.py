@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from sparkhvd.settings import Settings
-from tests.harness.netns import two_hosts, why_not
+from tests.harness.netns import Host, two_hosts, why_not
+from tests.harness.rank_process import RankProcess
 from tests.harness.ranks_on_hosts import ranks_on
-from tests.harness.soak import amount, soak
+from tests.harness.soak import amount, left_to_soak, soak
+from tests.harness.waiting import wait_until
 
 BODIES = "tests.processes.network_bodies"
 HOST_LOSS_S = 3.0
@@ -68,23 +72,71 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
                 assert set(lost["lost"].values()) == {"silent"}, (rank.rank, lost)
 
 
-def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time() -> None:
+@pytest.mark.parametrize("stop_in_transfer", [False, True])
+def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfer: bool) -> None:
     """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
-    body = f"{BODIES}:fill_the_window_of_a_stopped_rank"
-    with two_hosts() as (a, b), ranks_on([a, b], body, settings=settings) as ranks:
-        for rank in ranks:
-            assert rank.expect() == "running"
-        ranks[1].kill(signal.SIGSTOP)
-        ranks[0].tell("send")
-        assert ranks[0].expect() == "sent"
+    with stopped_without_room(settings, stop_in_transfer) as (a, ranks):
         # Long enough for the kernel to ask more rarely than the host may be silent, and for a false alarm.
-        time.sleep(2 * HOST_LOSS_S)
+        time.sleep(1.5 * HOST_LOSS_S)
         began = time.monotonic()
         a.set_cable("down")
         lost = ranks[0].expect()
-        assert lost["at"] - began < HOST_LOSS_S + 2, lost
+        assert HOST_LOSS_S - 1 < lost["at"] - began < HOST_LOSS_S + 2, lost
         assert lost["lost"] == {"1": "silent"}, lost
+
+
+@pytest.mark.parametrize("pause_s", [0.3, 1.5])
+def test_host_of_a_rank_that_has_just_stopped_is_lost_in_time(pause_s: float) -> None:
+    """Before its kernel has asked anything by itself, the own kernel's questions show that nobody answers."""
+    settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
+    with stopped_without_room(settings, stop_in_transfer=True) as (a, ranks):
+        time.sleep(pause_s)
+        began = time.monotonic()
+        a.set_cable("down")
+        lost = ranks[0].expect()
+        assert HOST_LOSS_S - 1 < lost["at"] - began < HOST_LOSS_S + 2, lost
+
+
+@pytest.mark.parametrize("stopped_s", [2 * HOST_LOSS_S, *left_to_soak("6 s, here", 20, 150)])
+def test_a_stopped_rank_that_has_no_room_is_never_lost(stopped_s: float) -> None:
+    """Also when the kernel asks for room less often than `host_loss_s` (in 150 s: every 100 s)."""
+    settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
+    with stopped_without_room(settings, stop_in_transfer=True) as (_, ranks):
+        time.sleep(stopped_s)
+        ranks[1].kill(signal.SIGCONT)
+        assert [rank.expect() for rank in ranks] == ["all came"] * 2
+
+
+@contextlib.contextmanager
+def stopped_without_room(
+    settings: Settings, stop_in_transfer: bool
+) -> Iterator[tuple[Host, list[RankProcess]]]:
+    """Two ranks; rank 1 is stopped, and bytes on the connections to it wait for room."""
+    body = f"{BODIES}:fill_the_window_of_a_stopped_rank"
+    with two_hosts() as (a, b), ranks_on([a, b], body, settings=settings) as ranks:
+        for rank in ranks:
+            rank.tell({"stop_in_transfer": stop_in_transfer})
+        if stop_in_transfer:
+            a.shape("200mbit")  # 32 MiB take 1.3 s
+        for rank in ranks:
+            assert rank.expect() == "running"
+        time.sleep(0.4 if stop_in_transfer else 0)
+        ranks[1].kill(signal.SIGSTOP)
+        ranks[0].tell("send")
+        assert ranks[0].expect() == "sent"
+        full = 2 if stop_in_transfer else 1
+        wait_until(
+            lambda: len(unsent_bytes(a)) == full, "bytes that wait for room on each connection"
+        )
+        yield a, ranks
+
+
+def unsent_bytes(host: Host) -> list[int]:
+    """Return the bytes of each connection that its peer has not acknowledged, of those that have any."""
+    # State, Recv-Q, Send-Q, addresses.
+    queued = [int(line.split()[2]) for line in host.run("ss", "-Htn").splitlines()]
+    return [num_bytes for num_bytes in queued if num_bytes > 0]
 
 
 @soak("a process that does not read for longer than host_loss_s: processes/engine/test_faults")

@@ -33,9 +33,8 @@ std::vector<Fd> tuned_sockets(EngineOptions& options) {
   const std::size_t size = options.sockets.size() / (1 + options.world.streams);
   for (std::size_t i = 0; i < options.sockets.size(); ++i) {
     const int fd = options.sockets[i].get();
-    // The first of each pair carries control frames. While these wait for room at a process that is stopped the kernel
-    // asks ever more rarely whether there is some, and does not ask whether its host lives: the second does.
-    if (fd >= 0) tune_tcp(fd, i < 2 * size ? std::optional(options.host_loss_s) : std::nullopt);
+    // The first of each pair carries control frames, and its end is the loss of a rank.
+    if (fd >= 0) tune_tcp(fd, i < size ? std::optional(options.host_loss_s) : std::nullopt);
   }
   return std::move(options.sockets);
 }

@@ -1,6 +1,7 @@
 #include "transport/loss_watch.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "transport/tcp.h"
 
@@ -8,6 +9,8 @@ namespace sparkhvd {
 namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(500);
+// Of the kernel's clock.
+constexpr auto kTick = std::chrono::milliseconds(10);
 
 }  // namespace
 
@@ -22,20 +25,28 @@ void LossWatch::start() {
 std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now) {
   if (now < next_) return std::nullopt;
   // A process that was stopped itself has not seen the answers of that time, so it counts little of it.
-  const auto passed = std::min<Clock::duration>(now - last_, 2 * kPeriod);
+  const auto elapsed = now - last_;
+  const auto passed = std::min<Clock::duration>(elapsed, 2 * kPeriod);
   last_ = now;
   next_ = kNever;
   for (auto& link : links) {
     if (!link.is_open() || !link.is_tcp()) continue;
-    const auto found = tcp_silence(link.fd());
-    if (!found || !found->is_owed) {
-      silence_.erase(link.peer());
+    const auto state = tcp_state(link.fd());
+    if (!state || (!state->is_owed && !state->is_blocked)) {
+      heard_.erase(link.peer());
       continue;
     }
     next_ = now + kPeriod;
-    auto& silence = silence_[link.peer()];
-    silence = std::min<Clock::duration>(silence + passed, found->since_answer);
-    if (silence >= std::chrono::duration<double>(limit_s_)) return link.peer();
+    auto& heard = heard_.try_emplace(link.peer(), Heard{state->segments}).first->second;
+    if (std::exchange(heard.segments, state->segments) != state->segments) {
+      heard.silence = {};
+      // A segment that acknowledges nothing and brings nothing is a question.
+      if (state->since_answer > elapsed + kTick) heard.has_keepalive = true;
+      continue;
+    }
+    heard.silence = std::min<Clock::duration>(heard.silence + passed, state->since_answer);
+    if (!state->is_owed && !heard.has_keepalive) continue;
+    if (heard.silence >= std::chrono::duration<double>(limit_s_)) return link.peer();
   }
   return std::nullopt;
 }

@@ -74,7 +74,7 @@ void tune_tcp(int fd, std::optional<double> host_loss_s) {
   // No TCP_USER_TIMEOUT: it ends connections to processes that live and do not read. See LossWatch.
 }
 
-std::optional<TcpSilence> tcp_silence(int fd) {
+std::optional<TcpState> tcp_state(int fd) {
   // Linux's struct tcp_info, of which glibc knows the first half; older kernels fill in less.
   std::array<std::byte, 232> info{};
   socklen_t size = info.size();
@@ -84,15 +84,16 @@ std::optional<TcpSilence> tcp_silence(int fd) {
     std::memcpy(&value, info.data() + offset, sizeof(value));
     return value;
   };
+  const auto unanswered_probes = std::to_integer<unsigned>(info[3]);
   const auto unacked = number_at(24);
   const auto last_ack_recv_ms = number_at(56);
+  const auto segs_in = number_at(140);
   const auto notsent_bytes = number_at(144);
   const auto snd_wnd = number_at(228);
-  // Bytes that wait for the peer's window are not on their way: the kernel asks for room again and
-  // again, more and more rarely, and any answer shows that the host lives. Bytes that have room and do
-  // not leave have no way: the device is down, or the route is gone.
+  // Bytes that have room and do not leave have no way: the device is down, or the route is gone.
   const bool has_no_way = notsent_bytes > 0 && snd_wnd >= notsent_bytes;
-  return TcpSilence{unacked > 0 || has_no_way, std::chrono::milliseconds(last_ack_recv_ms)};
+  return TcpState{unacked > 0 || has_no_way || unanswered_probes > 0, notsent_bytes > 0,
+                  std::chrono::milliseconds(last_ack_recv_ms), segs_in};
 }
 
 }  // namespace sparkhvd
