@@ -91,6 +91,10 @@ class RankProcess:
     def kill(self, number: int = signal.SIGKILL) -> None:
         self._process.send_signal(number)
 
+    def wait(self) -> None:
+        """Wait until the process has ended and its kernel has freed all that it had."""
+        self._process.wait(DEADLINE_S)
+
     def close(self) -> None:
         # Children of a rank that was killed hold its output open until they notice.
         with contextlib.suppress(ProcessLookupError):

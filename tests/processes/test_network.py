@@ -72,6 +72,27 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
                 assert set(lost["lost"].values()) == {"silent"}, (rank.rank, lost)
 
 
+@pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
+def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_mib: int) -> None:
+    """Within 50 ms at best, by the rank beside it; as `test_faults` inside a host."""
+    took = []
+    body = "tests.processes.engine.fault_bodies:wait_for_a_rank_with_memory"
+    with two_hosts() as (a, b):
+        for _ in range(amount(3, 10)):
+            with ranks_on([a, a, b], body) as ranks:
+                for rank in ranks:
+                    rank.tell(resident_mib)
+                for rank in ranks:
+                    assert rank.expect() == "running"
+                time.sleep(0.1)  # the others have gone to sleep
+                began = time.monotonic()
+                ranks[1].kill(signal.SIGKILL)
+                known = [ranks[place].expect() for place in (0, 2)]
+                assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
+                took.append(max(each["at"] for each in known) - began)
+    assert min(took) < 0.05, took
+
+
 @pytest.mark.parametrize("stop_in_transfer", [False, True])
 def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfer: bool) -> None:
     """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import random
 import resource
@@ -70,6 +71,25 @@ def work_until_lost(engine: Engine, talk: Talk) -> Any:
     while True:
         one_round(engine, number)
         number += 1
+
+
+def wait_for_a_rank_with_memory(engine: Engine, talk: Talk) -> Any:
+    """Wait for rank 1, which has so many MiB resident; returns when its end is known here, by this machine's clock."""
+    num_bytes = talk.hear() << 20
+    with mmap.mmap(-1, num_bytes) as memory:
+        if engine.rank == 1:
+            # The kernel frees small pages one by one, and takes a tenth of a second for a GiB.
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+        engine.barrier(name="start").wait()
+        talk.say("running")
+        if engine.rank == 1:
+            time.sleep(600)
+        try:
+            engine.barrier(name="never").wait()
+        except PeerLostError as error:
+            return {"at": time.monotonic(), "lost": dict(error.lost)}
+        raise AssertionError("no rank was lost")
 
 
 def adopt_after_a_death(engine: Engine, talk: Talk) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import signal
+import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from sparkhvd.settings import Settings
 from tests.harness.processes import is_alive
 from tests.harness.rank_process import RankProcess, rank_processes
-from tests.harness.soak import SOAK, amount
+from tests.harness.soak import SOAK, amount, left_to_soak
 
 BODIES = "tests.processes.engine.fault_bodies"
 SEED = secrets.randbelow(2**32) if SOAK else 7
@@ -82,6 +83,31 @@ def test_end_of_a_rank_is_told_though_tensors_are_queued_before_it(reason: str) 
             assert time.monotonic() - began < WITHIN_S
 
 
+# A GiB that is resident takes the kernel a tenth of a second to free, before it closes connections.
+@pytest.mark.parametrize("resident_mib", [512, *left_to_soak("512 MiB, here", 4096)])
+def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mib: int) -> None:
+    """Within 20 ms at best: other load delays everybody, the end of a connection comes later in every round."""
+    took, gone = [], []
+    for _ in range(amount(3, 10)):
+        with rank_processes(f"{BODIES}:wait_for_a_rank_with_memory", 3) as ranks:
+            for rank in ranks:
+                rank.tell(resident_mib)
+            for rank in ranks:
+                assert rank.expect() == "running"
+            time.sleep(0.1)  # the others have gone to sleep
+            began = time.monotonic()
+            ranks[1].kill(signal.SIGKILL)
+            ranks[1].wait()
+            gone.append(time.monotonic() - began)
+            known = [ranks[place].expect() for place in (0, 2)]
+            assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
+            took.append(max(each["at"] for each in known) - began)
+    assert min(took) < 0.02, (took, gone)
+    # Otherwise the memory was freed so fast that this shows nothing.
+    assert min(gone) > 0.02, (took, gone)
+    assert statistics.median(took) < statistics.median(gone), (took, gone)
+
+
 def test_ranks_that_are_left_adopt_the_memory_of_the_former_engine() -> None:
     with rank_processes(f"{BODIES}:adopt_after_a_death", 3) as ranks:
         for rank in ranks:
@@ -91,9 +117,10 @@ def test_ranks_that_are_left_adopt_the_memory_of_the_former_engine() -> None:
             assert rank.expect() == {"lost": {"1": "DEAD"}, "result": [4.0]}
 
 
-def test_stopped_rank_is_waited_for_and_goes_on() -> None:
+@pytest.mark.parametrize("host_loss_s", [3, *left_to_soak("3 s, here", Settings().host_loss_s)])
+def test_stopped_rank_is_waited_for_and_goes_on(host_loss_s: float) -> None:
     """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""
-    settings = Settings(connect_timeout_s=30, host_loss_s=3)
+    settings = Settings(connect_timeout_s=30, host_loss_s=host_loss_s)
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(
