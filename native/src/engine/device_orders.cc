@@ -57,7 +57,7 @@ DeviceOrders::DeviceOrders(const Options& options, Groups& groups, InFlight& in_
       hooks_(std::move(hooks)) {}
 
 void DeviceOrders::open(const nccl::DeviceOptions& options) {
-  const std::scoped_lock once(opening_);
+  const Lock once(opening_);
   if (const auto* open = plane()) {
     if (open->device()->ordinal() == options.ordinal) return;
     throw Error(SPARKHVD_INVALID_ARGUMENT, "device " + std::to_string(options.ordinal) + ": " +
@@ -69,10 +69,8 @@ void DeviceOrders::open(const nccl::DeviceOptions& options) {
   auto plane = std::make_unique<nccl::DevicePlane>(
       std::make_shared<nccl::Device>(options), [this] { bell_.ring_self_if_asleep(); },
       options_.has_cpu_for_plane);
-  in_flight_.if_usable([&] {
-    own_plane_ = std::move(plane);
-    plane_.store(own_plane_.get(), std::memory_order_release);
-  });
+  in_flight_.if_usable([&] { plane_.store(plane.get(), std::memory_order_release); });
+  if (is_open()) own_plane_ = std::move(plane);
   bell_.ring_self();  // who sleeps has not announced it to the plane
 }
 

@@ -14,7 +14,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -142,9 +141,9 @@ class DeviceOrders {
   std::map<std::int32_t, Relay> relays_;
   std::vector<std::pair<Rank, Execute>> held_;  // orders for sets that this rank has yet to make
 
-  std::mutex opening_;
-  std::unique_ptr<nccl::DevicePlane> own_plane_;  // guarded by opening_ until `plane_` has it
-  std::atomic<nccl::DevicePlane*> plane_{nullptr};
+  Mutex opening_;
+  std::unique_ptr<nccl::DevicePlane> own_plane_ GUARDED_BY(opening_);
+  std::atomic<nccl::DevicePlane*> plane_{nullptr};  // the same, for those who use it
 };
 
 }  // namespace sparkhvd

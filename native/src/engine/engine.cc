@@ -4,54 +4,10 @@
 #include <future>
 #include <utility>
 
-#include "nccl/device_operation.h"
+#include "engine/goals.h"
 #include "text.h"
 
 namespace sparkhvd {
-namespace {
-
-// Time that a thread that waits for a launch looks at nothing else.
-constexpr auto kLaunchTime = std::chrono::microseconds(20);
-
-class Ended final : public Goal {
- public:
-  explicit Ended(const Operation& operation) : operation_(operation) {}
-  bool is_reached() const override { return operation_.is_finished(); }
-
- private:
-  const Operation& operation_;
-};
-
-/// Ended, or on its way on the device. A launch that the ranks have agreed on needs a few microseconds of the
-/// plane's thread.
-class Launched final : public Goal {
- public:
-  Launched(const Operation& operation, bool has_cpu_for_plane)
-      : operation_(operation), has_cpu_for_plane_(has_cpu_for_plane) {}
-  bool is_reached() const override {
-    return operation_.is_finished() || nccl::is_launched(operation_);
-  }
-  bool is_imminent() const override {
-    return has_cpu_for_plane_ && operation_.on_device->is_with_plane;
-  }
-  /// The plane's thread has a CPU of its own, unless other programs take that: so it is let run here, too. A CPU
-  /// that they have taken may come back milliseconds later, and then everything else comes first.
-  bool await() const override {
-    const TimePoint end = Clock::now() + kLaunchTime;
-    do {
-      if (nccl::is_launched(operation_)) return true;
-      relax(true);
-    } while (Clock::now() < end);
-    return nccl::is_launched(operation_);
-  }
-
- private:
-  const Operation& operation_;
-  const bool has_cpu_for_plane_;
-};
-
-}  // namespace
-
 Engine::Engine(EngineOptions options) : Engine(std::move(options), Driver::Descriptors()) {}
 
 Engine::Engine(EngineOptions options, Driver::Descriptors descriptors)
@@ -105,7 +61,7 @@ void Engine::abort(const std::string& reason) {
 }
 
 void Engine::shutdown() {
-  const std::scoped_lock once(shutdown_mutex_);
+  const Lock once(shutdown_mutex_);
   if (is_shut_down_) return;
   driver_.take_for_good();
   // The reason for an abort must not be lost to a shutdown right behind it.

@@ -17,7 +17,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +26,7 @@
 #include "error.h"
 #include "nccl/plane.h"
 #include "operation.h"
+#include "sync.h"
 
 namespace sparkhvd {
 
@@ -66,7 +66,7 @@ class Engine {
   void run(const std::shared_ptr<Operation>& operation, TimePoint deadline);
   std::vector<Loss> losses() const { return core_.in_flight().losses(); }
   Recorder& recorder() noexcept { return core_.recorder(); }
-  void shutdown();
+  void shutdown() EXCLUDES(shutdown_mutex_);
   void abort(const std::string& reason);
   /// Throws why the engine is not usable.
   void check() const;
@@ -80,8 +80,8 @@ class Engine {
   Core core_;
   Driver driver_;
   std::atomic<bool> is_forked_copy_{false};
-  std::mutex shutdown_mutex_;
-  bool is_shut_down_ = false;  // guarded by shutdown_mutex_
+  Mutex shutdown_mutex_;
+  bool is_shut_down_ GUARDED_BY(shutdown_mutex_) = false;
   std::jthread thread_;
 };
 

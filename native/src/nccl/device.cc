@@ -76,7 +76,7 @@ bool Device::is_mine() const noexcept {
 
 CUevent Device::take_event() {
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     if (!events_.empty()) {
       const CUevent event = events_.back();
       events_.pop_back();
@@ -93,7 +93,7 @@ CUevent Device::take_event() {
 void Device::give_event(CUevent event) noexcept {
   if (!is_mine()) return;  // and the lock may be another process's
   try {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     events_.push_back(event);
   } catch (const std::bad_alloc&) {  // lost until the process ends
   }

@@ -10,13 +10,13 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "nccl/cuda_api.h"
 #include "nccl/nccl_api.h"
+#include "sync.h"
 
 namespace sparkhvd::nccl {
 
@@ -59,8 +59,8 @@ class Device {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
-  std::mutex mutex_;
-  std::vector<CUevent> events_;  // guarded by mutex_: not in use
+  Mutex mutex_;
+  std::vector<CUevent> events_ GUARDED_BY(mutex_);  // not in use
 };
 
 /// An event of the pool, for as long as it is needed.

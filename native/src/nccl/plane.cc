@@ -7,7 +7,7 @@ namespace sparkhvd::nccl {
 // ---- Requests --------------------------------------------------------------------------------
 
 bool Requests::push(Request request) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   if (is_closed_) return false;
   requests_.push_back(std::move(request));
   has_some_.store(true, std::memory_order_release);
@@ -20,13 +20,9 @@ std::optional<Request> Requests::next(Clock::duration longest) {
   if (longest == Clock::duration::zero() && !has_some_.load(std::memory_order_acquire)) {
     return std::nullopt;
   }
-  std::unique_lock lock(mutex_);
-  const auto has_some = [this] { return is_woken_ || !requests_.empty(); };
-  if (longest == Clock::duration::max()) {
-    changed_.wait(lock, has_some);
-  } else if (longest > Clock::duration::zero()) {
-    changed_.wait_for(lock, longest, has_some);
-  }
+  const TimePoint deadline = longest == Clock::duration::max() ? kNever : Clock::now() + longest;
+  Lock lock(mutex_);
+  while (!is_woken_ && requests_.empty() && Clock::now() < deadline) lock.wait(changed_, deadline);
   if (std::exchange(is_woken_, false) || requests_.empty()) return std::nullopt;
   has_some_.store(requests_.size() > 1, std::memory_order_relaxed);
   Request request = std::move(requests_.front());
@@ -35,14 +31,14 @@ std::optional<Request> Requests::next(Clock::duration longest) {
 }
 
 void Requests::wake() {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   is_woken_ = true;
   has_some_.store(true, std::memory_order_release);
   changed_.notify_one();
 }
 
 std::deque<Request> Requests::close() {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   is_closed_ = true;
   return std::exchange(requests_, {});
 }

@@ -20,7 +20,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -31,6 +30,7 @@
 #include "clock.h"
 #include "error.h"
 #include "nccl/device_operation.h"
+#include "sync.h"
 
 namespace sparkhvd::nccl {
 
@@ -60,12 +60,12 @@ class Requests {
   std::deque<Request> close();
 
  private:
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Request> requests_;
+  std::deque<Request> requests_ GUARDED_BY(mutex_);
   std::atomic<bool> has_some_{false};  // or is woken
-  bool is_woken_ = false;
-  bool is_closed_ = false;
+  bool is_woken_ GUARDED_BY(mutex_) = false;
+  bool is_closed_ GUARDED_BY(mutex_) = false;
 };
 
 /// News of the device since the driver last asked.

@@ -67,11 +67,11 @@ void DevicePlane::Core::work() {
 void DevicePlane::Core::park() {
   std::vector<ncclComm_t> late;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     if (is_live_taken_) late = std::exchange(live_, {});
   }
   for (const ncclComm_t communicator : late) nccl().ncclCommAbort(communicator);
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   is_parked_ = true;
   changed_.notify_all();
 }
@@ -187,12 +187,12 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
 // ---- Communicators ---------------------------------------------------------------------------
 
 void DevicePlane::Core::add_live(ncclComm_t communicator) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   live_.push_back(communicator);
 }
 
 bool DevicePlane::Core::remove_live(ncclComm_t communicator) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   return std::erase(live_, communicator) > 0;
 }
 
@@ -253,8 +253,10 @@ void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const
 
 /// NCCL has nothing to sleep on; an abort ends it.
 void DevicePlane::Core::pause(Clock::duration longest) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, longest, [this] { return is_aborting.load(); });
+  const TimePoint deadline = Clock::now() + longest;
+  Lock lock(mutex_);
+  while (!is_aborting.load() && lock.wait(changed_, deadline)) {
+  }
 }
 
 // ---- Operations ------------------------------------------------------------------------------

@@ -33,11 +33,11 @@ class DevicePlane::Core {
   /// True once both threads have ended, at the latest at `deadline`.
   bool wait_for_end(TimePoint deadline);
   void forget_ring() {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     ring_ = nullptr;
   }
   News take_news() {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     has_news.store(false, std::memory_order_relaxed);
     return std::exchange(news_, {});
   }
@@ -86,7 +86,7 @@ class DevicePlane::Core {
 
   template <class Tell>
   void tell(Tell tell) {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     tell(news_);
     has_news.store(true, std::memory_order_seq_cst);  // see Bell
     if (ring_) ring_();
@@ -144,16 +144,16 @@ class DevicePlane::Core {
   TimePoint next_error_look_{};
   Clock::duration sleep_ = kShortestSleep;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  // Guarded by mutex_.
-  std::function<void()> ring_;
-  News news_;
-  std::vector<ncclComm_t> live_;  // to abort
-  std::map<std::int32_t, AbortMark> marked_;
-  bool is_parked_ = false;
-  bool is_aborter_running_ = false;
-  bool is_live_taken_ = false;  // by the one who aborts: what comes later is the plane's to abort
+  std::function<void()> ring_ GUARDED_BY(mutex_);
+  News news_ GUARDED_BY(mutex_);
+  std::vector<ncclComm_t> live_ GUARDED_BY(mutex_);  // to abort
+  std::map<std::int32_t, AbortMark> marked_ GUARDED_BY(mutex_);
+  bool is_parked_ GUARDED_BY(mutex_) = false;
+  bool is_aborter_running_ GUARDED_BY(mutex_) = false;
+  // By the one who aborts: what comes later is the plane's to abort.
+  bool is_live_taken_ GUARDED_BY(mutex_) = false;
 
   std::atomic<bool> has_marked_{false};
 };

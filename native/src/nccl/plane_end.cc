@@ -96,7 +96,7 @@ void DevicePlane::Core::poll_retired() {
 
 void DevicePlane::Core::mark_for_abort(std::int32_t process_set, std::uint64_t limit) {
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     const AbortMark given{limit, Clock::now() + kDepartureTime};
     auto [entry, is_new] = marked_.try_emplace(process_set, given);
     if (!is_new) entry->second.limit = std::min(entry->second.limit, limit);
@@ -107,7 +107,7 @@ void DevicePlane::Core::mark_for_abort(std::int32_t process_set, std::uint64_t l
 
 bool DevicePlane::Core::is_marked_for_abort(std::int32_t process_set, std::uint64_t sequence) {
   if (!has_marked_.load(std::memory_order_acquire)) return false;
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   const auto entry = marked_.find(process_set);
   return entry != marked_.end() && sequence >= entry->second.limit;
 }
@@ -116,7 +116,7 @@ bool DevicePlane::Core::is_marked_for_abort(std::int32_t process_set, std::uint6
 void DevicePlane::Core::poll_marked() {
   std::map<std::int32_t, AbortMark> marked;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     marked = marked_;
   }
   for (const auto& [process_set, mark] : marked) {
@@ -143,7 +143,7 @@ void DevicePlane::Core::end_marked(std::int32_t process_set) {
   const ncclComm_t handle = entry->second.handle;
   communicators_.erase(entry);
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     marked_[process_set].limit = 0;
   }
   for (InFlight& one : in_flight_) one.is_lost |= one.process_set == process_set;
@@ -159,7 +159,7 @@ void DevicePlane::Core::end_marked(std::int32_t process_set) {
 
 void DevicePlane::Core::ask_to_abort() {
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     is_aborting.store(true);
     is_aborter_running_ = true;
     changed_.notify_all();
@@ -174,8 +174,10 @@ void DevicePlane::Core::abort_all() noexcept {
   try {
     std::vector<ncclComm_t> live;
     {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kParkTime, [this] { return is_parked_; });
+      const TimePoint park_deadline = Clock::now() + kParkTime;
+      Lock lock(mutex_);
+      while (!is_parked_ && lock.wait(changed_, park_deadline)) {
+      }
       live = std::exchange(live_, {});
       is_live_taken_ = true;
     }
@@ -190,29 +192,30 @@ void DevicePlane::Core::abort_all() noexcept {
     // The kernels have been told to end; until they have, they may write.
     while ((is_busy = cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady) &&
            Clock::now() < deadline) {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kLongestSleep, [] { return false; });
+      std::this_thread::sleep_for(kLongestSleep);
     }
   } catch (const std::exception&) {  // the driver's deadline ends what is left
   }
   // Memory that callers have let go of is freed here, behind the communicators.
   requests->close().clear();
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     is_busy |= !is_parked_;  // a call that comes back may launch yet
   }
   tell([is_busy](News& news) {
     news.is_aborted = true;
     news.is_busy = is_busy;
   });
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   is_aborter_running_ = false;
   changed_.notify_all();
 }
 
 bool DevicePlane::Core::wait_for_end(TimePoint deadline) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline, [this] { return is_parked_ && !is_aborter_running_; });
+  Lock lock(mutex_);
+  while ((!is_parked_ || is_aborter_running_) && lock.wait(changed_, deadline)) {
+  }
+  return is_parked_ && !is_aborter_running_;
 }
 
 }  // namespace sparkhvd::nccl

@@ -1,0 +1,54 @@
+// What callers wait for.
+#pragma once
+
+#include <chrono>
+
+#include "clock.h"
+#include "engine/driver.h"
+#include "nccl/device_operation.h"
+#include "operation.h"
+
+namespace sparkhvd {
+
+/// Time that a thread that waits for a launch looks at nothing else.
+inline constexpr auto kLaunchTime = std::chrono::microseconds(20);
+
+/// The operation has ended.
+class Ended final : public Goal {
+ public:
+  explicit Ended(const Operation& operation) : operation_(operation) {}
+  bool is_reached() const override { return operation_.is_finished(); }
+
+ private:
+  const Operation& operation_;
+};
+
+/// Ended, or on its way on the device. A launch that the ranks have agreed on needs a few microseconds of the
+/// plane's thread.
+class Launched final : public Goal {
+ public:
+  Launched(const Operation& operation, bool has_cpu_for_plane)
+      : operation_(operation), has_cpu_for_plane_(has_cpu_for_plane) {}
+  bool is_reached() const override {
+    return operation_.is_finished() || nccl::is_launched(operation_);
+  }
+  bool is_imminent() const override {
+    return has_cpu_for_plane_ && operation_.on_device->is_with_plane;
+  }
+  /// The plane's thread has a CPU of its own, unless other programs take that: so it is let run here, too. A CPU
+  /// that they have taken may come back milliseconds later, and then everything else comes first.
+  bool await() const override {
+    const TimePoint end = Clock::now() + kLaunchTime;
+    do {
+      if (nccl::is_launched(operation_)) return true;
+      relax(true);
+    } while (Clock::now() < end);
+    return nccl::is_launched(operation_);
+  }
+
+ private:
+  const Operation& operation_;
+  const bool has_cpu_for_plane_;
+};
+
+}  // namespace sparkhvd
