@@ -4,6 +4,7 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <functional>
 #include <random>
 
 #include "point_to_point/matching.h"
@@ -303,75 +304,87 @@ TEST(messages_that_nobody_meets_time_out_alone) {
   }
 }
 
-TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
-  constexpr std::size_t kCount = 300000;
-  Relay control;
-  std::barrier meet(2);
+// Above what goes at once.
+constexpr std::size_t kWithdrawnCount = 300000;
+
+/// Two ranks on two hosts, where `control` carries frames. Rank 0 has a message withdrawn that rank 1 has heard of:
+/// `between` runs on rank 0 before it waits for that, `rank_0` and `rank_1` behind it, on rank 1 perhaps earlier.
+void after_a_withdrawal(Relay& control, const std::function<void()>& between,
+                        const std::function<void(TestEngine&)>& rank_0,
+                        const std::function<void(TestEngine&)>& rank_1) {
   run_ranks(
       world({0, 1}),
       [&](TestEngine& engine, std::int32_t rank) {
-        Floats data = numbers(kCount, rank);
         if (rank == 0) {
+          const Floats data = numbers(kWithdrawnCount, 0);
           TestWork withdrawn = send(engine, 1, 4, data, 0.3);
-          TestWork small = send(engine, 1, 5, Floats{1});
-          meet.arrive_and_wait();  // it was announced
-          control.let_pass(0, 0);
+          TestWork announced = send(engine, 1, 5, Floats{1});
+          between();
           check_says(withdrawn.wait(), SPARKHVD_TIMEOUT, "did not receive a message with tag 4");
-          meet.arrive_and_wait();
-          meet.arrive_and_wait();  // what fills its place has come
-          const Floats next = numbers(kCount, 7);
-          TestWork work = send(engine, 1, 4, next);
-          control.let_pass(0, Relay::kAnyPace);
-          check(work);
+          rank_0(engine);
         } else {
           Floats one(1);
-          TestWork small = receive(engine, 0, 5, one);
-          check(small);
-          meet.arrive_and_wait();
-          meet.arrive_and_wait();  // it was withdrawn
-          TestWork work = receive(engine, 0, 4, data);
-          const Status early = work.wait(500);
-          meet.arrive_and_wait();
-          CHECK_EQUAL(early.code, SPARKHVD_PENDING);
-          check(work);
-          CHECK(data == numbers(kCount, 7));
+          TestWork announced = receive(engine, 0, 5, one);
+          check(announced);
+          rank_1(engine);
         }
       },
       [&](auto& sockets) { control.join(sockets[0][1], sockets[1][0]); });
 }
 
-TEST(a_receive_whose_message_was_withdrawn_gets_the_next_before_later_ones) {
-  constexpr std::size_t kCount = 300000;
+TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
   Relay control;
   std::barrier meet(2);
-  run_ranks(
-      world({0, 1}),
-      [&](TestEngine& engine, std::int32_t rank) {
-        if (rank == 0) {
-          const Floats first = numbers(kCount, 1);
-          const Floats second = numbers(kCount, 2);
-          TestWork withdrawn = send(engine, 1, 4, first, 0.3);
-          TestWork announced = send(engine, 1, 5, Floats{1});
-          check_says(withdrawn.wait(), SPARKHVD_TIMEOUT, "did not receive a message with tag 4");
-          TestWork works[] = {send(engine, 1, 4, first), send(engine, 1, 4, second)};
-          TestWork all = send(engine, 1, 5, Floats{1});
-          for (auto& work : works) check(work);
-        } else {
-          Floats one(1);
-          TestWork announced = receive(engine, 0, 5, one);
-          check(announced);
-          control.let_pass(1, 0);
-          Floats data[] = {Floats(kCount), Floats(kCount)};
-          TestWork works[] = {receive(engine, 0, 4, data[0]), receive(engine, 0, 4, data[1])};
-          TestWork all = receive(engine, 0, 5, one);
-          check(all);
-          control.let_pass(1, Relay::kAnyPace);
-          for (auto& work : works) check(work);
-          CHECK(data[0] == numbers(kCount, 1));
-          CHECK(data[1] == numbers(kCount, 2));
-        }
+  after_a_withdrawal(
+      control,
+      [&] {
+        meet.arrive_and_wait();  // it was announced
+        control.let_pass(0, 0);
       },
-      [&](auto& sockets) { control.join(sockets[0][1], sockets[1][0]); });
+      [&](TestEngine& engine) {
+        meet.arrive_and_wait();
+        meet.arrive_and_wait();  // what fills its place has come
+        const Floats next = numbers(kWithdrawnCount, 7);
+        TestWork work = send(engine, 1, 4, next);
+        control.let_pass(0, Relay::kAnyPace);
+        check(work);
+      },
+      [&](TestEngine& engine) {
+        meet.arrive_and_wait();
+        meet.arrive_and_wait();  // it was withdrawn
+        Floats data(kWithdrawnCount);
+        TestWork work = receive(engine, 0, 4, data);
+        const Status early = work.wait(500);
+        meet.arrive_and_wait();
+        CHECK_EQUAL(early.code, SPARKHVD_PENDING);
+        check(work);
+        CHECK(data == numbers(kWithdrawnCount, 7));
+      });
+}
+
+TEST(a_receive_whose_message_was_withdrawn_gets_the_next_before_later_ones) {
+  Relay control;
+  after_a_withdrawal(
+      control, [] {},
+      [](TestEngine& engine) {
+        const Floats first = numbers(kWithdrawnCount, 1);
+        const Floats second = numbers(kWithdrawnCount, 2);
+        TestWork works[] = {send(engine, 1, 4, first), send(engine, 1, 4, second)};
+        TestWork all = send(engine, 1, 5, Floats{1});
+        for (auto& work : works) check(work);
+      },
+      [&](TestEngine& engine) {
+        control.let_pass(1, 0);
+        Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
+        TestWork works[] = {receive(engine, 0, 4, data[0]), receive(engine, 0, 4, data[1])};
+        Floats one(1);
+        TestWork all = receive(engine, 0, 5, one);
+        check(all);
+        control.let_pass(1, Relay::kAnyPace);
+        for (auto& work : works) check(work);
+        CHECK(data[0] == numbers(kWithdrawnCount, 1));
+        CHECK(data[1] == numbers(kWithdrawnCount, 2));
+      });
 }
 
 TEST(what_moves_slowly_takes_longer_than_its_timeout) {
