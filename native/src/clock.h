@@ -13,9 +13,6 @@ using TimePoint = Clock::time_point;
 /// Never, for a deadline.
 inline constexpr TimePoint kNever = TimePoint::max();
 
-/// For a sign of life: a process that runs answers within milliseconds.
-inline constexpr auto kLifeTime = std::chrono::seconds(1);
-
 /// `seconds` after `now`; 0 and what does not fit mean never.
 inline TimePoint deadline_after(TimePoint now, double seconds) noexcept {
   // A century is "never", and keeps the conversion to ticks in range.

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "message.h"
+#include "progress_timeout.h"
 #include "segment.h"
 #include "trace.h"
 #include "types.h"
@@ -107,9 +107,7 @@ struct Operation {
   /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
   std::vector<std::byte*> registered;
   OperationTrace trace;
-  // When the coordinator's silence is taken for its end; join, messages: when a rank is asked for a sign of life.
-  std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
-  bool has_asked_for_life = false;
+  ProgressTimeout timeout;  // until the coordinator has answered; of messages until their end
 
   /// Longest time until the coordinator answers at all: longer than it may take the coordinator to
   /// say that others have not answered.

@@ -19,12 +19,6 @@
 
 namespace sparkhvd {
 
-/// Answers of the other ranks when an operation's deadline has passed.
-struct Questions {
-  std::vector<Rank> unanswered;
-  TimePoint moved_at{};  // tensor bytes, on any of those that have answered
-};
-
 /// An operation that all ranks have agreed to run.
 struct Running {
   std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts along
@@ -34,9 +28,8 @@ struct Running {
   std::unique_ptr<Execute> passed_over;  // what a rank that has joined counts along with
   bool is_started = false;
   std::optional<OperationFailed> failure;  // then it has ended
-  bool has_looked = false;      // removal of a process set: at everything that has come for it
-  TimePoint deadline = kNever;  // moves on with every step
-  std::optional<Questions> questions;
+  bool has_looked = false;  // removal of a process set: at everything that has come for it
+  ProgressTimeout timeout;  // begins anew with every step
 };
 
 /// Operations that a process set has agreed to run on its ranks' devices, beside `running`.

@@ -26,7 +26,8 @@ ProcessSets::ProcessSets(const Parts& parts, double stall_warning_s)
       devices_(parts.devices),
       groups_(parts.groups),
       recorder_(parts.recorder),
-      stall_warning_s_(stall_warning_s) {}
+      stall_warning_s_(stall_warning_s),
+      ask_for_life_([this](Rank rank) { return peers_.ask_for_life(rank); }) {}
 
 void ProcessSets::open_world() {
   const Team& team = world_.team();
@@ -69,9 +70,8 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
     return;
   }
   const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
-  operation->give_up_at =
-      deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
-  group.give_up_at = std::min(group.give_up_at, operation->give_up_at);
+  operation->timeout.start(is_bounded ? operation->coordinator_patience_s() : 0);
+  group.give_up_at = std::min(group.give_up_at, operation->timeout.deadline());
   if (!operation->on_device) place(group, *operation);
   if (spec_of(operation->descriptor.collective).rows_of_result != nullptr) {
     operation->descriptor.lacks_memory = !world_.spare_memory().restore();

@@ -117,12 +117,9 @@ class ProcessSets {
   void remove_group(Running& running);
   void configure(Group& group, const Operation& operation);
 
-  bool may_wait_longer(const Group& group, Running& running, const Condition& waiting,
-                       std::vector<Rank>& ranks, TimePoint now);
-  static void note_life(Running& running, Rank rank, TimePoint moved_at);
   bool check_running(Group& group, TimePoint now);
   bool check_submitted(Group& group, TimePoint now);
-  bool asks_for_life(const Group& group, Operation& operation, TimePoint now);
+  bool may_wait_longer(const Group& group, Operation& operation);
   void depart(Group& group, Rank rank, std::uint64_t executed);
   void abandon_group(const Operation& operation, Rank departed);
   void announce_end(Group& group, std::int32_t status, const std::string& text);
@@ -139,6 +136,7 @@ class ProcessSets {
   Groups& groups_;
   Recorder& recorder_;
   const double stall_warning_s_;
+  const AskForLife ask_for_life_;
   std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
   bool has_untold_ = false;                      // a process set holds something back
 };

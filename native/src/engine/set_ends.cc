@@ -11,7 +11,7 @@ TimePoint ProcessSets::next_deadline() const {
   TimePoint next = kNever;
   for (const auto& [id, group] : groups_) {
     if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
-    if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
+    if (!group->running.empty()) next = std::min(next, group->running.front().timeout.deadline());
     next = std::min(next, group->give_up_at);
   }
   return next;
@@ -25,40 +25,21 @@ void ProcessSets::check_time(TimePoint now) {
   }
 }
 
-/// A transfer may last: what counts is how long nothing has moved, here or on any other rank, for those that it waits for
-/// may wait themselves. False leaves those in `ranks` that are to blame: who gives no sign of life, if there is any.
-bool ProcessSets::may_wait_longer(const Group& group, Running& running, const Condition& waiting,
-                                  std::vector<Rank>& ranks, TimePoint now) {
-  auto& questions = running.questions;
-  TimePoint moved_at = waiting.moved_at();
-  if (questions) {
-    if (!questions->unanswered.empty()) {
-      ranks = questions->unanswered;
-      return false;
-    }
-    moved_at = std::max(moved_at, questions->moved_at);
-  }
-  running.deadline = deadline_after(moved_at, running.operation->descriptor.timeout_s);
-  if (now < running.deadline) {
-    questions.reset();
-    return true;
-  }
-  if (questions) return false;
-  questions.emplace();
-  for (const Rank rank : group.team.ranks()) {
-    if (rank != world_.rank() && peers_.ask_for_life(rank)) questions->unanswered.push_back(rank);
-  }
-  running.deadline = now + kLifeTime;
-  return true;
-}
-
 /// False if the engine has failed.
 bool ProcessSets::check_running(Group& group, TimePoint now) {
-  if (group.running.empty() || now < group.running.front().deadline) return true;
+  if (group.running.empty() || now < group.running.front().timeout.deadline()) return true;
   auto& running = group.running.front();
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
-  auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
-  if (waiting != nullptr && may_wait_longer(group, running, *waiting, ranks, now)) return true;
+  std::vector<Rank> ranks;
+  if (waiting != nullptr) {
+    // Any rank's bytes count, for those that this one waits for may wait themselves.
+    if (running.timeout.extend(waiting->moved_at(), running.operation->descriptor.timeout_s,
+                               group.team.ranks(), ask_for_life_)) {
+      return true;
+    }
+    ranks = running.timeout.unanswered();
+    if (ranks.empty()) ranks = waiting->awaited();
+  }
   for (const Rank rank : ranks) in_flight_.note({rank, LossKind::kSilent});
   in_flight_.fail(SPARKHVD_TIMEOUT,
                   running.operation->label() + ": " + rank_text(world_.rank()) + " waited " +
@@ -72,7 +53,7 @@ bool ProcessSets::check_running(Group& group, TimePoint now) {
 bool ProcessSets::check_submitted(Group& group, TimePoint now) {
   if (now < group.give_up_at) return true;
   for (const auto& [name, operation] : group.submitted) {
-    if (now < operation->give_up_at || asks_for_life(group, *operation, now)) continue;
+    if (now < operation->timeout.deadline() || may_wait_longer(group, *operation)) continue;
     in_flight_.note({group.coordinator(), LossKind::kSilent});
     in_flight_.fail(SPARKHVD_TIMEOUT, operation->label() + ": " + rank_text(group.coordinator()) +
                                           ", which coordinates, has not answered within " +
@@ -82,37 +63,29 @@ bool ProcessSets::check_submitted(Group& group, TimePoint now) {
   }
   group.give_up_at = kNever;
   for (const auto& [name, operation] : group.submitted) {
-    group.give_up_at = std::min(group.give_up_at, operation->give_up_at);
+    group.give_up_at = std::min(group.give_up_at, operation->timeout.deadline());
   }
   return true;
 }
 
-/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time; once
-/// in a while it is asked for its stack, which its engine sends by itself. False if it was asked before
-/// and has not answered, or need not be.
-bool ProcessSets::asks_for_life(const Group& group, Operation& operation, TimePoint now) {
-  if (operation.descriptor.collective != Collective::kJoin || operation.has_asked_for_life) {
-    return false;
-  }
-  operation.has_asked_for_life = true;
-  operation.give_up_at = deadline_after(now, operation.coordinator_patience_s());
-  peers_.ask_for_life(group.coordinator());
-  return true;
-}
-
-void ProcessSets::note_life(Running& running, Rank rank, TimePoint moved_at) {
-  if (!running.questions || std::erase(running.questions->unanswered, rank) == 0) return;
-  running.questions->moved_at = std::max(running.questions->moved_at, moved_at);
-  if (running.questions->unanswered.empty()) running.deadline = Clock::now();
+/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time; once in a while it is
+/// asked for a sign of life.
+bool ProcessSets::may_wait_longer(const Group& group, Operation& operation) {
+  if (operation.descriptor.collective != Collective::kJoin) return false;
+  const Rank coordinator = group.coordinator();
+  const double patience_s = operation.coordinator_patience_s();
+  const std::chrono::duration<double> answer_time(patience_s);
+  return operation.timeout.extend({}, patience_s, std::span(&coordinator, 1), ask_for_life_,
+                                  std::chrono::duration_cast<Clock::duration>(answer_time));
 }
 
 void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
   for (auto& [id, group] : groups_) {
-    if (!group->running.empty()) note_life(group->running.front(), rank, moved_at);
+    if (!group->running.empty()) group->running.front().timeout.note_life(rank, moved_at);
     if (group->coordinator() != rank) continue;
     for (auto& [name, operation] : group->submitted) {
-      if (!std::exchange(operation->has_asked_for_life, false)) continue;
-      operation->give_up_at = deadline_after(Clock::now(), operation->coordinator_patience_s());
+      // What counts is that it lives.
+      if (operation->timeout.note_life(rank, Clock::now())) group->give_up_at = Clock::now();
     }
   }
 }

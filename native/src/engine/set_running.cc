@@ -86,8 +86,7 @@ bool ProcessSets::run_first(Group& group) {
     } else if (!go_on(running)) {
       return false;
     }
-    running.deadline = deadline_after(Clock::now(), running.operation->descriptor.timeout_s);
-    running.questions.reset();
+    running.timeout.start(running.operation->descriptor.timeout_s);
     if (!running.task.done()) return true;
   }
   Running done = std::move(running);

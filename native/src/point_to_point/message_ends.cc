@@ -74,7 +74,7 @@ void PointToPoint::check_time(TimePoint now) {
     return seconds_text(operation.descriptor.timeout_s) + " s";
   };
   end_unmatched(SPARKHVD_TIMEOUT, [&](const Operation& operation, const Receive*) -> std::string {
-    if (now < operation.give_up_at) {
+    if (now < operation.timeout.deadline()) {
       watch(operation);
       return {};
     }
@@ -86,13 +86,9 @@ void PointToPoint::check_time(TimePoint now) {
   // A message may last, and so may those ahead of it: what counts is how long nothing has moved, here or, where a whole
   // buffer lies between, there.
   const auto check = [&](Operation& operation, Rank other, TimePoint moved_at) {
-    const TimePoint until = deadline_after(moved_at, operation.descriptor.timeout_s);
-    if (until > now) operation.has_asked_for_life = false;
-    operation.give_up_at = std::max(operation.give_up_at, until);
-    if (now < operation.give_up_at) return watch(operation);
-    if (!operation.has_asked_for_life && ask_for_life_(other)) {
-      operation.has_asked_for_life = true;
-      operation.give_up_at = now + kLifeTime;
+    if (now < operation.timeout.deadline() ||
+        operation.timeout.extend(moved_at, operation.descriptor.timeout_s, std::span(&other, 1),
+                                 ask_for_life_)) {
       return watch(operation);
     }
     throw Error(SPARKHVD_TIMEOUT, operation.label() + ": " + rank_text(world_.rank()) + " waited " +
@@ -115,10 +111,7 @@ void PointToPoint::check_time(TimePoint now) {
 
 void PointToPoint::note_life(Rank rank, TimePoint moved_at) {
   const auto note = [&](Operation& operation) {
-    if (!operation.has_asked_for_life) return;
-    operation.give_up_at = deadline_after(moved_at, operation.descriptor.timeout_s);
-    operation.has_asked_for_life = operation.give_up_at <= Clock::now();
-    watch(operation);
+    if (operation.timeout.note_life(rank, moved_at)) watch(operation);
   };
   Peer& other = peer(rank);
   for (const auto& outgoing : other.outgoing) note(*outgoing.operation);

@@ -62,13 +62,13 @@ void PointToPoint::make_busy(Rank rank) {
 // ---- What the caller asks for ----------------------------------------------------------------
 
 void PointToPoint::post(std::shared_ptr<Operation> operation, std::span<const Rank> members) {
-  operation->give_up_at = deadline_after(Clock::now(), operation->descriptor.timeout_s);
+  operation->timeout.start(operation->descriptor.timeout_s);
   if (is_send(*operation)) return send(std::move(operation));
   receive_into(std::move(operation), members);
 }
 
 void PointToPoint::watch(const Operation& operation) {
-  next_deadline_ = std::min(next_deadline_, operation.give_up_at);
+  next_deadline_ = std::min(next_deadline_, operation.timeout.deadline());
 }
 
 bool PointToPoint::goes_at_once(const Peer& peer, std::size_t bytes) const noexcept {
@@ -209,7 +209,7 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   point.kind = PointKind::kAccept;
   point.number = message.number;
   tell(from, point);
-  operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
+  operation.timeout.start(operation.descriptor.timeout_s);
   watch(operation);
   const auto target = output_of(operation).first(message.bytes);
   // The mark is lent from where it stays.
@@ -292,7 +292,7 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
     data_link(from).send_data(kStream, input_of(operation));
     outgoing.ticket = data_link(from).send_data(kStream, std::span(&kWhole, 1));
   }
-  operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
+  operation.timeout.start(operation.descriptor.timeout_s);
   watch(operation);
   target.outgoing.push_back(std::move(outgoing));
   make_busy(from);

@@ -45,8 +45,6 @@ class PointToPoint {
   static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
   using Finish = std::function<void(Operation&, std::int32_t status, std::string message)>;
-  /// Asks a rank for a sign of life: `note_life` follows. False if it has left.
-  using AskForLife = std::function<bool(Rank)>;
   PointToPoint(World& world, Finish finish, AskForLife ask_for_life);
 
   /// Takes a send or receive. `members`: of its process set.
