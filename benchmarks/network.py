@@ -12,20 +12,18 @@ on the cable limited to 1 Gbit/s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from common import ROOT, Report, Target, median_and_quartiles, shown
 
 sys.path.insert(0, str(ROOT))
-from tests.harness.netns import Host, two_hosts, why_not  # noqa: E402 - of the checkout
+from benchmarks import iperf  # noqa: E402 - of the checkout
+from benchmarks.iperf import Iperf  # noqa: E402
+from tests.harness.netns import two_hosts, why_not  # noqa: E402
 from tests.harness.ranks_on_hosts import ranks_on  # noqa: E402
 
 SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
@@ -36,38 +34,7 @@ FASTER_THAN_GLOO = {4 << 10: 1.5, 1 << 20: 1.5, 16 << 20: 1.5, 64 << 20: 1.3}
 LARGE = 16 << 20
 SHARE_OF_IPERF = 0.8
 SHARE_OF_SHAPED = 0.95
-IPERF_S = 1
 TIMEOUT_S = 60.0
-
-
-class Iperf:
-    """iperf3 between the hosts: bytes per second and direction with both directions busy."""
-
-    def __init__(self, server: Host, client: Host) -> None:
-        self._client = client
-        self._address = server.address
-        self._server = subprocess.Popen(
-            server.command("iperf3", "--server", "--bind", server.address),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(0.5)  # it says nothing when it listens
-
-    def measure(self) -> float:
-        """Return the rate of the slower direction, as the receiver counts."""
-        words = ["iperf3", "--client", self._address, "--bidir", "--json", "--time", str(IPERF_S)]
-        # The first tenths of a second find the rate.
-        result = json.loads(self._client.run(*words, "--omit", "1"))
-        ends = result["end"]
-        rates = [
-            ends[name]["bits_per_second"] / 8
-            for name in ("sum_received", "sum_received_bidir_reverse")
-        ]
-        return min(rates)
-
-    def close(self) -> None:
-        self._server.terminate()
-        self._server.wait()
 
 
 class Pair:
@@ -158,10 +125,7 @@ def main() -> None:
     parser.add_argument("--json", help="a file for the raw numbers")
     parser.add_argument("--write", action="store_true", help="keep the tables in docs/results/")
     options = parser.parse_args()
-    reason = why_not() or (
-        "" if shutil.which("iperf3") else "iperf3 is not installed (apt-get install iperf3)"
-    )
-    if reason:
+    if reason := why_not() or iperf.why_not():
         print(f"benchmarks/network.py measures nothing here: {reason}.")
         return
     load = os.getloadavg()[0]
@@ -176,9 +140,9 @@ def main() -> None:
             rank.tell({"device": host.device, "address": f"tcp://{a.address}:29577"})
         for rank in ranks:
             rank.expect(TIMEOUT_S)
-        iperf = Iperf(b, a)
+        peer = Iperf(b, a, both_ways=True)
         try:
-            pair = Pair(ranks, iperf)
+            pair = Pair(ranks, peer)
             report.raw["veth"] = pair.rounds(SIZES, ("sparkhvd", "gloo"), options.rounds)
             if not options.no_shaping:
                 for host in (a, b):
@@ -187,7 +151,7 @@ def main() -> None:
                     SHAPED, ("sparkhvd",), max(1, options.rounds // 3)
                 )
         finally:
-            iperf.close()
+            peer.close()
         for rank in ranks:
             rank.tell(None)
             rank.expect(TIMEOUT_S)

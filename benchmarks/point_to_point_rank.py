@@ -83,6 +83,9 @@ def rank(rendezvous: Any, talk: Any) -> Any:
                 )
                 if number > 0:  # the first round warms up
                     found[size][name] += times
+        if number > 0 and hvd.rank() == 0:
+            talk.say("round")
+            talk.hear()
     connection.close()
     dist.destroy_process_group()
     hvd.shutdown()
