@@ -21,6 +21,8 @@ namespace {
 // over. Waking it after every one of a series of calls would cost more than the calls; so does
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
+// Where ranks share CPUs a wake-up takes a CPU from one that works, and a caller is away for longer.
+constexpr auto kCrowdedTakeOverTime = std::chrono::milliseconds(1);
 // The same while nothing is in flight here: peers get their answers, and no rank waits for bytes.
 constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
@@ -88,8 +90,9 @@ void Driver::start_timer() {
   const bool is_idle = driven_.is_idle();
   if (is_timer_running_ && (is_idle || !is_timer_idle_)) return;
   itimerspec time{};
-  time.it_value.tv_nsec =
-      std::chrono::nanoseconds(is_idle ? kIdleTakeOverTime : kTakeOverTime).count();
+  std::chrono::nanoseconds longest = spinning_.is_crowded ? kCrowdedTakeOverTime : kTakeOverTime;
+  if (is_idle) longest = kIdleTakeOverTime;
+  time.it_value.tv_nsec = longest.count();
   if (::timerfd_settime(own_.timer.get(), 0, &time, nullptr) != 0) throw_errno("timerfd_settime");
   is_timer_running_ = true;
   is_timer_idle_ = is_idle;
