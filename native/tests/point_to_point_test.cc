@@ -309,7 +309,7 @@ constexpr std::size_t kWithdrawnCount = 300000;
 
 /// Two ranks on two hosts, where `control` carries frames. Rank 0 has a message withdrawn that rank 1 has heard of:
 /// `between` runs on rank 0 before it waits for that, `rank_0` and `rank_1` behind it, on rank 1 perhaps earlier.
-void after_a_withdrawal(Relay& control, const std::function<void()>& between,
+void after_a_withdrawal(Relay& control, const std::function<void(TestEngine&)>& between,
                         const std::function<void(TestEngine&)>& rank_0,
                         const std::function<void(TestEngine&)>& rank_1) {
   run_ranks(
@@ -319,7 +319,7 @@ void after_a_withdrawal(Relay& control, const std::function<void()>& between,
           const Floats data = numbers(kWithdrawnCount, 0);
           TestWork withdrawn = send(engine, 1, 4, data, 0.3);
           TestWork announced = send(engine, 1, 5, Floats{1});
-          between();
+          between(engine);
           check_says(withdrawn.wait(), SPARKHVD_TIMEOUT, "did not receive a message with tag 4");
           rank_0(engine);
         } else {
@@ -337,7 +337,7 @@ TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
   std::barrier meet(2);
   after_a_withdrawal(
       control,
-      [&] {
+      [&](TestEngine&) {
         meet.arrive_and_wait();  // it was announced
         control.let_pass(0, 0);
       },
@@ -365,7 +365,7 @@ TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
 TEST(a_receive_whose_message_was_withdrawn_gets_the_next_before_later_ones) {
   Relay control;
   after_a_withdrawal(
-      control, [] {},
+      control, [](TestEngine&) {},
       [](TestEngine& engine) {
         const Floats first = numbers(kWithdrawnCount, 1);
         const Floats second = numbers(kWithdrawnCount, 2);
@@ -384,6 +384,41 @@ TEST(a_receive_whose_message_was_withdrawn_gets_the_next_before_later_ones) {
         for (auto& work : works) check(work);
         CHECK(data[0] == numbers(kWithdrawnCount, 1));
         CHECK(data[1] == numbers(kWithdrawnCount, 2));
+      });
+}
+
+TEST(receives_keep_their_order_when_the_message_of_the_first_is_withdrawn) {
+  Relay control;
+  std::vector<TestWork> works;
+  const Floats messages[] = {numbers(kWithdrawnCount, 1), numbers(kWithdrawnCount, 2),
+                             numbers(kWithdrawnCount, 3)};
+  after_a_withdrawal(
+      control,
+      [&](TestEngine& engine) {
+        for (const auto& message : std::span(messages).first(2)) {
+          works.push_back(send(engine, 1, 4, message));
+        }
+        works.push_back(send(engine, 1, 6, Floats{1}));
+      },
+      [&](TestEngine& engine) {
+        works.push_back(send(engine, 1, 4, messages[2]));
+        works.push_back(send(engine, 1, 7, Floats{1}));
+        for (auto& work : works) check(work);
+      },
+      [&](TestEngine& engine) {
+        Floats one(1);
+        TestWork announced = receive(engine, 0, 6, one);
+        check(announced);
+        control.let_pass(1, 0);
+        // The first three meet the message that is withdrawn and those behind it.
+        Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
+        std::vector<TestWork> receives;
+        for (auto& each : data) receives.push_back(receive(engine, 0, 4, each));
+        TestWork withdrawn = receive(engine, 0, 7, one);
+        check(withdrawn);
+        control.let_pass(1, Relay::kAnyPace);
+        for (auto& work : receives) check(work);
+        for (int i = 0; i < 3; ++i) CHECK(data[i] == messages[i]);
       });
 }
 

@@ -113,9 +113,9 @@ void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
   source.reader->pop(record);
   incoming.left = incoming.left.subspan(record.bytes);
   if (!incoming.left.empty()) return;
-  const Incoming done = std::move(incoming);
+  Incoming done = std::move(incoming);
   source.incoming.pop_front();
-  complete(*done.receive.operation, rank_of(source), done.bytes);
+  finish_incoming(rank_of(source), std::move(done));
 }
 
 bool PointToPoint::send_records(Peer& target) {
@@ -167,9 +167,9 @@ bool PointToPoint::finish_transfers(Rank rank, Peer& other) {
     moved = true;
     if (!incoming.receive.operation) continue;
     if (incoming.mark == kWhole) {
-      complete(*incoming.receive.operation, rank, incoming.bytes);
+      finish_incoming(rank, std::move(incoming));
     } else {
-      put_in_line(std::move(incoming.receive));
+      give_up_place(rank, std::move(incoming));
     }
   }
   return moved;

@@ -149,7 +149,7 @@ void PointToPoint::arrive(const Address& address, Message message) {
 void PointToPoint::arrive_small(const Address& address, Message message,
                                 const std::function<void(std::span<std::byte>)>& read) {
   auto found = matching_.take_posted(address);
-  if (found && fits(message, *found->receive.operation)) {
+  if (found && fits(message.dtype, message.bytes, *found->receive.operation)) {
     read(output_of(*found->receive.operation).first(message.bytes));
     consume(address.from, message.bytes);
     return complete(*found->receive.operation, address.from, message.bytes);
@@ -160,10 +160,10 @@ void PointToPoint::arrive_small(const Address& address, Message message,
   arrive(address, std::move(message));
 }
 
-bool PointToPoint::fits(const Message& message, const Operation& receive) {
+bool PointToPoint::fits(DType dtype, std::uint64_t bytes, const Operation& receive) {
   const std::uint64_t room = receive.pieces.bytes();
-  return message.dtype == receive.descriptor.dtype &&
-         (message.bytes == room || (message.bytes < room && takes_shorter(receive)));
+  return dtype == receive.descriptor.dtype &&
+         (bytes == room || (bytes < room && takes_shorter(receive)));
 }
 
 /// A message and the receive that it is for.
@@ -171,7 +171,7 @@ void PointToPoint::meet(Rank from, Message& message, Receive receive) {
   if (!message.is_announced) consume(from, message.bytes);
   Operation& operation = *receive.operation;
   const DType dtype = operation.descriptor.dtype;
-  if (!fits(message, operation)) {
+  if (!fits(message.dtype, message.bytes, operation)) {
     Point reject;
     reject.kind = PointKind::kReject;
     reject.number = message.number;
@@ -324,15 +324,53 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   Peer& source = peer(from);
   const auto entry = std::ranges::find(source.incoming, number, &Incoming::number);
   if (entry == source.incoming.end()) return;
-  Receive receive = std::move(entry->receive);
+  Incoming withdrawn;
+  withdrawn.receive = std::exchange(entry->receive, {});
+  withdrawn.heir = std::exchange(entry->heir, {});
   if (source.reader) {
     source.incoming.erase(entry);
   } else {
     // The receive is in line again before the sender's next message comes.
     data_link(from).discard(entry->body);
-    entry->receive = {};
   }
-  if (receive.operation) put_in_line(std::move(receive));
+  give_up_place(from, std::move(withdrawn));
+}
+
+/// Receives of a message that was withdrawn.
+void PointToPoint::give_up_place(Rank from, Incoming incoming) {
+  if (incoming.heir.operation) take_next(from, std::move(incoming.heir));
+  if (incoming.receive.operation) take_next(from, std::move(incoming.receive));
+}
+
+/// A receive whose message was withdrawn, or has gone to one that was in line before: it gets the next message of this
+/// sender, which a later receive may have got already, and so on. The tensor of the one that accepted takes the bytes
+/// all the same, for they may be under way.
+void PointToPoint::take_next(Rank from, Receive receive) {
+  for (Incoming& next : peer(from).incoming) {
+    if (!next.receive.operation) continue;
+    const Operation& operation = *receive.operation;
+    const Operation& other = *next.receive.operation;
+    const Rank root = operation.descriptor.root;
+    const Receive& owner = next.heir.operation ? next.heir : next.receive;
+    if (receive.place > owner.place || operation.process_set != other.process_set ||
+        tag_of(operation) != tag_of(other) || (root != from && root != kAnyRank) ||
+        !fits(other.descriptor.dtype, next.bytes, operation)) {
+      continue;
+    }
+    std::swap(next.heir, receive);
+    if (!receive.operation) return;
+  }
+  put_in_line(std::move(receive));
+}
+
+/// All bytes of a message have come.
+void PointToPoint::finish_incoming(Rank from, Incoming incoming) {
+  if (!incoming.heir.operation) return complete(*incoming.receive.operation, from, incoming.bytes);
+  Operation& heir = *incoming.heir.operation;
+  std::ranges::copy(output_of(*incoming.receive.operation).first(incoming.bytes),
+                    output_of(heir).begin());
+  complete(heir, from, incoming.bytes);
+  take_next(from, std::move(incoming.receive));
 }
 
 }  // namespace sparkhvd

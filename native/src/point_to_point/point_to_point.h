@@ -99,7 +99,8 @@ class PointToPoint {
     std::span<std::byte> left = {};  // through shared memory
     DataLink::Ticket body = 0;       // between hosts
     DataLink::Ticket end = 0;
-    std::byte mark{};  // behind the bytes: what they are
+    std::byte mark{};   // behind the bytes: what they are
+    Receive heir = {};  // gets the message, if there is one: it was in line before
   };
   struct Outgoing {
     std::shared_ptr<Operation> operation;
@@ -146,10 +147,13 @@ class PointToPoint {
   void arrive(const Address& address, Message message);
   void arrive_small(const Address& address, Message message,
                     const std::function<void(std::span<std::byte>)>& read);
-  static bool fits(const Message& message, const Operation& receive);
+  static bool fits(DType dtype, std::uint64_t bytes, const Operation& receive);
   void meet(Rank from, Message& message, Receive receive);
   void accept(Rank from, const Message& message, Receive receive);
   void put_in_line(Receive receive);
+  void take_next(Rank from, Receive receive);
+  void give_up_place(Rank from, Incoming incoming);
+  void finish_incoming(Rank from, Incoming incoming);
   void fill(Rank to, std::uint64_t bytes);
   void on_accept(Rank from, std::uint64_t number);
   void on_withdraw(Rank from, std::uint64_t number);
