@@ -466,6 +466,13 @@ def test_a_collective_takes_the_files_that_its_recipe_names() -> None:
     assert len(named) == 5
 
 
+def test_mutexes_of_the_engine_are_those_that_clang_follows() -> None:
+    sources = [*(ROOT / "native" / "src").rglob("*.h"), *(ROOT / "native" / "src").rglob("*.cc")]
+    others = re.compile(r"std::(\w*mutex|unique_lock|scoped_lock|lock_guard)\b")
+    found = {relative(path) for path in sources if others.search(path.read_text())}
+    assert found == {"native/src/sync.h"}
+
+
 def test_no_unfinished_marks_in_what_ships() -> None:
     # Spelt so that this file does not find itself.
     marks = re.compile(
