@@ -39,14 +39,21 @@ std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now)
     next_ = now + kPeriod;
     auto& heard = heard_.try_emplace(link.peer(), Heard{state->segments}).first->second;
     if (std::exchange(heard.segments, state->segments) != state->segments) {
-      heard.silence = {};
       // A segment that acknowledges nothing and brings nothing is a question.
-      if (state->since_answer > elapsed + kTick) heard.has_keepalive = true;
+      if (state->since_answer > elapsed + kTick) {
+        heard.keepalive_period = std::max(heard.keepalive_period, heard.silence + passed);
+      }
+      heard.silence = {};
       continue;
     }
     heard.silence = std::min<Clock::duration>(heard.silence + passed, state->since_answer);
-    if (!state->is_owed && !heard.has_keepalive) continue;
-    if (heard.silence >= std::chrono::duration<double>(limit_s_)) return link.peer();
+    std::chrono::duration<double> limit(limit_s_);
+    if (!state->is_owed) {
+      if (heard.keepalive_period == Clock::duration::zero()) continue;
+      // The peer's may be set for another host_loss_s.
+      limit = std::max(limit, 1.5 * std::chrono::duration<double>(heard.keepalive_period));
+    }
+    if (heard.silence >= limit) return link.peer();
   }
   return std::nullopt;
 }

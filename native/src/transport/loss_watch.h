@@ -38,9 +38,9 @@ class LossWatch {
 
  private:
   struct Heard {
-    std::uint32_t segments = 0;  // at the last look
-    Clock::duration silence{};   // since the last one, as seen here
-    bool has_keepalive = false;  // one of the peer's has come
+    std::uint32_t segments = 0;          // at the last look
+    Clock::duration silence{};           // since the last one, as seen here
+    Clock::duration keepalive_period{};  // longest time until one of the peer's; 0: none has come
   };
 
   double limit_s_;
