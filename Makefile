@@ -280,6 +280,7 @@ bench: env
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py
 	@$(PY) benchmarks/isolated.py
+	@$(PY) benchmarks/one_cpu.py
 	@$(PY) -m benchmarks.backend
 	@$(PY) benchmarks/timeline.py
 	@$(PY) benchmarks/device_overhead.py
