@@ -19,6 +19,7 @@ MODULE = """
 import torch
 
 import horovod.torch as hvd
+from horovod.spark.torch import TorchModel
 
 
 class Net(torch.nn.Module):
@@ -30,6 +31,11 @@ class Net(torch.nn.Module):
     def forward(self, x):
         assert self.is_ours and hvd.__name__ == "sparkhvd.horovod.torch"
         return self.layer(x)
+
+
+class Model(TorchModel):
+    def get_prediction_fn(self):
+        return lambda model, row: model(torch.tensor([row["x"]])).detach()
 """
 
 
@@ -52,7 +58,13 @@ def test_a_module_that_imports_horovod_is_fitted_and_transforms(
     path.write_text(MODULE)
     spark.sparkContext.addPyFile(str(path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    net = importlib.import_module("net_of_horovods").Net()
+    module = importlib.import_module("net_of_horovods")
+    net = module.Net()
+    df = spark.createDataFrame([(float(n), 2.0 * n) for n in range(32)], ["x", "y"])
+    # Row by row, in workers that have not taken the name yet.
+    by_rows = module.Model(model=net, feature_columns=["x"], label_columns=["y"]).transform(df)
+    wanted = [net(torch.tensor([row.x])).item() for row in df.collect()]
+    assert [row.y__output for row in by_rows.collect()] == pytest.approx(wanted)
     estimator = importlib.import_module("horovod.spark.torch").TorchEstimator(
         num_proc=2,
         model=net,
@@ -65,7 +77,6 @@ def test_a_module_that_imports_horovod_is_fitted_and_transforms(
         store=str(tmp_path / "store"),
         verbose=0,
     )
-    df = spark.createDataFrame([(float(n), 2.0 * n) for n in range(32)], ["x", "y"])
     model = estimator.fit(df)
     assert model.transform(df).count() == 32
 

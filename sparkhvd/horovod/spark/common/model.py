@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,10 +12,15 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as sql
 from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
+from sparkhvd import as_horovod
 from sparkhvd import estimator as own
 from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE, ModelParams
+from sparkhvd.runner.payload import bytes_of, kept_carried
+from sparkhvd.runner.pickling import dumps
+from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
+    from pyspark import Broadcast
     from pyspark.sql import DataFrame
 
 __all__ = ["HorovodModel"]
@@ -116,13 +122,9 @@ def _by_rows(
     Starts a job for one row, which shows that; without a row, outputs are vectors.
     """
     rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
-
-    def outputs(row: Any) -> list[list[float]]:
-        model.eval()
-        made = predict(model, row.asDict())
-        several = made if isinstance(made, (list, tuple)) else [made]
-        return [np.asarray(each, np.float64).reshape(-1).tolist() for each in several]
-
+    # Bytes, because the module and the function may be of a library that imports horovod.
+    carried = kept_carried(SparkShim(dataset.sparkSession), dumps((predict, model)))
+    outputs = _row_outputs(carried)
     as_lists = sql.udf(lambda row: outputs(row), ArrayType(ArrayType(DoubleType())))
     first = dataset.limit(1).select(as_lists(rows).alias("outputs")).collect()
     widths = [len(each) for each in first[0]["outputs"]] if first else [2] * len(names)
@@ -138,3 +140,31 @@ def _by_rows(
     columns = [sql.col(f"`sparkhvd outputs`.`{name}`").alias(name) for name in names]
     kept = [sql.col(f"`{name}`") for name in dataset.columns if name not in names]
     return whole.select(*kept, *columns)
+
+
+def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list[float]]]:
+    """Return a function that calls the user's for a row; a task unpickles that at its first row.
+
+    It refers to plain data alone, so that a worker looks at itself and takes the name `horovod` before.
+    """
+    is_as_horovod = as_horovod.is_installed()
+    loaded: list[Any] = []
+
+    def outputs(row: Any) -> list[list[float]]:
+        if not loaded:
+            from sparkhvd.runner.preflight import check_worker
+
+            check_worker()
+            if is_as_horovod:
+                from sparkhvd.as_horovod import install
+
+                install()
+            predict, model = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's
+            model.eval()
+            loaded.extend((predict, model))
+        predict, model = loaded
+        made = predict(model, row.asDict())
+        several = made if isinstance(made, (list, tuple)) else [made]
+        return [np.asarray(each, np.float64).reshape(-1).tolist() for each in several]
+
+    return outputs
