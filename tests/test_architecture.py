@@ -60,6 +60,7 @@ UNPICKLING = {
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
     "sparkhvd/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
     "sparkhvd/estimator/transform/worker.py": "a worker of transform: the driver's closure, through Spark",
+    "sparkhvd/horovod/spark/common/model.py": "a worker of transform: the driver's closure, through Spark",
     "sparkhvd/training/modules/architecture.py": "shells of modules: the driver's closure, or trusted files",
     "sparkhvd/estimator/saving/encoding.py": "saved models, behind the trust rules",
     "sparkhvd/training/checkpoints/checkpoint.py": "weights and optimizer state, by weights_only=True",
@@ -83,6 +84,10 @@ BELOW_DATAFRAMES = {
 LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
     "sparkhvd/horovod/__init__.py": (1, "the name horovod is there before what it stands for"),
+    "sparkhvd/horovod/spark/common/model.py": (
+        2,
+        "the function of transform by rows, which runs in Spark's workers",
+    ),
     "sparkhvd/estimator/transform/stage.py": (
         5,
         "the function of transform, which runs in Spark's workers",
