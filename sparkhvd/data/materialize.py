@@ -49,7 +49,7 @@ def materialize(
     *,
     num_partitions: int | None = None,
     row_group_bytes: int = ROW_GROUP_BYTES,
-    beside: Callable[[TaskContext], None] | None = None,
+    on_task_start: Callable[[TaskContext], None] | None = None,
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
@@ -69,7 +69,7 @@ def materialize(
         num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
             problem for training: rows, not files, are dealt to ranks.
         row_group_bytes: size of a row group, the memory that a task needs.
-        beside: called in every task before it writes; returns at once.
+        on_task_start: called in every task before it writes; returns at once.
 
     Raises:
         InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
@@ -84,7 +84,7 @@ def materialize(
         if num_partitions is not None:
             selected = selected.coalesce(num_partitions)
         is_vector = vector_columns(selected.schema)
-        task = _WriteTask(store, schema, data_dir, row_group_bytes, is_vector, beside)
+        task = _WriteTask(store, schema, data_dir, row_group_bytes, is_vector, on_task_start)
         stage = split_vectors(selected, is_vector).mapInArrow(task, _RESULT_DDL)
         with raised_by_tasks(store), bounded_batches(selected):
             tag, description = f"sparkhvd-{uuid.uuid4().hex}", f"sparkhvd: materialize {data_dir}"
@@ -130,15 +130,15 @@ class _WriteTask:
     data_dir: str
     row_group_bytes: int
     is_vector: tuple[bool, ...]
-    beside: Callable[[TaskContext], None] | None = None
+    on_task_start: Callable[[TaskContext], None] | None = None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
-        if self.beside is not None:
-            self.beside(context)
+        if self.on_task_start is not None:
+            self.on_task_start(context)
         partition, attempt = context.partitionId(), context.taskAttemptId()
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
         joined: Iterator[pa.RecordBatch] = (join_vectors(b, self.is_vector) for b in batches)

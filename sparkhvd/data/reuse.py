@@ -124,7 +124,7 @@ def prepare(
     keep_data: bool = False,
     num_partitions: int | None = None,
     scope: Scope | None = None,
-    beside: Callable[[TaskContext], None] | None = None,
+    on_task_start: Callable[[TaskContext], None] | None = None,
 ) -> PreparedData:
     """Materialize `df`, or reuse data that the same plan over the same files gave before.
 
@@ -144,7 +144,7 @@ def prepare(
         num_partitions: see `materialize`.
         scope: the fits among which data are shared that neither their plan nor a `data_key` names; such data go
             with it. None means that they are not shared, and stay until this process ends.
-        beside: see `materialize`.
+        on_task_start: see `materialize`.
 
     Raises:
         InvalidArgumentError: the data cannot be used; see `materialize`.
@@ -179,7 +179,12 @@ def prepare(
         try:
             with renewing(store):
                 manifest = materialize(
-                    df, schema, store, directory, num_partitions=num_partitions, beside=beside
+                    df,
+                    schema,
+                    store,
+                    directory,
+                    num_partitions=num_partitions,
+                    on_task_start=on_task_start,
                 )
         except BaseException:
             disown(store, directory)

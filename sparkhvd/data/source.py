@@ -37,7 +37,7 @@ class Target:
         keep_data: leave materialized data in the store until `Store.clean()`.
         role: "data", or "validation" for a source that only validates.
         num_partitions: partitions, and so files, of data that are written, at most; None leaves them.
-        beside: called in every task that writes data, before; returns at once.
+        on_task_start: called in every task that writes data, before; returns at once.
     """
 
     store: Store
@@ -47,7 +47,7 @@ class Target:
     keep_data: bool = False
     role: str = "data"
     num_partitions: int | None = None
-    beside: Callable[[TaskContext], None] | None = None
+    on_task_start: Callable[[TaskContext], None] | None = None
 
     @property
     def manifest_dir(self) -> str:
@@ -116,7 +116,7 @@ class DataFrameSource:
             keep_data=target.keep_data,
             num_partitions=target.num_partitions,
             scope=target.scope,
-            beside=target.beside,
+            on_task_start=target.on_task_start,
         )
 
 

@@ -59,9 +59,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchEstimator"]
 
-# What the ranks of every fit import and a nursery may have ready: with the first optimizer's step comes torch's compiler.
-_MODULES = ("torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
-
 
 @with_signature
 class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
@@ -173,7 +170,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 options.data_key,
                 keep_data=options.keep_data,
                 num_partitions=options.num_partitions,
-                beside=self._head_start(request),
+                on_task_start=self._head_start(request),
             )
             with announce_late("writing the columns into the store", request.cluster.verbose):
                 data = prepare_inputs(
@@ -203,7 +200,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Return the head start of the launch, for the tasks that write the data."""
         cluster = request.cluster
         options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
-        return head_start(request.shim, cluster.num_proc, options, _MODULES)
+        return head_start(request.shim, cluster.num_proc, options)
 
     def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sparkhvd import processors
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import placement
-from sparkhvd.runner.frames import Prologue
+from sparkhvd.runner.frames import USEFUL_MODULES, Prologue
 from sparkhvd.runner.gpu import task
 from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.starting import may_fork, prepare_nursery
@@ -35,7 +35,6 @@ class HeadStart:
         env: variables for the ranks.
         fixed_threads: threads per rank; None means the task's cores.
         gpu_mode: source of a rank's GPU, of `decide.Mode`.
-        preload: modules that the trainers import early.
     """
 
     size: int
@@ -43,14 +42,13 @@ class HeadStart:
     env: Mapping[str, str] = field(repr=False)
     fixed_threads: int | None
     gpu_mode: str
-    preload: tuple[str, ...]
 
     def __call__(self, context: TaskContext) -> None:
         """Start this host's nursery if this is one of as many tasks as there will be ranks; returns at once."""
         if context.partitionId() < self.size:
             settings = JobSettings.from_json(self.settings)
             prologue = task_prologue(
-                context, settings, self.env, self.fixed_threads, self.gpu_mode, self.preload
+                context, settings, self.env, self.fixed_threads, self.gpu_mode, USEFUL_MODULES
             )
             if may_fork(prologue):
                 share_nursery()

@@ -96,16 +96,13 @@ def launch(
         return _launch_until_done(plan, place)
 
 
-def head_start(
-    shim: SparkShim, num_proc: int, options: LaunchOptions, modules: Sequence[str]
-) -> HeadStart | None:
+def head_start(shim: SparkShim, num_proc: int, options: LaunchOptions) -> HeadStart | None:
     """Return the head start of a launch with this number of ranks and these options, for tasks before it; None without nurseries.
 
     Args:
         shim: of the session.
         num_proc: number of ranks.
         options: of the launch.
-        modules: that the trainers will need.
 
     Raises:
         InvalidArgumentError: see `launch`.
@@ -120,7 +117,6 @@ def head_start(
         env=dict(plan.options.env),
         fixed_threads=plan.fixed_threads,
         gpu_mode=plan.gpus.mode,
-        preload=tuple(modules),
     )
 
 

@@ -50,7 +50,7 @@ def _names_in(fn: Callable[..., object]) -> tuple[str, ...]:
         names.update(code.co_names)
         codes += [value for value in code.co_consts if isinstance(value, CodeType)]
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is not None and module.__name__ != "__main__":  # which no rank imports
+    if isinstance(module, ModuleType) and module.__name__ != "__main__":  # which no rank imports
         names |= {
             value.__name__ for value in vars(module).values() if isinstance(value, ModuleType)
         }

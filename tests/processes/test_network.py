@@ -17,6 +17,7 @@ from tests.harness.rank_process import RankProcess
 from tests.harness.ranks_on_hosts import ranks_on
 from tests.harness.soak import amount, left_to_soak, soak
 from tests.harness.waiting import wait_until
+from tests.processes.engine.fault_bodies import time_until_known
 
 BODIES = "tests.processes.network_bodies"
 HOST_LOSS_S = 3.0
@@ -80,16 +81,7 @@ def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_
     with two_hosts() as (a, b):
         for _ in range(amount(3, 10)):
             with ranks_on([a, a, b], body) as ranks:
-                for rank in ranks:
-                    rank.tell(resident_mib)
-                for rank in ranks:
-                    assert rank.expect() == "running"
-                time.sleep(0.1)  # the others have gone to sleep
-                began = time.monotonic()
-                ranks[1].kill(signal.SIGKILL)
-                known = [ranks[place].expect() for place in (0, 2)]
-                assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
-                took.append(max(each["at"] for each in known) - began)
+                took.append(time_until_known(ranks, resident_mib)[0])
     assert min(took) < 0.05, took
 
 

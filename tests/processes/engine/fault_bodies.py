@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import resource
+import signal
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from sparkhvd.errors import (
 from sparkhvd.rendezvous import sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
-from tests.harness.rank_process import Talk
+from tests.harness.rank_process import RankProcess, Talk
 from tests.ranks.engine.arrays import (
     allgather,
     allreduce,
@@ -90,6 +91,22 @@ def wait_for_a_rank_with_memory(engine: Engine, talk: Talk) -> Any:
         except PeerLostError as error:
             return {"at": time.monotonic(), "lost": dict(error.lost)}
         raise AssertionError("no rank was lost")
+
+
+def time_until_known(ranks: list[RankProcess], resident_mib: int) -> tuple[float, float]:
+    """Kill rank 1 of three; return the seconds until the others know, and until it is gone."""
+    for rank in ranks:
+        rank.tell(resident_mib)
+    for rank in ranks:
+        assert rank.expect() == "running"
+    time.sleep(0.1)  # the others have gone to sleep
+    began = time.monotonic()
+    ranks[1].kill(signal.SIGKILL)
+    ranks[1].wait()
+    gone = time.monotonic() - began
+    known = [ranks[place].expect() for place in (0, 2)]
+    assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
+    return max(each["at"] for each in known) - began, gone
 
 
 def adopt_after_a_death(engine: Engine, talk: Talk) -> Any:

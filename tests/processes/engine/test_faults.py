@@ -16,6 +16,7 @@ from sparkhvd.settings import Settings
 from tests.harness.processes import is_alive
 from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import SOAK, amount, left_to_soak
+from tests.processes.engine.fault_bodies import time_until_known
 
 BODIES = "tests.processes.engine.fault_bodies"
 SEED = secrets.randbelow(2**32) if SOAK else 7
@@ -90,18 +91,9 @@ def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mi
     took, gone = [], []
     for _ in range(amount(3, 10)):
         with rank_processes(f"{BODIES}:wait_for_a_rank_with_memory", 3) as ranks:
-            for rank in ranks:
-                rank.tell(resident_mib)
-            for rank in ranks:
-                assert rank.expect() == "running"
-            time.sleep(0.1)  # the others have gone to sleep
-            began = time.monotonic()
-            ranks[1].kill(signal.SIGKILL)
-            ranks[1].wait()
-            gone.append(time.monotonic() - began)
-            known = [ranks[place].expect() for place in (0, 2)]
-            assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
-            took.append(max(each["at"] for each in known) - began)
+            known_s, gone_s = time_until_known(ranks, resident_mib)
+            took.append(known_s)
+            gone.append(gone_s)
     assert min(took) < 0.02, (took, gone)
     # Otherwise the memory was freed so fast that this shows nothing.
     assert min(gone) > 0.02, (took, gone)

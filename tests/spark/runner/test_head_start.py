@@ -58,8 +58,8 @@ def test_no_nursery_is_started_before_a_launch_that_uses_none(
 ) -> None:
     own = {"OMP_STACKSIZE": "7M"}  # no other test's: another nursery
     options = LaunchOptions(env={"SPARKHVD_NURSERY": "0"})
-    assert job.head_start(SparkShim(spark), 1, options, ["torch"]) is None
-    early = job.head_start(SparkShim(spark), 1, LaunchOptions(env=own), ["torch"])
+    assert job.head_start(SparkShim(spark), 1, options) is None
+    early = job.head_start(SparkShim(spark), 1, LaunchOptions(env=own))
     assert early is not None
     before = find(NURSERY)
 
