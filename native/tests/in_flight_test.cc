@@ -38,5 +38,44 @@ TEST(what_is_submitted_behind_an_abort_is_refused_before_the_driver_takes_it) {
   CHECK_EQUAL(*requests.abort_reason, "rank 1 aborted: the loss is NaN");
 }
 
+/// Notes the loss before it ends everything, as an engine does.
+struct EndsAll final : Failing {
+  InFlight* in_flight = nullptr;
+  void spread(std::int32_t status, const std::string& message) override {
+    in_flight->finish_all(status, message);
+  }
+  void let_go() noexcept override {}
+};
+
+TEST(what_is_submitted_between_a_loss_and_its_failure_ends_with_the_cause) {
+  const Membership membership{Rank{0}, {0, 0}};
+  Recorder recorder(Rank{0}, 2);
+  EndsAll failing;
+  InFlight in_flight(membership, recorder, failing, [] {});
+  failing.in_flight = &in_flight;
+  in_flight.note({Rank{1}, LossKind::kDead});
+  const auto operation = allreduce_of("x");
+  in_flight.submit(operation);
+  in_flight.fail(SPARKHVD_PEER_LOST, "rank 1 is lost: it sent nonsense");
+  CHECK_EQUAL(operation->status.load(), SPARKHVD_PEER_LOST);
+  CHECK_EQUAL(operation->message, "allreduce('x'): rank 1 is lost: it sent nonsense");
+}
+
+TEST(what_needs_a_rank_that_has_left_is_refused) {
+  const Membership membership{Rank{0}, {0, 0}};
+  Recorder recorder(Rank{0}, 2);
+  NoFailing failing;
+  InFlight in_flight(membership, recorder, failing, [] {});
+  in_flight.depart(Rank{1});
+  try {
+    in_flight.submit(allreduce_of("x"));
+    CHECK_MESSAGE(false, "not refused");
+  } catch (const Error& error) {
+    CHECK_EQUAL(error.status(), SPARKHVD_SHUT_DOWN);
+    CHECK_MESSAGE(std::string(error.what()).starts_with("allreduce('x'): rank 1 shut down before"),
+                  error.what());
+  }
+}
+
 }  // namespace
 }  // namespace sparkhvd::test::in_flight_test

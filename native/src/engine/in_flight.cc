@@ -39,9 +39,9 @@ void InFlight::submit(std::shared_ptr<Operation> operation) {
   if (abort_reason_) throw Error(SPARKHVD_SHUT_DOWN, operation->label() + ": " + *abort_reason_);
   const auto members = members_.find(operation->process_set);
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
-  // An engine that works has lost none but those that have left.
   for (const auto& [rank, kind] : losses_) {
-    if (!needs_all) break;
+    // Any other loss is noted just before the engine fails: with that, and its cause, this operation will end.
+    if (!needs_all || kind != LossKind::kLeft) continue;
     if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
