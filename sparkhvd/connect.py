@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-__all__ = ["is_served_here", "noticing_tasks", "register_profile", "server_host"]
+__all__ = ["conf", "is_served_here", "noticing_tasks", "register_profile", "server_host"]
 
 
 def server_host(session: Any) -> str:
@@ -32,6 +32,13 @@ def is_served_here(session: Any) -> bool:
     context = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")
     served: Any = context and context.SparkContext._active_spark_context
     return bool(served) and served.applicationId == session.conf.get("spark.app.id", None)
+
+
+def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Read the values of conf keys in one request to a session's server; None for those that are not set."""
+    names = list(keys)
+    values = session.client.get_config_with_defaults(*((name, None) for name in names))
+    return list(zip(names, values, strict=True))
 
 
 def register_profile(session: Any, profile: ResourceProfile) -> None:

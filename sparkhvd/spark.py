@@ -83,8 +83,12 @@ class SparkShim:
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the values of the keys that are set."""
-        values = {key: self.session.conf.get(key, None) for key in keys}
-        return {key: value for key, value in values.items() if value is not None}
+        values: Iterable[tuple[str, str | None]]
+        if self.is_connect:
+            values = connect.conf(self.session, keys)
+        else:
+            values = [(key, self.session.conf.get(key, None)) for key in keys]
+        return {key: value for key, value in values if value is not None}
 
     def application(self) -> str:
         """Return the id of the application."""

@@ -225,7 +225,12 @@ if "--second" not in sys.argv:
     from sparkhvd.spark import SparkShim
 
     options = TorchEstimator(max_retries=3)._options()
-    found = resolve_cluster(SparkShim(spark), options)
+    shim = SparkShim(spark)
+    asked, ask = [], spark.client.config
+    spark.client.config = lambda operation: (asked.append(operation), ask(operation))[1]
+    found = resolve_cluster(shim, options)
+    spark.client.config = ask
+    print("ASKED", len(asked))
     print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
     spark.conf.set("spark.sparkhvd.num_proc", "-3")
     try:
@@ -242,7 +247,7 @@ def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
     conf = {
         "spark.sparkhvd.num_proc": "1",
         "spark.sparkhvd.max_retries": "5",
-        "spark.sparkhvd.start_timeout": "12.5",
+        "spark.sparkhvd.start_timeout": "112.5",
         "spark.sparkhvd.verbose": "0",
     }
     body = with_folder(OF_A_CLIENT, folder)
@@ -252,7 +257,8 @@ def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
 def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> None:
     """Resolve the conf of the server's application, and that of the client's session."""
     _, output = of_a_client
-    assert "FOUND 1 3 12.5 9" in output  # the last one is the application's
+    assert "FOUND 1 3 112.5 9" in output  # the last one is the application's
+    assert "ASKED 1\n" in output  # a request takes milliseconds, and there are dozens of keys
     assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
 
 
