@@ -64,6 +64,7 @@ Each module imports only those above it:
     nursery     the nursery process
     head_start  nurseries that tasks before a launch start
     launching   what launches under Spark and on this host share
+    rank_output  a rank's lines: to the driver, and to its task's stderr
     trainers    trainers of one host's ranks without Spark
     local       launches on this host: `run_local`
     doctor      what this machine can do and lacks

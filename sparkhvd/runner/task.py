@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.arrow_buffers import binary_array, int32_array
@@ -33,6 +32,7 @@ from sparkhvd.runner.live.sender import Carrier, Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
+from sparkhvd.runner.rank_output import RankOutput, log
 from sparkhvd.runner.trainer import Trainer, inherited
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.runner.payload import Payload
 
-__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "run_task"]
+__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "output_of", "run_task"]
 
 ROW_SCHEMA = "rank int, part int, data binary"
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
@@ -178,91 +178,25 @@ def _run_rank(
     program: bytes,
     files: SharedFiles | None,
 ) -> tuple[Outcome, bytes]:
-    infos = barrier.getTaskInfos()
-    host = host_of(infos[rank].address)
+    """Start the rank's trainer, check it with the others and let it run; return its outcome and the bytes of its result."""
+    hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
     chosen = JobSettings.from_json(spec.settings)
-    settings = chosen.values
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(_Output(spec, rank, files))
-        trainer: Trainer | None = None
-        visible: str | None = None
-        error = ""
-        port = 0
-        endpoint: dict[str, str | int] = {}
-        try:
-            hosts = [host_of(info.address) for info in infos]
-            address = launching.own_address(
-                host, hosts, settings.interfaces, is_local=spec.is_local
-            )
-            with Listener.bind(address, settings) as listener:
-                endpoint = listener.endpoint().to_dict()
-                prologue = replace(
-                    task_prologue(
-                        barrier, chosen, spec.env, spec.fixed_threads, spec.gpu_mode, spec.preload
-                    ),
-                    listener=listener.filenos(),
-                    endpoint=endpoint,
-                )
-                visible = prologue.env.get(
-                    "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
-                )
-                trainer = stack.enter_context(
-                    Trainer(
-                        rank,
-                        prologue,
-                        program,
-                        output.line,
-                        tell=output.message,
-                        progress=output.progress,
-                    )
-                )
-            if spec.driver_at is not None:
-                watch = InterruptWatch(spec.driver_at, spec.key, spec.job_id, spec.attempt, trainer)
-                stack.enter_context(watch)
-            if rank == 0:
-                port = stack.enter_context(launching.reserved_port(address))
-        except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
-            error = f"{type(e).__name__}: {e}"
+        output = stack.enter_context(output_of(spec, rank, files))
+        started = _start(stack, barrier, rank, spec, program, hosts, output)
+        error = started.error
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
-        same_host = [host_of(info.address) for info in infos].count(host)
-        uuids, gpu_error = ((), "") if trainer is None else trainer.gpus()
-        facts = preflight.rank_facts(
-            spec.requirements,
-            error,
-            needed_bytes=preflight.address_space_needed(
-                (*spec.requirements, *spec.preload),
-                settings.slots * settings.slot_bytes * same_host,
-            ),
-        )
-        facts = replace(facts, gpus=uuids, gpu_error=gpu_error, visible=visible)
-        own = {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
+        facts = _facts(spec, chosen, started, error, num_ranks_here=hosts.count(hosts[rank]))
+        own = {"facts": facts.to_dict(), "endpoint": started.endpoint, "port": started.port}
         try:
-            gathered = exchange_facts(barrier, spec, own, settings.start_timeout_s)
+            gathered = exchange_facts(barrier, spec, own, chosen.values.start_timeout_s)
+            checked = _check(gathered, rank, spec, files)
         except PreflightError as e:
-            return _refusal(rank, host, spec, str(e)), b""
-        ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
-        driver = RankFacts.from_dict(spec.driver)
-        endpoints: list[Endpoint] = []
-        gpus: list[agreement.RankGpus] = []
-        agreed = agreement.Agreement(spec.gpu_mode)
-        problem = preflight.check_ranks(driver, ranks)
-        if not problem:  # else one of them may have no endpoint
-            endpoints = [Endpoint.from_dict(answer["endpoint"]) for answer in gathered]
-            gpus = task.rank_gpus(ranks, endpoints)
-            agreed = agreement.agree(spec.gpu_mode, gpus, is_required=spec.needs_gpu)
-            problem = agreed.problem
-        if not problem and files is not None:
-            hosts = [facts.host for facts in ranks]
-            problem = preflight.check_tokens(
-                files, spec.run_dir, spec.attempt, spec.job_id, hosts, rank
-            )
-        if problem:
-            return _refusal(rank, host, spec, problem), b""
-        texts = (preflight.patch_warning(driver, ranks), agreed.warning)
-        warnings = tuple(text for text in texts if text and rank == 0)
-        for warning in warnings:  # at once; the driver receives it when the job has ended
-            _log(f"sparkhvd: {warning}")
+            return _refusal(rank, hosts[rank], spec, str(e)), b""
+        for warning in checked.warnings:  # at once; the driver receives it when the job has ended
+            log(f"sparkhvd: {warning}")
+        trainer = started.trainer
         if trainer is None:
             raise InternalError(f"rank {rank} passed the checks without a trainer.")
         job = Job(
@@ -271,59 +205,146 @@ def _run_rank(
             attempt=spec.attempt,
             rank=rank,
             size=spec.size,
-            endpoints=tuple(endpoints),
+            endpoints=checked.endpoints,
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
-        gpu = task.own_gpu(agreed.mode, rank, gpus, endpoints, trainer, spec.env)
+        gpu = task.own_gpu(
+            checked.gpu_mode, rank, checked.gpus, checked.endpoints, trainer, spec.env
+        )
         trainer.send(launching.job_frame(job, chosen, master, gpu))
         trainer.wait()
-        outcome = trainer.outcome(host=host, attempt=spec.attempt)
-        return replace(outcome, warnings=warnings, unsent=output.close()), trainer.result
+        outcome = trainer.outcome(host=hosts[rank], attempt=spec.attempt)
+        outcome = replace(outcome, warnings=checked.warnings, unsent=output.close())
+        return outcome, trainer.result
 
 
-class _Output:
-    """Output of a rank: to the driver while it runs, and to this task's stderr; a context manager."""
+@dataclass
+class _Started:
+    """Start of a rank, as far as it came: a trainer, the endpoint at which it listens, and on rank 0 a reserved port."""
 
-    def __init__(self, spec: TaskSpec, rank: int, files: SharedFiles | None) -> None:
-        self._timestamp = spec.timestamps
-        way = None if spec.live is None else Way.from_dict(spec.live)
+    trainer: Trainer | None = None
+    endpoint: dict[str, str | int] = field(default_factory=dict)
+    port: int = 0
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES of the trainer
+    error: str = ""
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    barrier: BarrierTaskContext,
+    rank: int,
+    spec: TaskSpec,
+    program: bytes,
+    hosts: Sequence[str],
+    output: RankOutput,
+) -> _Started:
+    """Start the trainer of a rank, with all that ends with it on the stack; an exception is the start's `error`."""
+    started = _Started()
+    chosen = JobSettings.from_json(spec.settings)
+    try:
+        address = launching.own_address(
+            hosts[rank], hosts, chosen.values.interfaces, is_local=spec.is_local
+        )
+        with Listener.bind(address, chosen.values) as listener:
+            started.endpoint = listener.endpoint().to_dict()
+            prologue = replace(
+                task_prologue(
+                    barrier, chosen, spec.env, spec.fixed_threads, spec.gpu_mode, spec.preload
+                ),
+                listener=listener.filenos(),
+                endpoint=started.endpoint,
+            )
+            started.visible = prologue.env.get(
+                "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
+            )
+            started.trainer = stack.enter_context(
+                Trainer(
+                    rank,
+                    prologue,
+                    program,
+                    output.line,
+                    tell=output.message,
+                    progress=output.progress,
+                )
+            )
+        if spec.driver_at is not None:
+            watch = InterruptWatch(
+                spec.driver_at, spec.key, spec.job_id, spec.attempt, started.trainer
+            )
+            stack.enter_context(watch)
+        if rank == 0:
+            started.port = stack.enter_context(launching.reserved_port(address))
+    except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
+        started.error = f"{type(e).__name__}: {e}"
+    return started
+
+
+def _facts(
+    spec: TaskSpec, chosen: JobSettings, started: _Started, error: str, *, num_ranks_here: int
+) -> RankFacts:
+    """Return the facts about this rank that the checks of all ranks compare."""
+    uuids, gpu_error = ((), "") if started.trainer is None else started.trainer.gpus()
+    facts = preflight.rank_facts(
+        spec.requirements,
+        error,
+        needed_bytes=preflight.address_space_needed(
+            (*spec.requirements, *spec.preload),
+            chosen.values.slots * chosen.values.slot_bytes * num_ranks_here,
+        ),
+    )
+    return replace(facts, gpus=uuids, gpu_error=gpu_error, visible=started.visible)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Ranks that passed the checks: their endpoints, and what they agreed on."""
+
+    endpoints: tuple[Endpoint, ...]
+    gpus: list[agreement.RankGpus]
+    gpu_mode: str
+    warnings: tuple[str, ...]
+
+
+def _check(
+    gathered: list[dict[str, Any]], rank: int, spec: TaskSpec, files: SharedFiles | None
+) -> _Checked:
+    """Check the facts of all ranks.
+
+    Raises:
+        PreflightError: the ranks cannot run together.
+    """
+    ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
+    driver = RankFacts.from_dict(spec.driver)
+    # Before the endpoints are read: one that failed may have none.
+    _refuse_if(preflight.check_ranks(driver, ranks))
+    endpoints = tuple(Endpoint.from_dict(answer["endpoint"]) for answer in gathered)
+    gpus = task.rank_gpus(ranks, endpoints)
+    agreed = agreement.agree(spec.gpu_mode, gpus, is_required=spec.needs_gpu)
+    _refuse_if(agreed.problem)
+    if files is not None:
+        names = [facts.host for facts in ranks]
+        _refuse_if(
+            preflight.check_tokens(files, spec.run_dir, spec.attempt, spec.job_id, names, rank)
+        )
+    texts = (preflight.patch_warning(driver, ranks), agreed.warning)
+    warnings = tuple(text for text in texts if text and rank == 0)
+    return _Checked(endpoints, gpus, agreed.mode, warnings)
+
+
+def _refuse_if(problem: str) -> None:
+    if problem:
+        raise PreflightError(problem)
+
+
+def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutput:
+    """Return the output of a rank, as the specification wants it shown."""
+    way = None if spec.live is None else Way.from_dict(spec.live)
+    return RankOutput(
+        None if way is None else Sender(way, rank, _carrier(way, spec, rank, files)),
+        timestamp=spec.timestamps,
         # Where stderr is the driver's, a line goes one way only.
-        self._is_doubled = way is None or not way.on_terminal
-        self._is_quiet = spec.is_quiet
-        self._sender: Sender | None = None
-        if way is not None:
-            self._sender = Sender(way, rank, _carrier(way, spec, rank, files))
-
-    def line(self, line: str) -> None:
-        """Pass a line of the trainer on."""
-        self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
-
-    def message(self, text: str) -> None:
-        """Pass a message for the driver on."""
-        self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
-
-    def progress(self, text: str) -> None:
-        """Pass a line on the progress of the training on; the log has none of it."""
-        if self._sender is not None:
-            self._sender.progress(text)
-
-    def _echo(self, text: str, *, is_sent: bool) -> None:
-        if not self._is_quiet and (self._is_doubled or not is_sent):
-            for line in text.split("\n"):
-                _log(line, timestamp=self._timestamp)
-
-    def close(self) -> tuple[tuple[int, str, int], ...]:
-        """Let the driver have the last lines; return those that it may not have got."""
-        return () if self._sender is None else tuple(self._sender.close())
-
-    def __enter__(self) -> _Output:
-        if self._sender is not None:
-            self._sender.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._sender is not None:
-            self._sender.__exit__()
+        on_stderr="never" if spec.is_quiet else "unsent" if way and way.on_terminal else "always",
+    )
 
 
 def _carrier(way: Way, spec: TaskSpec, rank: int, files: SharedFiles | None) -> Carrier:
@@ -361,8 +382,3 @@ def host_of(address: str) -> str:
     if not colon or not port.isdigit():
         host = address
     return host.strip("[]")
-
-
-def _log(line: str, *, timestamp: bool = False) -> None:
-    sys.stderr.write(launching.line_of(line, timestamp=timestamp))
-    sys.stderr.flush()

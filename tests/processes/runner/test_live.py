@@ -31,7 +31,7 @@ from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.receiver import Receiver
 from sparkhvd.runner.live.sender import Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.task import TaskSpec, _Output
+from sparkhvd.runner.task import TaskSpec, output_of
 from tests.harness.proxy import Proxy
 from tests.harness.soak import amount
 from tests.harness.waiting import wait_until
@@ -371,7 +371,7 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
         live = None if way is None else Way(driver.address, **way).to_dict()
         spec = TaskSpec(SIZE, 0, "job", KEY, "", {}, {}, (), (), "", None, "")
         spec = TaskSpec.from_json(replace(spec, live=live, is_quiet=is_quiet).to_json())
-        with _Output(spec, 0, None) as output:
+        with output_of(spec, 0, None) as output:
             output.line("[0] line")
             output.message("[0] message")
             assert output.close() == ()
