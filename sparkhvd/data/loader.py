@@ -27,6 +27,7 @@ from sparkhvd.launchers.environment import place_in
 from sparkhvd.torch import context
 
 if TYPE_CHECKING:
+    from sparkhvd.data.columns.schema import DataSchema
     from sparkhvd.data.dataset import Dataset
 
 __all__ = ["Loader", "place"]
@@ -65,6 +66,50 @@ def _names(columns: Sequence[str]) -> list[str]:
             f"loader: columns is {columns!r:.100}; it must be a list of names, each once, such as columns={names[:1] or ['x']!r}."
         )
     return names
+
+
+def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return the rank and size that are given, or else those of this process."""
+    if (rank is None) != (size is None):
+        raise InvalidArgumentError(
+            f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
+        )
+    if rank is None or size is None:
+        return place()
+    _check_whole("size", size, least=1)
+    _check_whole("rank", rank)
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"loader: rank is {rank} and size {size}; expected 0 <= rank < size."
+        )
+    return rank, size
+
+
+def _known_subset(schema: DataSchema, subset: str | None) -> str:
+    """Return the subset that is given, or else the one that the data have for training."""
+    if subset is None:
+        return "all" if schema.validation is None else "train"
+    if subset not in SUBSETS:
+        raise InvalidArgumentError(
+            f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
+        )
+    if subset == "validation" and schema.validation is None:
+        raise InvalidArgumentError(
+            "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>)."
+        )
+    return subset
+
+
+def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
+    """Refuse columns that are not there, or that need a decoder and have none."""
+    for name in names:
+        if schema.column(name).has_decoder and name not in functions.decoders:
+            raise InvalidArgumentError(
+                f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
+                "leave it out of columns."
+            )
+    for name in (*functions.decoders, *functions.collate):
+        schema.column(name)
 
 
 # Options that decide which row comes when.
@@ -134,61 +179,30 @@ class Loader(IterableDataset[Any]):
             raise InvalidArgumentError(
                 f"loader: batch_format is {batch_format!r}; it must be 'dict' or 'tuple'."
             )
-        if (rank is None) != (size is None):
-            raise InvalidArgumentError(
-                f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
-            )
-        if rank is None or size is None:
-            rank, size = place()
-        counts = {
-            "size": size,
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "shuffle_bytes": shuffle_bytes,
-            "prefetch_bytes": prefetch_bytes,
-        }
-        for name, number in counts.items():
-            _check_whole(name, number, least=1)
+        self.rank, self.size = _rank_and_size(rank, size)
+        _check_whole("batch_size", batch_size, least=1)
+        _check_whole("num_workers", num_workers, least=1)
+        _check_whole("shuffle_bytes", shuffle_bytes, least=1)
+        _check_whole("prefetch_bytes", prefetch_bytes, least=1)
         _check_whole("seed", seed)
-        _check_whole("rank", rank)
-        if not 0 <= rank < size:
-            raise InvalidArgumentError(
-                f"loader: rank is {rank} and size {size}; expected 0 <= rank < size."
-            )
-        self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
+        functions = RowFunctions(decoders or {}, collate or {})
+        names = dataset.columns if columns is None else _names(columns)
+        _check_columns(dataset.schema, names, functions)
+        self.dataset, self.batch_size = dataset, batch_size
         self._is_tuple = batch_format == "tuple"
-        schema = dataset.schema
-        if subset is None:
-            subset = "all" if schema.validation is None else "train"
-        if subset not in SUBSETS:
-            raise InvalidArgumentError(
-                f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
-            )
-        if subset == "validation" and schema.validation is None:
-            raise InvalidArgumentError(
-                "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>)."
-            )
         self._options: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
-            "subset": subset,
-            "columns": dataset.columns if columns is None else _names(columns),
-            "functions": RowFunctions(decoders or {}, collate or {}),
+            "subset": _known_subset(dataset.schema, subset),
+            "columns": names,
+            "functions": functions,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "shuffle_bytes": shuffle_bytes,
             "prefetch_bytes": prefetch_bytes,
         }
         self._arguments: dict[str, Argument] = {}
-        for name in self._options["columns"]:
-            if schema.column(name).has_decoder and name not in (decoders or {}):
-                raise InvalidArgumentError(
-                    f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
-                    "leave it out of columns."
-                )
-        for name in (*(decoders or {}), *(collate or {})):
-            schema.column(name)
         self.epoch = 0
         # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
         self._first_row = 0
