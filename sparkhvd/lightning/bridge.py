@@ -105,7 +105,7 @@ class EmptyBatches:
     def note(self, trainer: Any) -> None:
         """Keep what was logged before a batch, if its row is none of the step's."""
         self._before = None
-        if not self._ctx.num_rows and self._ctx.num_global_rows:
+        if self._ctx._has_batch and not self._ctx.num_rows:
             self._before = {name: sums_of(each) for name, each in results_of(trainer).items()}
 
     def leave_out(self, trainer: Any) -> None:

@@ -50,6 +50,7 @@ class Data:
         num_steps: optimizer steps of an epoch.
         schema: of the columns that the model and the loss get.
         skipped: rows left out, and rows in all, of "training" and "validation".
+        skips: decoders leave rows out of batches.
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
@@ -69,6 +70,7 @@ class Data:
         """
         self._spec = spec
         self.waited_s = 0.0
+        self.skips = functions is not None and functions.skips
         self.skipped: dict[str, tuple[int, int]] = {}
         manifest = Manifest.load(spec.store, spec.data_dir)
         self.schema = spec.transformed or manifest.schema

@@ -158,6 +158,7 @@ class TrainFnContext(Context):
         self._is_saved = False
         self._began = time.monotonic()
         self._share = 1.0
+        self._skips = self._has_batch = False
         self.val_loader = None
         self.history = history
         self.start_epoch, self.start_step = len(history), position.step
@@ -167,14 +168,18 @@ class TrainFnContext(Context):
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
         """Note the batch that a loader gives; `epoch` of a training batch, counted from 0."""
+        self._has_batch = True
         self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
+        if self._skips:  # each rank knows its own alone
+            rows = torch.tensor(self.num_rows)
+            self.num_global_rows = int(hvd.allreduce(rows, name="train_fn.rows", op=hvd.Sum))
         if epoch is not None:
             steps = len(self.train_loader)
             self.moment.epoch, self.moment.step = epoch + 1, epoch * steps + batch.step + 1
             self._steps_done = batch.step + 1
             self._is_saved = False
             # The optimizer averages over ranks: this makes the average one over rows.
-            self._share = batch.num_rows * self.size / self.num_global_rows
+            self._share = self.num_rows * self.size / max(1, self.num_global_rows)
 
     def _restore(self) -> None:
         """Continue with the random numbers of a run that was interrupted inside an epoch."""
@@ -269,6 +274,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
         RuntimeError: the function raised; that is the cause.
     """
     functions = user.transformations
+    ctx._skips = data.skips
     ctx.train_loader = Loader(data.training, data.schema, functions, ctx, is_training=True)
     if data.validation is not None:
         ctx.val_loader = Loader(data.validation, data.schema, functions, ctx, is_training=False)

@@ -127,6 +127,29 @@ def test_rows_are_left_out_and_the_gradient_is_the_mean_of_the_others(
     assert [r.y__output for r in only] == [None] * 3
 
 
+def train(ctx: Any) -> None:
+    """Train as the estimator's own loop does."""
+    for _ in range(ctx.epochs):
+        rows = 0
+        for batch in ctx.train_loader:
+            ctx.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(ctx.model(batch["path"]), batch["y"][:, None])
+            ctx.backward(loss)
+            ctx.optimizer.step()
+            rows += ctx.num_global_rows
+        ctx.log({"rows": rows})
+
+
+def test_a_train_fn_has_the_gradients_of_the_rows_that_are_there(df: DataFrame) -> None:
+    wanted = fit_of(2, "skip").fit(df)
+    given = {"loss": None, "metrics": None, "inputs": None, "train_fn": train}
+    for ranks in (1, 2):
+        found = fit_of(ranks, "skip", **given).fit(df)
+        assert [record["rows"] for record in found.history] == [13, 13]
+        for a, b in zip(found.getModel().parameters(), wanted.getModel().parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 def test_all_rows_broken_and_one_without_the_option_are_errors(df: DataFrame) -> None:
     few = df.where("number in (0, 1, 2, 3)")
     with pytest.raises(RankError, match="images of all 3 training rows are missing or"):
