@@ -116,7 +116,7 @@ def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
 def test_two_hosts(mpi: Mpi, tmp_path: Path) -> None:
     """Two network namespaces with host names of their own, between which `mpirun` starts ranks by what it takes for ssh."""
     if (reason := netns.why_not()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"two hosts on one machine: {reason}")
     if shutil.which("unshare") is None:
         pytest.skip("unshare (util-linux) is not installed")
     with netns.two_hosts() as (a, b):

@@ -12,7 +12,7 @@ OLDEST, MIDDLE, NEWEST = RELEASES
 
 def library_of(release: Release) -> str:
     if not release.library.exists():
-        pytest.skip(release.why_missing())
+        pytest.skip(f"no libnccl of {release.name}: {release.why_missing()}")
     return str(release.library)
 
 

@@ -97,7 +97,7 @@ def test_inside_run_on_spark(alone: Any, spark: SparkSession) -> None:
 
 def test_on_two_hosts(alone: Any) -> None:
     if reason := why_not():
-        pytest.skip(reason)
+        pytest.skip(f"two hosts on one machine: {reason}")
     with (
         two_hosts() as hosts,
         ranks_on(hosts, f"{program.__name__}:on_host", with_engine=False) as ranks,
