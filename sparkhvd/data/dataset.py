@@ -34,10 +34,12 @@ class Dataset:
     Attributes:
         store: holds the files; pickled with its options.
         path: folder of the data in the store, for `load`.
+        files: store of files that were there before and are read where they are; None if the folder has them.
     """
 
     store: Store
     path: str
+    files: Store | None = None
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -69,7 +71,7 @@ class Dataset:
         return self.manifest.num_rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "path": self.path}
+        return {"store": self.store, "path": self.path, "files": self.files}
 
     def loader(
         self, rank: int | None = None, size: int | None = None, batch_size: int = 32, **options: Any

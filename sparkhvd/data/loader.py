@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sparkhvd import rank_context
 from sparkhvd.data.columns.decoders import Decoder, RowFunctions
 from sparkhvd.data.columns.features import Argument
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.subset import SUBSETS
 from sparkhvd.errors import InvalidArgumentError
@@ -85,17 +86,29 @@ def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def _known_subset(schema: DataSchema, subset: str | None) -> str:
-    """Return the subset that is given, or else the one that the data have for training."""
+def _checked_subset(subset: str | None, validation: float | None, schema: DataSchema) -> str:
+    """Return the subset that a loader reads, or refuse what the data have not."""
+    if validation is not None:
+        is_number = isinstance(validation, (int, float)) and not isinstance(validation, bool)
+        if not is_number or not 0 <= validation < 1:
+            raise InvalidArgumentError(
+                f"loader: validation is {validation!r:.100}; it must be a fraction of at least 0 and less than 1."
+            )
+        if schema.validation is not None:
+            raise InvalidArgumentError(
+                f"loader: validation is {validation!r}, and column {schema.validation.name!r} of the data marks validation rows. Leave "
+                "validation out, or prepare the data without the column."
+            )
     if subset is None:
-        return "all" if schema.validation is None else "train"
+        subset = "all" if schema.validation is None and not validation else "train"
     if subset not in SUBSETS:
         raise InvalidArgumentError(
             f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
         )
-    if subset == "validation" and schema.validation is None:
+    if subset == "validation" and schema.validation is None and not validation:
         raise InvalidArgumentError(
-            "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>)."
+            "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>), or give the "
+            "loader a fraction: validation=0.2."
         )
     return subset
 
@@ -113,7 +126,7 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
 
 
 # Options that decide which row comes when.
-_ORDER = ("seed", "shuffle", "subset")
+_ORDER = ("seed", "shuffle", "subset", "validation")
 
 
 class Loader(IterableDataset[Any]):
@@ -142,6 +155,7 @@ class Loader(IterableDataset[Any]):
         seed: int = 0,
         drop_last: bool = False,
         subset: str | None = None,
+        validation: float | None = None,
         batch_format: str = "dict",
         columns: Sequence[str] | None = None,
         decoders: Mapping[str, Decoder] | None = None,
@@ -161,7 +175,8 @@ class Loader(IterableDataset[Any]):
             shuffle: a new permutation each epoch; False = the order of the files.
             seed: decides the order, with the epoch.
             drop_last: leave out the last step if it is not full.
-            subset: "all", "train" or "validation"; None = "train" where the data have a validation column, else "all".
+            subset: "all", "train" or "validation"; None = "train" where the data have validation rows, else "all".
+            validation: fraction of the rows that validate, chosen by `seed`, of data without a validation column.
             batch_format: "dict", or "tuple": the tensors alone, in the order of `columns`.
             columns: names; None = all.
             decoders: functions of the values of columns.
@@ -194,7 +209,8 @@ class Loader(IterableDataset[Any]):
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
-            "subset": _known_subset(dataset.schema, subset),
+            "subset": _checked_subset(subset, validation, dataset.schema),
+            "validation": validation,
             "columns": names,
             "functions": functions,
             "num_workers": num_workers,
@@ -297,7 +313,7 @@ class Loader(IterableDataset[Any]):
         if self._reader is None:
             data = self.dataset
             self._reader = Reader(
-                data.store,
+                data.files or data.store,
                 data.manifest,
                 rank=self.rank,
                 size=self.size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pyspark.ml import Estimator
@@ -12,16 +12,25 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from sparkhvd.data.reuse import Scope
 from sparkhvd.errors import RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
+from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
+from sparkhvd.estimator.fitting.on_parquet import (
+    PathLike,
+    Places,
+    open_sources,
+    split_arguments,
+)
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
-from sparkhvd.sessions import check_dataframe
+from sparkhvd.sessions import active_session, check_dataframe, check_session
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Self
+
+    from sparkhvd.estimator.params.options import FitOptions
 
 __all__ = ["RankEstimator"]
 
@@ -79,6 +88,72 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             return super().fit(dataset, params)
         except RankError as e:  # the frames of the driver say nothing about a rank
             raise e.with_traceback(None) from e.__cause__
+
+    def _fit(self, dataset: DataFrame) -> M:
+        """Train on a DataFrame; Spark's `fit` calls it."""
+        check_dataframe("fit", dataset)
+        return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
+
+    def fit_on_parquet(
+        self,
+        path: PathLike | Mapping[Any, Any] | Sequence[Any] | None = None,
+        params: Mapping[Any, Any] | Sequence[Any] | None = None,
+        *,
+        validation_path: PathLike | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        dataset_idx: int | None = None,
+        spark: SparkSession | None = None,
+    ) -> M | list[M]:
+        """Train on Parquet files as they are: the ranks read them, and Spark only starts the ranks.
+
+        Columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and folders `column=value`. Every row
+        comes once per epoch, whatever files and row groups there are. Nobody may change the files during the fit.
+
+        Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
+        `validation` set `intermediate_val_data`.
+
+        Args:
+            path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
+                can read. A dict or list here is taken as `params`.
+            params: a param map to fit with, or a list of them, which gives a list of models. A `run_id` then gets the
+                index of the map, as in `fitMultiple`.
+            validation_path: rows to validate with, instead of `validation`.
+            storage_options: credentials and such for both paths, as for `Store.create`.
+            dataset_idx: Horovod's index of the data in the store.
+            spark: the session whose tasks become ranks; None means the active one.
+
+        Raises:
+            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, where footers
+                or the first rows tell).
+            RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
+        """
+        path, maps, is_list = split_arguments(path, params)
+        places = Places(path, validation_path, storage_options, dataset_idx)
+        if is_list:
+            data = (str(path), str(validation_path), dataset_idx)
+            maps = self._with_run_ids(maps, data)
+        session = active_session() if spark is None else spark
+        check_session(session)
+        models = []
+        for each in maps:
+            estimator = self.copy(each)
+            sources, decoders = estimator._open_parquet(places, session)
+            models.append(estimator._set(decoders=decoders)._fit_sources(sources))
+        return models if is_list else models[0]
+
+    def _open_parquet(
+        self, places: Places, spark: SparkSession
+    ) -> tuple[FitSources, dict[str, Any] | None]:
+        """Return the sources of `fit_on_parquet` and the decoders of the fit."""
+        return open_sources(self._options(), places, spark)
+
+    def _options(self) -> FitOptions:
+        """Check the values of the Params and read them."""
+        raise NotImplementedError
+
+    def _fit_sources(self, sources: FitSources) -> M:
+        """Train on sources of rows; errors as in `fit`."""
+        raise NotImplementedError
 
     def fitMultiple(  # noqa: N802 - Spark's name
         self,

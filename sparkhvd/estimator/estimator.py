@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
@@ -16,15 +15,8 @@ from sparkhvd.estimator.base import RankEstimator
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
     FitSources,
-    dataframe_sources,
     prepare_inputs,
     required_modules,
-)
-from sparkhvd.estimator.fitting.on_parquet import (
-    PathLike,
-    Places,
-    open_sources,
-    split_arguments,
 )
 from sparkhvd.estimator.fitting.progress import (
     EpochReporter,
@@ -42,7 +34,6 @@ from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
-from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
@@ -52,7 +43,6 @@ from sparkhvd.training.train import train
 from sparkhvd.training.user_code.transformations import flat_columns
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Unpack
 
     from sparkhvd.estimator.params.keywords import EstimatorKeywords
@@ -78,64 +68,6 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
         self._set_keywords(positional, keywords)
-
-    def _fit(self, dataset: DataFrame) -> TorchModel:
-        """Train on a DataFrame; Spark's `fit` calls it."""
-        check_dataframe("fit", dataset)
-        return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
-
-    def fit_on_parquet(
-        self,
-        path: PathLike | Mapping[Any, Any] | Sequence[Any] | None = None,
-        params: Mapping[Any, Any] | Sequence[Any] | None = None,
-        *,
-        validation_path: PathLike | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        dataset_idx: int | None = None,
-        spark: SparkSession | None = None,
-    ) -> TorchModel | list[TorchModel]:
-        """Train on Parquet files as they are: the ranks read them, and Spark only starts the ranks.
-
-        Columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and folders `column=value`. Every row
-        comes once per epoch, whatever files and row groups there are. Nobody may change the files during the fit.
-
-        Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
-        `validation` set `intermediate_val_data`.
-
-        Args:
-            path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
-                can read. A dict or list here is taken as `params`.
-            params: a param map to fit with, or a list of them, which gives a list of models. A `run_id` then gets the
-                index of the map, as in `fitMultiple`.
-            validation_path: rows to validate with, instead of `validation`.
-            storage_options: credentials and such for both paths, as for `Store.create`.
-            dataset_idx: Horovod's index of the data in the store.
-            spark: the session whose tasks become ranks; None means the active one.
-
-        Raises:
-            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, where footers
-                or the first rows tell).
-            RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
-        """
-        path, maps, is_list = split_arguments(path, params)
-        places = Places(path, validation_path, storage_options, dataset_idx)
-        if is_list:
-            data = (str(path), str(validation_path), dataset_idx)
-            maps = self._with_run_ids(maps, data)
-        session = active_session() if spark is None else spark
-        check_session(session)
-        models = []
-        for each in maps:
-            estimator = self.copy(each)
-            sources, decoders = estimator._open_parquet(places, session)
-            models.append(estimator._set(decoders=decoders)._fit_sources(sources))
-        return models if is_list else models[0]
-
-    def _open_parquet(
-        self, places: Places, spark: SparkSession
-    ) -> tuple[FitSources, dict[str, Any] | None]:
-        """Return the sources of `fit_on_parquet` and the decoders of the fit."""
-        return open_sources(self._options(), places, spark)
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""

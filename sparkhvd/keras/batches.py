@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class Batches(IterableDataset[Any]):
         epoch: that the next iteration gives.
         rows: of this rank in the batch that came last.
         spare: columns of a batch that had rows.
-        skips: decoders leave rows out, so that ranks have unequally many in any step.
+        skips: decoders leave rows out.
+        is_uneven: ranks have unequally many rows in any step, because decoders leave some out, or groups stay together.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Batches(IterableDataset[Any]):
         transformed: tuple[Transformations, DataSchema] | None = None,
         *,
         is_training: bool = True,
+        max_steps: int | None = None,
         **options: Any,
     ) -> None:
         """Describe the batches.
@@ -51,6 +54,7 @@ class Batches(IterableDataset[Any]):
             batch_size: rows per rank and step.
             transformed: the user's functions, and the columns that they return; None without these.
             is_training: what functions are told that ask.
+            max_steps: of an epoch; None for all.
             **options: of `Loader`.
         """
         super().__init__()
@@ -58,23 +62,26 @@ class Batches(IterableDataset[Any]):
         self._features, self._labels, self._weight = columns
         self._transformed, self._is_training = transformed, is_training
         self._loader = dataset.loader(batch_size=batch_size, **options)
+        self._max_steps = max_steps
         self.skips = RowFunctions(options.get("decoders") or {}).skips
+        self.is_uneven = self.skips or dataset.schema.group is not None
         self.epoch = 0
         self.rows = 0
         self.spare: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch, equal on every rank."""
-        return len(self._loader)
+        steps = len(self._loader)
+        return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of the epoch."""
         self._loader.set_epoch(self.epoch)
-        for columns in self._loader:
+        for columns in itertools.islice(self._loader, len(self)):
             self.rows = len(next(iter(columns.values())))
             if self.rows:
                 self.spare = columns
-            elif self.spare is None and self.skips:
+            elif self.spare is None and self.is_uneven:
                 # Rows of zeros, whose loss and metrics count for nothing.
                 self.spare = {n: each.new_zeros(1, *each.shape[1:]) for n, each in columns.items()}
             elif self.spare is None:

@@ -47,7 +47,7 @@ def _share(variable: Any) -> float:
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
     """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
 
-    In the last step, or in any where broken images are left out, ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
+    In the last step, or in any where broken images are left out or groups stay together, ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
     step without rows leaves metrics as they are. Behind it the states of metrics are those of all ranks, from which Keras takes its results.
     What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
     """
@@ -70,7 +70,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._begin("train", rows)
         optimizer = self.model.optimizer
         optimizer.loss_share = 1.0
-        if self._training.skips or batch == len(self._training) - 1:
+        if self._training.is_uneven or batch == len(self._training) - 1:
             mean = float(hvd.allreduce(torch.tensor(float(rows)), name="KerasEstimator.rows"))
             optimizer.loss_share = rows / mean if mean else 0.0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +14,20 @@ from pyspark.ml.util import MLWriter
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.binding import model_dtype
-from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.reuse import prepare
+from sparkhvd.data.source import ParquetFiles, Target
 from sparkhvd.data.store.default import default_store
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.base import RankEstimator
+from sparkhvd.estimator.fitting.inputs import (
+    FitSources,
+    check_inputs,
+    check_split,
+    prepare_sources,
+)
 from sparkhvd.estimator.fitting.progress import report_skipped
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.saving.persistence import EstimatorWriter
@@ -27,9 +35,8 @@ from sparkhvd.keras.meaning import link_of
 from sparkhvd.keras.model import KerasModel
 from sparkhvd.keras.network import CompiledNetwork, Network
 from sparkhvd.keras.params import KerasParams
-from sparkhvd.keras.training import Order, train
+from sparkhvd.keras.training import Order, Trained, train
 from sparkhvd.runner import run
-from sparkhvd.sessions import check_dataframe
 from sparkhvd.training.user_code.transformations import (
     Transformations,
     flat_columns,
@@ -38,7 +45,9 @@ from sparkhvd.training.user_code.transformations import (
 )
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimator.params.options import FitOptions
 
 __all__ = ["KerasEstimator"]
 
@@ -60,93 +69,125 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         super().__init__()
         self._set_keywords(positional, keywords)
 
-    def _fit(self, dataset: DataFrame) -> KerasModel:
-        """Train on a DataFrame; Spark's `fit` calls it.
+    def _fit_sources(self, sources: FitSources) -> KerasModel:
+        """Train on sources of rows.
 
         Raises:
             InvalidArgumentError: a Param or column is wrong, before any job.
             RankError: a rank failed.
         """
-        check_dataframe("fit", dataset)
-        self._check_values()
+        options = self._options()
         compiling = self._compiling()
-        transformations = resolve_transformations(
-            self._get("transformation_fn"), self._get("batch_transform_fn")
-        )
         network = Network(self._get("model"), self._get("custom_objects"))
-        data = self._prepare(dataset, network, transformations)
-        order = Order(network=network, dataset=data.rows, **compiling, **self._training(data))
-        found = run(
-            train,
-            args=(order,),
-            num_proc=self._get("num_proc"),
-            spark=dataset.sparkSession,
-            env={**(self._get("backend_env") or {}), "KERAS_BACKEND": "torch"},
-            verbose=self._get("verbose"),
-            settings=self._get("settings"),
-            max_retries=self._get("max_retries"),
-            start_timeout=self._get("start_timeout"),
-            use_gpu=self._get("use_gpu"),
-        )
+        with self._prepared(sources, options, network) as data:
+            order = Order(
+                network=network,
+                dataset=data.training,
+                held_out=data.validation,
+                split=None if isinstance(sources.split, str) else sources.split,
+                **compiling,
+                **self._training(options, data),
+            )
+            found = self._run_ranks(order, options, sources.training.spark)
         assert found[0] is not None  # rank 0's
         return self._model(order, data, *found[0])
+
+    def _run_ranks(
+        self, order: Order, options: FitOptions, spark: SparkSession, **arguments: Any
+    ) -> Sequence[Trained | None]:
+        """Train on the ranks; arguments are further ones of `run`."""
+        given = {
+            "verbose": options.verbose,
+            "start_timeout": options.start_timeout,
+            **arguments,
+        }
+        return run(
+            train,
+            args=(order,),
+            num_proc=options.num_proc,
+            spark=spark,
+            settings=options.settings,
+            max_retries=options.max_retries,
+            use_gpu=options.use_gpu,
+            **{"env": self._variables(), **given},
+        )
+
+    def _variables(self) -> dict[str, str]:
+        """Return the environment variables of the ranks."""
+        return {**(self._get("backend_env") or {}), "KERAS_BACKEND": "torch"}
 
     def _columns(self) -> tuple[list[str], list[str], str | None]:
         """Return the columns of features, of labels, and that of weights."""
         return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
 
-    def _prepare(
-        self, df: DataFrame, network: Network, transformations: Transformations
-    ) -> _FitData:
-        """Write the columns into the store, or find them there; run the user's functions on the first rows."""
+    @contextlib.contextmanager
+    def _prepared(
+        self, sources: FitSources, options: FitOptions, network: Network
+    ) -> Iterator[_FitData]:
+        """Make the rows readable for ranks: write them into the store, find them there, or list the files; run the user's functions on the first."""
         features, labels, weight = self._columns()
-        functions = RowFunctions(self._get("decoders") or {})
-        store = default_store(df.sparkSession, self._get("store"))
-        schema = check_schema(
-            df.schema,
-            feature_cols=list(
-                dict.fromkeys([*features, *labels, *([] if weight is None else [weight])])
-            ),
-            label_cols=[],
-            validation=self._get("validation"),
-            model_dtype="float32",
-            feature_dtypes=self._get("feature_dtypes"),
-            decoders=functions.decoders,
-            handle_invalid=self._get("handle_invalid"),
+        functions = RowFunctions(options.decoders or {})
+        transformations = resolve_transformations(
+            options.transformation_fn, options.batch_transform_fn
         )
-        made = prepare(
-            df,
-            schema,
-            store,
-            data_key=self._get("data_key"),
-            keep_data=self._get("keep_data"),
-            num_partitions=self._get("num_partitions"),
-            scope=self._scope,
+        store = default_store(sources.training.spark, options.store)
+        # A batch of Keras has columns alone; what each is to the model is known where it is arranged.
+        columns = list(dict.fromkeys([*features, *labels, *filter(None, [weight])]))
+        plain = replace(
+            options, feature_cols=columns, label_cols=[], sample_weight_col=None, input_shapes=None
         )
-        skipped = made.manifest.num_skipped
-        rows = {"training": (skipped, skipped + made.manifest.num_rows)}
-        report_skipped(rows, self._get("verbose"))
-        rows_in_store = Dataset(store, made.data_dir)
-        seen = made.manifest.schema
-        if not functions.decoders and not transformations:
-            return _FitData(rows_in_store, seen, functions, transformations, None)
-        with open_source(store, made.manifest) as source:
-            names = functions.needs_example(seen)
-            if names:
-                seen = functions.with_decoded(seen, source.read(names, source.examples(1)))
-            if not transformations:
-                return _FitData(rows_in_store, seen, functions, transformations, None)
-            transformed = transformed_by(
-                transformations,
-                source,
-                _by_role(seen, features, labels, weight),
-                functions,
-                inputs=None,
-                model_dtype=model_dtype(network),
+        schema = check_inputs(
+            plain, sources, functions=functions, model_dtype="float32", class_labels=[]
+        )
+        is_read_in_place = isinstance(sources.training, ParquetFiles)
+        if is_read_in_place and any(c.invalid[0] == "skip" for c in schema.columns):
+            raise InvalidArgumentError(
+                "KerasEstimator: handle_invalid is 'skip', and fit_on_parquet reads files as they are. Give values to fill in, or call fit(df)."
             )
-        return _FitData(rows_in_store, seen, functions, transformations, transformed)
+        folder = f"keras_runs/{options.run_id or f'{self.uid}-{os.urandom(4).hex()}'}"
+        target = Target(
+            store,
+            folder,
+            self._scope,
+            options.data_key,
+            keep_data=options.keep_data,
+            num_partitions=options.num_partitions,
+        )
+        try:
+            made = prepare_sources(sources, schema, target)
+            check_split(made.manifest, sources.split, self._full_step(options))
+            report_skipped(made.skipped, options.verbose)
+            seen, transformed = made.schema, None
+            if functions.decoders or transformations:
+                with open_source(made.training.files or store, made.manifest) as source:
+                    if names := functions.needs_example(seen):
+                        seen = functions.with_decoded(seen, source.read(names, source.examples(1)))
+                    if transformations:
+                        transformed = transformed_by(
+                            transformations,
+                            source,
+                            _by_role(seen, features, labels, weight),
+                            functions,
+                            inputs=None,
+                            model_dtype=model_dtype(network),
+                        )
+            training = Dataset(store, made.training.data_dir, made.training.files)
+            held_out = made.validation
+            validation = None
+            if held_out is not None:
+                validation = Dataset(store, held_out.data_dir, held_out.files)
+            yield _FitData(training, validation, seen, functions, transformations, transformed)
+        finally:
+            if is_read_in_place and options.run_id is None:
+                store.delete(folder)
 
-    def _training(self, data: _FitData) -> dict[str, Any]:
+    def _full_step(self, options: FitOptions) -> int:
+        """Return the number of rows that a step needs; ranks say it where their number is not known here."""
+        if not options.drop_last or options.group_col:
+            return 1
+        return (options.num_proc or 1) * options.batch_size
+
+    def _training(self, options: FitOptions, data: _FitData) -> dict[str, Any]:
         """Return what ranks train by."""
         get = self._get
         return {
@@ -156,23 +197,27 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             else (data.transformations, data.transformed),
             "reading": {
                 "decoders": data.functions.decoders,
-                "num_workers": get("num_workers"),
+                "num_workers": options.num_workers,
+                "shuffle_bytes": options.shuffle_bytes,
             },
-            "val_num_workers": get("val_reader_num_workers") or get("num_workers"),
-            "learning_rate": get("learning_rate"),
+            "val_num_workers": options.val_reader_num_workers or options.num_workers,
+            "learning_rate": options.learning_rate,
+            "scales_rate": options.lr_scaling == "linear",
             "distributing": {
-                "compression": get("gradient_compression") or hvd.Compression.none,
+                "compression": options.gradient_compression or hvd.Compression.none,
                 "backward_passes_per_step": get("backward_passes_per_step"),
             },
-            "batch_size": get("batch_size"),
-            "val_batch_size": get("val_batch_size") or get("batch_size"),
-            "epochs": get("epochs"),
-            "callbacks": list(get("callbacks") or ()),
+            "batch_size": options.batch_size,
+            "val_batch_size": options.val_batch_size or options.batch_size,
+            "drop_last": options.drop_last,
+            "max_steps": (options.train_steps_per_epoch, options.validation_steps_per_epoch),
+            "epochs": options.epochs,
+            "callbacks": list(options.callbacks or ()),
             "checkpoint": get("checkpoint_callback"),
-            "shuffle": get("shuffle"),
-            "seed": get("random_seed"),
-            "verbose": 2 if get("verbose") else 0,  # 1 is a bar, which needs a terminal
-            "run_id": get("run_id"),
+            "shuffle": options.shuffle,
+            "seed": options.random_seed,
+            "verbose": 2 if options.verbose else 0,  # 1 is a bar, which needs a terminal
+            "run_id": options.run_id,
         }
 
     def _model(
@@ -204,7 +249,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         self._copyValues(model)
         if model._get("use_gpu"):  # of the ranks; a task of transform may have none
             model.clear(model.use_gpu)
-        model._set(store=data.rows.store)
+        model._set(store=data.training.store)
         return model
 
     def write(self) -> MLWriter:
@@ -221,14 +266,16 @@ class _FitData:
     """The data of a fit.
 
     Attributes:
-        rows: in the store.
+        training: rows to train on.
+        validation: rows of a validation source, or None.
         schema: their columns, with shape and dtype of decoded ones.
         functions: the user's decoders.
         transformations: the user's functions on rows.
         transformed: the columns that these return; None where there are none.
     """
 
-    rows: Dataset
+    training: Dataset
+    validation: Dataset | None
     schema: DataSchema
     functions: RowFunctions
     transformations: Transformations
@@ -251,4 +298,5 @@ def _by_role(
         tuple(schema.column(name) for name in labels),
         None if weight is None else schema.column(weight),
         schema.validation,
+        schema.group,
     )

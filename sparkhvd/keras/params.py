@@ -14,6 +14,7 @@ from sparkhvd.estimator.params.compatibility import IgnoredParams
 from sparkhvd.estimator.params.converters import any_value, to_mapping, to_whole
 from sparkhvd.estimator.params.data import DataParams
 from sparkhvd.estimator.params.model import ModelParams
+from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.params.table import above, at_least, param
 from sparkhvd.estimator.params.training import TrainingParams
@@ -38,16 +39,6 @@ def to_model(value: object) -> Any:
     return value.model if isinstance(value, Network) else value
 
 
-def to_column(value: object) -> str:
-    """Require the name of a column, which is all that marks rows of validation here."""
-    if not isinstance(value, str):
-        raise TypeError(
-            "expected the name of a boolean or numeric column that marks rows of validation, such as "
-            "df.withColumn('held_out', rand(1) < 0.2) makes"
-        )
-    return value
-
-
 @accessors
 class KerasParams(IgnoredParams, PredictParams):
     """Params of a fit of a model of Keras."""
@@ -65,6 +56,7 @@ class KerasParams(IgnoredParams, PredictParams):
         aliases=("stepSize",),
         check=above(0),
     )
+    lr_scaling = ModelParams.lr_scaling
     gradient_compression = ModelParams.gradient_compression
     callbacks = model_param(any_value, "keras.callbacks.Callback objects, copied to every rank")
     checkpoint_callback = model_param(
@@ -75,16 +67,13 @@ class KerasParams(IgnoredParams, PredictParams):
     )
 
     sample_weight_col = DataParams.sample_weight_col
-    validation = param(
-        to_column,
-        "column that is true for validation rows",
-        group="data",
-        annotation="str",
-        aliases=("validationIndicatorCol",),
-    )
+    group_col = DataParams.group_col
+    validation = DataParams.validation
     num_workers = DataParams.num_workers
     val_reader_num_workers = DataParams.val_reader_num_workers
     shuffle = DataParams.shuffle
+    shuffle_bytes = DataParams.shuffle_bytes
+    drop_last = DataParams.drop_last
     transformation_fn = DataParams.transformation_fn
     batch_transform_fn = DataParams.batch_transform_fn
     data_key = DataParams.data_key
@@ -94,6 +83,8 @@ class KerasParams(IgnoredParams, PredictParams):
     batch_size = TrainingParams.batch_size
     val_batch_size = TrainingParams.val_batch_size
     epochs = TrainingParams.epochs
+    train_steps_per_epoch = TrainingParams.train_steps_per_epoch
+    validation_steps_per_epoch = TrainingParams.validation_steps_per_epoch
     random_seed = param(
         to_whole,
         "decides order and dropout",
@@ -116,6 +107,15 @@ class KerasParams(IgnoredParams, PredictParams):
     max_retries = ClusterParams.max_retries
     start_timeout = ClusterParams.start_timeout
     backend_env = param(to_mapping, "environment variables of the ranks", group="cluster")
+
+    def _options(self) -> FitOptions:
+        """Check the values and read them.
+
+        Raises:
+            InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
+        """
+        self._check_values()
+        return self._read_options(FitOptions)
 
     def _check_values(self) -> None:
         super()._check_values()
@@ -150,11 +150,25 @@ class KerasParams(IgnoredParams, PredictParams):
             raise InvalidArgumentError(
                 f"KerasEstimator: the model has {len(outputs)} outputs, and label_cols names {len(labels)} columns. Give one for each output."
             )
+        self._check_rate(model)
         checkpoint = self._get("checkpoint_callback")
         if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
             raise InvalidArgumentError(
                 f"KerasEstimator: checkpoint_callback is {type(checkpoint).__name__}; it must be a ModelCheckpoint, as "
                 "sparkhvd.keras.callbacks.BestModelCheckpoint."
+            )
+
+    def _check_rate(self, model: Any) -> None:
+        """Refuse to scale a learning rate that follows a schedule."""
+        optimizer = self._get("optimizer") or getattr(model, "optimizer", None)
+        follows = isinstance(
+            getattr(optimizer, "_learning_rate", None),
+            keras.optimizers.schedules.LearningRateSchedule,
+        )
+        if self.isSet("lr_scaling") and follows and self._get("learning_rate") is None:
+            raise InvalidArgumentError(
+                f"KerasEstimator: lr_scaling is {self._get('lr_scaling')!r}, and the optimizer's learning rate is a schedule. Make the schedule "
+                "from rates times num_proc, and leave lr_scaling out."
             )
 
     def _compiling(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
@@ -23,7 +24,7 @@ from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.training.user_code.transformations import Transformations
 
-__all__ = ["Order", "train"]
+__all__ = ["Order", "Trained", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,18 @@ class Order:
         compiled: configuration of a model that the user has compiled, or None.
         distributing: options of `DistributedOptimizer`.
         dataset: rows.
+        held_out: rows that only validate, or None.
+        split: fraction of the rows that validate, or None.
         columns: features, labels, and that of weights.
         transformed: the user's functions on rows and the columns that they return, or None.
         reading: options of `Loader`.
         val_num_workers: threads that run decoders of rows of validation.
         learning_rate: of the optimizer, or None.
+        scales_rate: multiply the learning rate by the number of ranks.
         batch_size: rows per rank and step.
         val_batch_size: likewise, in validation.
+        drop_last: leave out the last step if it is not full.
+        max_steps: of an epoch of training and of validation, or None.
         shuffle: a new order in each epoch.
         seed: of the order, and of random numbers.
         epochs: passes over the rows.
@@ -57,13 +63,18 @@ class Order:
     compiled: dict[str, Any] | None
     distributing: Mapping[str, Any]
     dataset: Dataset
+    held_out: Dataset | None
+    split: float | None
     columns: tuple[Sequence[str], Sequence[str], str | None]
     transformed: tuple[Transformations, DataSchema] | None
     reading: Mapping[str, Any]
     val_num_workers: int
     learning_rate: float | None
+    scales_rate: bool
     batch_size: int
     val_batch_size: int
+    drop_last: bool
+    max_steps: tuple[int | None, int | None]
     shuffle: bool
     seed: int
     epochs: int
@@ -71,6 +82,11 @@ class Order:
     checkpoint: Any
     verbose: int
     run_id: str | None
+
+    @property
+    def has_split(self) -> bool:
+        """True if some rows of `dataset` validate."""
+        return bool(self.split) or self.dataset.schema.validation is not None
 
 
 Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
@@ -82,16 +98,32 @@ def train(order: Order) -> Trained | None:
     is_first = hvd.rank() == 0
     keras.utils.set_random_seed(order.seed + hvd.rank())
     model = _compiled(order)
-    training = _batches(order, model, order.batch_size, shuffle=order.shuffle, seed=order.seed)
+    training = _batches(
+        order,
+        model,
+        order.dataset,
+        order.batch_size,
+        shuffle=order.shuffle,
+        drop_last=order.drop_last,
+        max_steps=order.max_steps[0],
+        subset=None if order.has_split else "all",
+    )
+    if not len(training):
+        raise InvalidArgumentError(
+            "KerasEstimator: drop_last leaves out a step that is not full, and the training rows fill none of num_proc * batch_size = "
+            f"{hvd.size() * order.batch_size:,} rows. Lower batch_size, or set drop_last=False."
+        )
     validation = None
-    if order.dataset.schema.validation is not None:
+    if order.has_split or order.held_out is not None:
         validation = _batches(
             order,
             model,
+            order.held_out or order.dataset,
             order.val_batch_size,
             is_training=False,
             shuffle=False,
-            subset="validation",
+            max_steps=order.max_steps[1],
+            subset="validation" if order.held_out is None else "all",
             num_workers=order.val_num_workers,
         )
         validation = validation if len(validation) else None
@@ -136,9 +168,11 @@ def _compiled(order: Order) -> Any:
     else:
         with keras.saving.custom_object_scope(vars(order.network)["custom_objects"]):
             model.compile_from_config(order.compiled)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if order.learning_rate is not None:
-        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         inner.learning_rate = order.learning_rate
+    if order.scales_rate and not _follows_schedule(inner):
+        inner.learning_rate = float(inner.learning_rate) * hvd.size()
     # Around the optimizer that scales losses, where `compile` has put one.
     model.optimizer = DistributedOptimizer(model.optimizer, **order.distributing)
     for variable in model.variables:
@@ -147,14 +181,23 @@ def _compiled(order: Order) -> Any:
     return model
 
 
-def _batches(order: Order, model: Any, batch_size: int, **options: Any) -> Batches:
+def _follows_schedule(optimizer: Any) -> bool:
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(getattr(optimizer, "_learning_rate", None), schedule)
+
+
+def _batches(
+    order: Order, model: Any, dataset: Dataset, batch_size: int, **options: Any
+) -> Batches:
+    # A split by chance is one of all loaders with its seed.
+    split = order.split if dataset is order.dataset else None
     return Batches(
         model,
-        order.dataset,
+        dataset,
         order.columns,
         batch_size,
         order.transformed,
-        **{**order.reading, **options},
+        **{**order.reading, "seed": order.seed, "validation": split or None, **options},
     )
 
 

@@ -50,7 +50,7 @@ def test_params_of_both_estimators_with_one_name_are_one_row() -> None:
     }
     assert own == {
         *("model", "optimizer", "loss", "loss_weights", "metrics", "learning_rate"),
-        *("callbacks", "validation", "random_seed"),
+        *("callbacks", "random_seed"),
     }
 
 
@@ -72,7 +72,6 @@ def test_grids_copies_and_maps_change_params_of_the_copy() -> None:
     ("options", "message"),
     [
         ({"epoch": 3}, "unexpected keyword argument 'epoch'. Did you mean 'epochs'?"),
-        ({"validation": 0.2}, "expected the name of a boolean or numeric column"),
         ({"batch_size": 1.5}, "batch_size"),
     ],
 )
@@ -139,3 +138,28 @@ def test_saved_model_is_compiled_as_it_was_and_has_the_users_classes() -> None:
     assert float(found.optimizer.learning_rate) == 0.25
     for a, b in zip(found.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# Of the documentation of Horovod's estimators.
+OF_HOROVOD = ["num_proc", "backend", "store", "model", "optimizer", "loss", "metrics", "loss_weights", "sample_weight_col", "feature_cols", "label_cols", "continuous_cols", "categorical_cols", "validation", "gradient_compression", "compress_sparse_cols", "batch_size", "val_batch_size", "epochs", "train_steps_per_epoch", "validation_steps_per_epoch", "callbacks", "random_seed", "shuffle_buffer_size", "shuffle", "verbose", "partitions_per_process", "run_id", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields", "reader_pool_type", "label_shapes", "inmemory_cache_all", "use_gpu", "mp_start_method", "backward_passes_per_step", "tensorflow_dataset_prefetch_buffer_size", "custom_objects", "checkpoint_callback", "data_module", "backend_env"]  # fmt: skip
+
+
+def test_horovods_estimator_has_its_params_setters_and_defaults() -> None:
+    from sparkhvd.horovod.spark.keras import KerasEstimator as OfHorovod
+
+    estimator = OfHorovod(model=network(), feature_cols=["x"], label_cols=["y"])
+    for name in OF_HOROVOD:
+        assert estimator.hasParam(name), name
+        assert hasattr(estimator, f"get{camel_case(name)}"), name
+        assert hasattr(estimator, f"set{camel_case(name)}"), name
+    assert estimator.setTrainReaderNumWorker(3).getTrainReaderNumWorker() == 3
+    assert estimator.setInMemoryCacheAll(True)._options().shuffle_bytes == 1 << 62
+    assert estimator.getCallbacks() == []
+    assert estimator.getOrDefault("run_id") is None
+    assert estimator.getLrScaling() == "linear"
+    assert estimator.getUseGpu() is True
+    assert estimator._options().use_gpu is None
+    best = keras.callbacks.ModelCheckpoint("best.keras")
+    assert estimator.setCheckpointCallback(best).getCheckpointCallback() is best
+    with pytest.raises(InvalidArgumentError, match="it must be a ModelCheckpoint"):
+        estimator.setCheckpointCallback(keras.callbacks.History())._options()

@@ -34,6 +34,7 @@ __all__ = [
     "check_split",
     "dataframe_sources",
     "prepare_inputs",
+    "prepare_sources",
     "required_modules",
     "row_functions",
 ]
@@ -230,18 +231,9 @@ def prepare_inputs(
     Raises:
         InvalidArgumentError: the data cannot be used, see `materialize`; or a function of the user's fails.
     """
-    training = sources.training.prepare(schema, target)
-    held_out = None
-    if sources.validation is not None:
-        name = sources.validation.name
-        plain = replace(schema, validation=None)
-        try:
-            held_out = sources.validation.prepare(plain, replace(target, role="validation"))
-        except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"The {name} given as validation: {e}") from e
-        _check_shapes(training.manifest.schema, held_out.manifest.schema, name)
+    data = prepare_sources(sources, schema, target)
+    training = data.training
     functions, transformations = program.functions, program.user.transformations
-    data = FitData(training, held_out, training.manifest.schema)
     if not functions.needs_example(data.schema) and not transformations:
         return data
     # Opened once for both: on an object store every opening costs several round trips.
@@ -257,7 +249,31 @@ def prepare_inputs(
                 inputs=inputs,
                 model_dtype=model_dtype(program.model),
             )
-    return FitData(training, held_out, seen, transformed, examples)
+    return replace(data, schema=seen, transformed=transformed, examples=examples)
+
+
+def prepare_sources(sources: FitSources, schema: DataSchema, target: Target) -> FitData:
+    """Prepare the rows of all sources.
+
+    Args:
+        sources: of the fit.
+        schema: their columns, as `check_inputs` returned them.
+        target: of the training data.
+
+    Raises:
+        InvalidArgumentError: the data cannot be used, see `materialize`.
+    """
+    training = sources.training.prepare(schema, target)
+    held_out = None
+    if sources.validation is not None:
+        name = sources.validation.name
+        plain = replace(schema, validation=None)
+        try:
+            held_out = sources.validation.prepare(plain, replace(target, role="validation"))
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"The {name} given as validation: {e}") from e
+        _check_shapes(training.manifest.schema, held_out.manifest.schema, name)
+    return FitData(training, held_out, training.manifest.schema)
 
 
 def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> None:

@@ -136,6 +136,7 @@ def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) 
         ({"seed": 1}, "of seed=1, and this loader has seed=0"),
         ({"shuffle": False}, "of shuffle=False"),
         ({"subset": "train"}, "of subset='train'"),
+        ({"validation": 0.5}, "of validation=0.5, and this loader has validation=None"),
         ({"row": -5}, "Give what state_dict"),
         ({"epoch": -1}, "Give what state_dict"),
         ({"rows": None}, "Give what state_dict"),
@@ -184,6 +185,17 @@ def test_subsets_follow_the_validation_column(tmp_path: Path) -> None:
     assert set(rows([dataset.loader(0, 1, 9)])) == set(range(100)) - held_out
     assert set(rows([dataset.loader(0, 1, 9, subset="validation")])) == held_out
     assert len(rows([dataset.loader(0, 1, 9, subset="all")])) == 100
+    with pytest.raises(InvalidArgumentError, match="'held_out' of the data marks validation rows"):
+        dataset.loader(0, 1, 9, validation=0.5)
+
+
+def test_subsets_by_a_fraction_are_those_of_all_loaders_with_the_seed(dataset: Dataset) -> None:
+    training = ranks(dataset, 2, 50, seed=3, validation=0.25)
+    held_out = rows([dataset.loader(0, 1, 80, seed=3, validation=0.25, subset="validation")])
+    assert len(held_out) == len(set(held_out)) == round(0.25 * len(dataset))
+    assert sorted(rows(training) + held_out) == list(range(len(dataset)))
+    other = rows([dataset.loader(0, 1, 80, seed=4, validation=0.25, subset="validation")])
+    assert set(other) != set(held_out)
 
 
 def test_a_loader_travels_and_serves_dataloader(
@@ -240,6 +252,8 @@ def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -
         ({"prefetch_bytes": "1"}, "prefetch_bytes is '1'"),
         ({"subset": "test"}, "subset is 'test'; it must be one of 'all', 'train', 'validation'"),
         ({"subset": "validation"}, "the data have no validation column"),
+        ({"validation": 1.0}, "validation is 1.0; it must be a fraction"),
+        ({"validation": "id"}, "validation is 'id'; it must be a fraction"),
         ({"columns": "id"}, r"columns is 'id'; .* such as columns=\['id'\]"),
         ({"columns": []}, r"columns is \[\]; it must be a list of names"),
         ({"columns": ["id", "id"]}, "each once"),

@@ -101,6 +101,103 @@ def test_two_ranks_give_the_model_and_the_metrics_of_one(
     assert [row.y__output for row in rows] == pytest.approx(predicted.tolist(), abs=1e-5)
 
 
+def weights(fitted: KerasModel) -> Any:
+    return np.concatenate([each.ravel() for each in fitted.getModel().get_weights()])
+
+
+def test_validation_rows_are_a_fraction_or_a_dataframe_of_their_own(
+    df: DataFrame, tmp_path: Path
+) -> None:
+    two, one = (estimator(n, tmp_path, validation=0.25, epochs=2).fit(df) for n in (2, 1))
+    assert_same(two, one)
+    whole = estimator(2, tmp_path, validation=None, epochs=2).fit(df)
+    assert "val_loss" not in whole.history[0]
+    assert not np.array_equal(weights(whole), weights(two))  # it has seen all rows
+    by_column = estimator(2, tmp_path, epochs=2).fit(df)
+    by_frame = estimator(2, tmp_path, validation=df.where("held_out"), epochs=2)
+    assert_same(by_frame.fit(df.where("not held_out")), by_column)
+    with pytest.raises(
+        InvalidArgumentError, match="validation is 1.5. A fraction must be at least"
+    ):
+        estimator(2, tmp_path, validation=1.5).fit(df)
+
+
+class Rows(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes down the factor of the loss of each batch."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        rows = self.model.optimizer.loss_share
+        (Path(self.folder) / f"{hvd.rank()}-{batch}-{self.params['epochs']}").write_text(str(rows))
+
+
+def test_groups_stay_on_one_rank_and_a_step_weights_their_rows(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = [([n / 60, group / 9], float(group), group) for group in range(9) for n in range(group)]
+    df = spark.createDataFrame(rows, ["x", "y", "group"])
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    options: dict[str, Any] = {
+        "model": model,
+        "optimizer": keras.optimizers.SGD(0.05),
+        "feature_cols": ["x"],
+        "group_col": "group",
+        "validation": 0.3,
+        "epochs": 1,
+        "shuffle": False,
+    }
+    (tmp_path / "shares").mkdir()
+    two = estimator(2, callbacks=[Rows(str(tmp_path / "shares"))], **options).fit(df)
+    shares = [float(file.read_text()) for file in (tmp_path / "shares").iterdir()]
+    assert len(set(shares)) > 1  # batches of whole groups differ in length
+    # One step has all rows, so its gradient is the mean over them, however they are dealt out.
+    options["batch_size"] = 64
+    two, one = (estimator(n, **options).fit(df) for n in (2, 1))
+    assert_same(two, one)
+
+
+def test_parquet_is_read_as_it_is(df: DataFrame, tmp_path: Path) -> None:
+    df.where("not held_out").write.parquet(str(tmp_path / "rows"))
+    df.where("held_out").write.parquet(str(tmp_path / "held_out"))
+    store = tmp_path / "store"
+    from_files = estimator(2, store, validation=None, epochs=2, shuffle=False).fit_on_parquet(
+        str(tmp_path / "rows"), validation_path=str(tmp_path / "held_out")
+    )
+    assert isinstance(from_files, KerasModel)
+    wanted = estimator(1, store, epochs=2, shuffle=False).fit(df)
+    assert_same(from_files, wanted)
+    assert from_files.transform(df).count() == 83
+    assert not list(store.glob("keras_runs/*"))
+    several = estimator(1, store, validation=0.2)
+    maps = [{several.epochs: number} for number in (1, 2)]
+    one, two = several.fit_on_parquet(str(tmp_path / "rows"), maps)
+    assert [len(each.history) for each in (one, two)] == [1, 2]
+    skipping = estimator(1, store, validation=None, handle_invalid="skip")
+    with pytest.raises(InvalidArgumentError, match="Give values to fill in, or call fit"):
+        skipping.fit_on_parquet(str(tmp_path / "rows"))
+
+
+def test_steps_and_rates_are_those_that_params_give(df: DataFrame, tmp_path: Path) -> None:
+    options = {"optimizer": keras.optimizers.SGD(0.1), "validation": None, "epochs": 1}
+    scaled = estimator(2, tmp_path, **options, lr_scaling="linear").fit(df)
+    given = estimator(2, tmp_path, **{**options, "optimizer": keras.optimizers.SGD(0.2)}).fit(df)
+    np.testing.assert_allclose(weights(scaled), weights(given), atol=1e-6)
+    first = estimator(2, tmp_path, **options, train_steps_per_epoch=2).fit(df)
+    alone = estimator(1, tmp_path, **options, train_steps_per_epoch=2).fit(df)
+    assert_same(first, alone)
+    assert not np.allclose(weights(first), weights(estimator(2, tmp_path, **options).fit(df)))
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    options["optimizer"] = keras.optimizers.SGD(rate)
+    with pytest.raises(InvalidArgumentError, match="the optimizer's learning rate is a schedule"):
+        estimator(2, tmp_path, **options, lr_scaling="linear").fit(df)
+    del options["optimizer"]
+    with pytest.raises(InvalidArgumentError, match="less than one full step"):
+        estimator(2, tmp_path, **options, drop_last=True).setBatchSize(50).fit(df)
+
+
 class Doubled(keras.layers.Layer):  # type: ignore[misc]
     """A layer of the user, which is registered nowhere."""
 
@@ -213,7 +310,8 @@ from horovod.spark.keras import KerasEstimator, KerasModel
 import sparkhvd.keras
 assert hvd.DistributedOptimizer is sparkhvd.keras.DistributedOptimizer
 assert MetricAverageCallback is hvd.callbacks.MetricAverageCallback
-assert KerasEstimator is sparkhvd.keras.KerasEstimator
+assert issubclass(KerasEstimator, sparkhvd.keras.KerasEstimator)
+assert issubclass(KerasModel, sparkhvd.keras.KerasModel)
 """
 
 

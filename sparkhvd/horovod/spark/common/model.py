@@ -35,6 +35,8 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     """Mixin before a model of sparkhvd."""
 
     _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
+    # The model of sparkhvd; its methods of these names are behind the accessors of Params here.
+    _own_class: ClassVar[type[own.TorchModel]] = own.TorchModel
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
         own = {name: keywords.pop(name, None) for name in _NAMES}
@@ -44,7 +46,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     def _set(self, **values: Any) -> Any:
         made = super()._set(**values)
         if values.get("model") is not None and self._fitted is None:
-            own.TorchModel.setModel(self, values["model"])
+            self._own_class.setModel(self, values["model"])
         return made
 
     def _take(self, fitted: Any) -> None:
@@ -60,23 +62,23 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
 
     def setModel(self, module: Any) -> Any:  # noqa: N802 - Horovod's name
         """Predict with another module; returns this object."""
-        own.TorchModel.setModel(self, module)
+        self._own_class.setModel(self, module)
         return self._set(model=module)
 
     def getModel(self) -> Any:  # noqa: N802
         """Return the module."""
         module = self._get("model")
-        return own.TorchModel.getModel(self) if module is None else module
+        return self._own_class.getModel(self) if module is None else module
 
     def getHistory(self) -> Any:  # noqa: N802
         """Return the records of the epochs."""
         records = self._get("history")
-        return own.TorchModel.getHistory(self) if records is None else records
+        return self._own_class.getHistory(self) if records is None else records
 
     def getRunId(self) -> Any:  # noqa: N802
         """Return the name of the run."""
         run_id = self._get("run_id")
-        return own.TorchModel.getRunId(self) if run_id is None and self._fitted else run_id
+        return self._own_class.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
         """Return a function of the module and a row, a dict by column, that returns the outputs for the row; a subclass may have another."""
@@ -100,7 +102,11 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         if is_known and not is_own:
             transformed: DataFrame = super()._transform(dataset)
             return transformed
-        return _by_rows(dataset, self.get_prediction_fn(), self.getModel(), self._output_names())
+        return _by_rows(dataset, *self._row_function(), self._output_names())
+
+    def _row_function(self) -> tuple[Callable[[Any, Mapping[str, Any]], Any], torch.nn.Module]:
+        """Return the function of a module and a row, and the module, as they travel to Spark's workers."""
+        return self.get_prediction_fn(), self.getModel()
 
     def _output_names(self) -> list[str]:
         """Return the names of the columns that `transform` adds."""

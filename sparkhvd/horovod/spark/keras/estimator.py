@@ -1,0 +1,129 @@
+"""Horovod's `horovod.spark.keras.estimator`, of Keras 3."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparkhvd.as_horovod import Stub
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.runs import new_run_id
+from sparkhvd.estimator.params.base import accessors
+from sparkhvd.estimator.params.compatibility import CompatibilityParams
+from sparkhvd.estimator.params.converters import any_value
+from sparkhvd.estimator.params.table import param
+from sparkhvd.horovod.spark.common.backend import SparkBackend
+from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
+from sparkhvd.horovod.spark.common.model import HorovodModel
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
+from sparkhvd.horovod.spark.common.store import Store
+from sparkhvd.keras import estimator as own
+from sparkhvd.keras.model import KerasModel as OwnModel
+from sparkhvd.keras.network import Network
+from sparkhvd.keras.params import KerasParams
+from sparkhvd.keras.training import Order, Trained, train
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimator.params.options import FitOptions
+
+__all__ = ["KerasEstimator", "KerasModel"]
+
+# Arguments of `SparkBackend` that are those of `run`.
+_LAUNCH = ("stderr", "stdout", "verbose", "start_timeout", "prefix_output_with_timestamp")
+
+
+def to_network(value: object) -> Any:
+    """Wrap a model of Keras, whose own pickle knows no classes of the user's layers."""
+    return value if value is None or isinstance(value, Network) else Network(value)
+
+
+def _predict(function: Any, network: Network, row: Mapping[str, Any]) -> Any:
+    return function(network.model, row)
+
+
+class KerasModel(HorovodModel, OwnModel):  # type: ignore[misc]  # `history` is a Param here
+    """Model of Keras, with Horovod's Params and hooks."""
+
+    _own_class = OwnModel
+    model = param(to_network, "trained model")
+    custom_objects = KerasParams.custom_objects
+    _floatx = param(any_value, "Keras' default dtype in the training")
+
+    def getModel(self) -> Any:  # noqa: N802 - Horovod's name
+        """Return the trained model of Keras."""
+        network = self._get("model")
+        return OwnModel.getModel(self) if network is None else network.model
+
+    def _row_function(self) -> tuple[Any, Any]:
+        network = Network(self.getModel(), self._get("custom_objects"))
+        return functools.partial(_predict, self.get_prediction_fn()), network
+
+
+@accessors
+class KerasEstimator(HorovodEstimator, own.KerasEstimator):
+    """Estimator of a model of Keras that does what Horovod's does.
+
+    As there, and other than `sparkhvd.keras.KerasEstimator`: learning rates are multiplied by the number of ranks, unless they follow a schedule, and a
+    run whose `run_id` is there goes on.
+    """
+
+    _other_defaults: ClassVar[Mapping[str, object]] = {
+        **OUTPUTS_ALONE,
+        **{name: value for name, value in DEFAULTS.items() if name != "keep_checkpoints"},
+        "drop_last": False,
+    }
+
+    checkpoint_callback = KerasParams.checkpoint_callback
+    custom_objects = KerasParams.custom_objects
+    inmemory_cache_all = CompatibilityParams.inmemory_cache_all
+    label_shapes = param(any_value, "no effect", no_effect="the model's outputs have them")
+
+    def get_model_class(self) -> type[Any]:
+        """Return the class of the model that a fit returns."""
+        return KerasModel
+
+    def _get_model_kwargs(
+        self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of `get_model_class()`."""
+        return {
+            "history": history,
+            "model": model,
+            "feature_columns": self._get("feature_cols"),
+            "label_columns": self._get("label_cols"),
+            "custom_objects": self._get("custom_objects"),
+            "run_id": run_id,
+            "_metadata": metadata,
+            "_floatx": "float32",
+        }
+
+    def _options(self) -> FitOptions:
+        options = super()._options()
+        store = options.store
+        if options.run_id is None and (not isinstance(store, Store) or store.saving_runs()):
+            options = replace(options, run_id=new_run_id(self.uid))
+        return options
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        module = self._get("data_module")
+        if module is not None and not (isinstance(module, type) and issubclass(module, Stub)):
+            raise InvalidArgumentError(
+                f"KerasEstimator: data_module is {module!r:.100}, and ranks take their batches from the fit. Leave it out; transformation_fn, "
+                "batch_transform_fn and decoders change rows."
+            )
+
+    def _run_ranks(  # type: ignore[override]  # of a fit of Keras, behind a mixin for fits of modules
+        self, order: Order, options: FitOptions, spark: SparkSession, **arguments: Any
+    ) -> Sequence[Trained | None]:
+        backend = self._backend
+        env = self._variables()
+        if getattr(type(backend), "run", None) is SparkBackend.run:
+            given = {name: backend._kwargs[name] for name in _LAUNCH if name in backend._kwargs}
+            env = {**env, **(backend._env or {})}
+            return own.KerasEstimator._run_ranks(self, order, options, spark, **given, env=env)
+        return list(backend.run(train, args=(order,), kwargs={}, env=env))
