@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -41,8 +41,6 @@ _HOMES = (
     ("horovod", "sparkhvd.horovod"),
     ("horovod.torch", "sparkhvd.torch"),
     ("horovod.common.process_sets", "sparkhvd.torch.process_sets"),
-    ("horovod.runner.launch", "sparkhvd.horovod.runner"),
-    ("horovod.spark.keras.estimator", "sparkhvd.horovod.spark.keras"),
     ("horovod.spark.runner", "sparkhvd.horovod.spark"),
     ("horovod.torch.elastic.sampler", "sparkhvd.horovod.torch.elastic"),
     ("horovod.torch.elastic.state", "sparkhvd.horovod.torch.elastic"),
@@ -59,6 +57,22 @@ _ABSENT = {
 }
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
+_LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
+_LAUNCHERS_MODULES = {
+    "horovod.runner": "gloo_run js_run launch mpi_run run_task task_fn",
+    "horovod.runner.common": "service util",
+    "horovod.runner.common.service": "driver_service task_service",
+    "horovod.runner.common.util": "codec config_parser env host_hash hosts network safe_shell_exec secret settings timeout tiny_shell_exec",
+    "horovod.runner.driver": "driver_service",
+    "horovod.runner.http": "http_client http_server",
+    "horovod.runner.task": "task_service",
+    "horovod.runner.util": "cache lsf network remote streams threads",
+    "horovod.spark": "gloo_run mpi_run",
+    "horovod.spark.driver": "driver_service host_discovery job_id mpirun_rsh rendezvous rsh",
+    "horovod.spark.task": "gloo_exec_fn mpirun_exec_fn task_info task_service",
+}
+# Packages of these modules that are more than stubs.
+_ARE_THERE = ("horovod.runner", "horovod.spark", "horovod.spark.task")
 _LOADERS = "sparkhvd.data has loaders for any loop"
 _OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit needs"
 _SAVING = "call save() and load() of the estimator or the model"
@@ -85,6 +99,12 @@ STUBS = {
     "horovod.spark.torch.remote": _OWN_LOOP,
     "horovod.spark.torch.util": _OWN_LOOP,
     "horovod.torch.mpi_ops": _GRADIENTS,
+    **dict.fromkeys((name for name in _LAUNCHERS_MODULES if name not in _ARE_THERE), _LAUNCHER),
+    **{
+        f"{package}.{name}": _LAUNCHER
+        for package, names in _LAUNCHERS_MODULES.items()
+        for name in names.split()
+    },
 }
 # Options of python that take a value.
 _WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
@@ -112,11 +132,22 @@ def stub(name: str, instead: str) -> type[Any]:
     return type(last, (Stub,), {"__module__": module, "refusal": refusal})
 
 
-def _stub_in(module: str, name: str) -> type[Any]:
-    """Make the stub of a name in a module of `STUBS`; its modules, and names with an underscore, are none."""
-    if name.startswith("_") or f"{module}.{name}" in STUBS:
+def _stub_in(module: str, name: str) -> object:
+    """Make the stub of a name in a module of `STUBS`; its modules are modules, and names with an underscore are none."""
+    if f"{module}.{name}" in STUBS:
+        return importlib.import_module(f"{module}.{name}")
+    if name.startswith("_"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return stub(f"{module}.{name}", STUBS[module])
+
+
+def _module_in(package: str, earlier: Callable[[str], object] | None, name: str) -> object:
+    """Import a module of stubs in a package that is there under another name, where `from package import name` looks for it."""
+    if f"{package}.{name}" in STUBS:
+        return importlib.import_module(f"{package}.{name}")
+    if earlier is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return earlier(name)
 
 
 class _Loader(importlib.abc.Loader):
@@ -135,6 +166,9 @@ class _Loader(importlib.abc.Loader):
             self._spec = module.__spec__
         if spec.name in STUBS:
             module.__dict__["__getattr__"] = functools.partial(_stub_in, spec.name)
+        elif any(name.rpartition(".")[0] == spec.name for name in STUBS):
+            earlier = module.__dict__.get("__getattr__")
+            module.__dict__["__getattr__"] = functools.partial(_module_in, spec.name, earlier)
         return module
 
     def exec_module(self, module: ModuleType) -> None:

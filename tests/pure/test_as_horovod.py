@@ -72,10 +72,24 @@ from horovod.spark.common.serialization import HorovodParamsReader
 from horovod.spark.data_loaders import pytorch_data_loaders
 from horovod.spark.lightning.datamodule import PetastormDataModule
 from horovod.spark.task import get_available_devices
+import horovod.runner.common.util.settings
+from horovod.runner import gloo_run
+from horovod.runner.launch import parse_args, run_commandline
+from horovod.spark.driver.rsh import rsh
+from horovod.spark.mpi_run import mpi_run
 
 assert horovod.common.process_sets.ProcessSet is hvd.ProcessSet
 assert horovod.torch.mpi_ops.allreduce is hvd.allreduce
 assert not hasattr(util, "__all__")
+assert horovod.runner.run_commandline is run_commandline
+assert gloo_run.__name__ == "horovod.runner.gloo_run"
+for launcher in (horovod.runner.common.util.settings.Settings, gloo_run.gloo_run, parse_args, rsh, mpi_run):
+    try:
+        launcher()
+    except NotImplementedError as e:
+        assert "Call horovod.run or horovod.spark.run" in str(e), e
+    else:
+        raise AssertionError(launcher)
 
 
 class Rows(AsyncDataLoaderMixin, pytorch_data_loaders.PytorchDataLoader):

@@ -1,4 +1,9 @@
-"""Horovod's `horovod.runner`: a function on processes of this host or of several, and the command line."""
+"""Horovod's `horovod.runner`: a function on processes of this host or of several, and the command line.
+
+Each module imports only those above it:
+
+    launch  the command line
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.runner.launch import run_commandline
 from sparkhvd.runner import run_hosts, run_local
-from sparkhvd.runner.command import main as run_commandline
 
 __all__ = ["run", "run_commandline"]
 
