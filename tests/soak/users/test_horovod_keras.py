@@ -125,6 +125,10 @@ def test_the_data_of_a_fit_are_those_of_fit_on_parquet(df: DataFrame, tmp_path: 
     assert isinstance(by_files, KerasModel)
     for name, values in by_rows.getHistory().items():
         assert by_files.getHistory()[name] == pytest.approx(values, abs=1e-5)
+    other = Store.create(str(tmp_path / "other"))
+    estimator(KerasEstimator, other, num_proc=1, epochs=1).fit(df)
+    with pytest.raises(InvalidArgumentError, match="which had no validation rows"):
+        estimator(KerasEstimator, other, num_proc=1, validation=0.2).fit_on_parquet()
 
 
 def test_a_data_module_is_refused(df: DataFrame, tmp_path: Path) -> None:

@@ -162,13 +162,19 @@ def find(store: Store, places: Places, spark: SparkSession, *, has_validation: b
     """Return the places of the store's data for `fit_on_parquet`; those of the last fit are written where there are none.
 
     Raises:
-        InvalidArgumentError: there are none.
+        InvalidArgumentError: there are none, or validation rows are asked for and the last fit had none.
     """
     index = places.dataset_idx
+    is_asked = has_validation and places.validation_path is None
     found = _places(store, index, has_validation=has_validation)
     if not _is_there(store, found, spark):
         sets = _of(store)
         last = sets.last
+        if last is not None and is_asked and not last.sources.has_validation:
+            raise InvalidArgumentError(
+                "fit_on_parquet: path is not given and validation is, and the data would be those of the last fit of this process, which had no "
+                "validation rows. Clear validation, call fit with it, or give paths."
+            )
         written = None if last is None else sets.write(last, store)
         if written is None or index not in (None, written):
             raise InvalidArgumentError(
