@@ -10,7 +10,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run
 from sparkhvd.sessions import active_session
 
-__all__ = ["Backend", "SparkBackend"]
+__all__ = ["Backend", "SparkBackend", "launch_arguments"]
 
 
 class Backend(ABC):
@@ -72,3 +72,14 @@ class SparkBackend(Backend):
                 )
             self._num_proc = int(session.sparkContext.defaultParallelism)
         return self._num_proc
+
+
+def launch_arguments(backend: object) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """Return the arguments of `horovod.spark.run` and the variables that a `SparkBackend` has, with which an estimator launches ranks as sparkhvd's do.
+
+    None for a backend with a `run` of its own, which an estimator must call: relaunches and live output are then the program's.
+    """
+    if not isinstance(backend, SparkBackend) or type(backend).run is not SparkBackend.run:
+        return None
+    given = {name: value for name, value in backend._kwargs.items() if value is not None}
+    return given, dict(backend._env or {})

@@ -14,7 +14,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.on_parquet import Places, open_sources
 from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.horovod.spark.common import parquet
-from sparkhvd.horovod.spark.common.backend import SparkBackend
+from sparkhvd.horovod.spark.common.backend import SparkBackend, launch_arguments
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import EstimatorParams
 from sparkhvd.horovod.spark.common.store import Store, checked_for_fit
@@ -179,19 +179,14 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     def _run_ranks(
         self, request: Request, spec: TrainSpec, options: LaunchOptions
     ) -> JobReport[TrainResult]:
-        backend = self._backend
-        if getattr(type(backend), "run", None) is SparkBackend.run:
-            # Relaunches and live output, which a call of `run` in a backend of the program's own would not have.
-            given = {
-                option: backend._kwargs[name]
-                for name, option in _LAUNCH.items()
-                if backend._kwargs.get(name) is not None
-            }
-            options = replace(options, env={**options.env, **(backend._env or {})}, **given)
+        if (launching := launch_arguments(self._backend)) is not None:
+            arguments, env = launching
+            given = {_LAUNCH[name]: arguments[name] for name in _LAUNCH if name in arguments}
+            options = replace(options, env={**options.env, **env}, **given)
             report: JobReport[TrainResult] = super()._run_ranks(request, spec, options)
             return report
         began = time.monotonic()
-        results = backend.run(train, args=(spec,), kwargs={}, env={})
+        results = self._backend.run(train, args=(spec,), kwargs={}, env={})
         return JobReport(list(results), 1, 0.0, time.monotonic() - began, ())
 
 

@@ -14,7 +14,7 @@ from sparkhvd.estimator.params.base import accessors
 from sparkhvd.estimator.params.compatibility import CompatibilityParams
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
-from sparkhvd.horovod.spark.common.backend import SparkBackend
+from sparkhvd.horovod.spark.common.backend import launch_arguments
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
@@ -120,10 +120,10 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
     def _run_ranks(  # type: ignore[override]  # of a fit of Keras, behind a mixin for fits of modules
         self, order: Order, options: FitOptions, spark: SparkSession, **arguments: Any
     ) -> Sequence[Trained | None]:
-        backend = self._backend
         env = self._variables()
-        if getattr(type(backend), "run", None) is SparkBackend.run:
-            given = {name: backend._kwargs[name] for name in _LAUNCH if name in backend._kwargs}
-            env = {**env, **(backend._env or {})}
-            return own.KerasEstimator._run_ranks(self, order, options, spark, **given, env=env)
-        return list(backend.run(train, args=(order,), kwargs={}, env=env))
+        if (launching := launch_arguments(self._backend)) is not None:
+            given, of_backend = launching
+            given = {name: given[name] for name in _LAUNCH if name in given}
+            given["env"] = {**of_backend, **env}
+            return own.KerasEstimator._run_ranks(self, order, options, spark, **given)
+        return list(self._backend.run(train, args=(order,), kwargs={}, env=env))
