@@ -9,6 +9,7 @@ from typing import Any
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
+from sparkhvd.keras.optimizer import follows_schedule
 from sparkhvd.keras.variables import broadcast_global_variables
 
 __all__ = [
@@ -115,9 +116,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Check what the rate is set of."""
-        if isinstance(
-            self._optimizer()._learning_rate, keras.optimizers.schedules.LearningRateSchedule
-        ):
+        if follows_schedule(self._optimizer()):
             raise InvalidArgumentError(
                 f"{type(self).__name__}: the learning rate of the optimizer is a LearningRateSchedule, which cannot be set. Give the optimizer a "
                 "number, or leave this callback out."

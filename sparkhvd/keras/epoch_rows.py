@@ -47,8 +47,8 @@ def _share(variable: Any) -> float:
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
     """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
 
-    In the last step, or in any where broken images are left out or groups stay together, ranks have more and less rows, or none: losses are weighted so that the gradient is the mean of all rows of the step, and a
-    step without rows leaves metrics as they are. Behind it the states of metrics are those of all ranks, from which Keras takes its results.
+    In the last step, or in any where broken images are left out or groups stay together, ranks have more and less rows, or none: losses are
+    weighted so that the gradient is the mean of all rows of the step, and a step without rows leaves metrics as they are. Behind the last one the states of metrics are those of all ranks, from which Keras takes its results.
     What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
     """
 

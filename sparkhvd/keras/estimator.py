@@ -1,4 +1,4 @@
-"""`KerasEstimator`: a model of Keras, trained on a DataFrame by Keras' own `fit` on ranks."""
+"""`KerasEstimator`: a model of Keras, trained on a DataFrame or on Parquet files by Keras' own `fit` on ranks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.base import RankEstimator
 from sparkhvd.estimator.fitting.inputs import (
+    FitData,
     FitSources,
     check_inputs,
     check_split,
@@ -47,6 +48,8 @@ from sparkhvd.training.user_code.transformations import (
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from sparkhvd.data.reuse import PreparedData
+    from sparkhvd.data.store.store import Store
     from sparkhvd.estimator.params.options import FitOptions
 
 __all__ = ["KerasEstimator"]
@@ -54,7 +57,7 @@ __all__ = ["KerasEstimator"]
 
 @with_signature
 class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
-    """Estimator of a model of Keras 3: Keras' `fit` on ranks of Spark, over rows that the driver has written into the store.
+    """Estimator of a model of Keras 3: Keras' `fit` on ranks of Spark, over rows of a DataFrame, or of Parquet files as they are.
 
         estimator = KerasEstimator(
             model=model, optimizer=keras.optimizers.Adam(0.001), loss="mse", feature_cols=["x"], label_cols=["y"], epochs=10, num_proc=2)
@@ -124,13 +127,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
     def _prepared(
         self, sources: FitSources, options: FitOptions, network: Network
     ) -> Iterator[_FitData]:
-        """Make the rows readable for ranks: write them into the store, find them there, or list the files; run the user's functions on the first."""
-        features, labels, weight = self._columns()
+        """Make the rows readable for ranks while the context lasts: write them into the store, find them there, or list the files."""
         functions = RowFunctions(options.decoders or {})
-        transformations = resolve_transformations(
-            options.transformation_fn, options.batch_transform_fn
-        )
         store = default_store(sources.training.spark, options.store)
+        features, labels, weight = self._columns()
         # A batch of Keras has columns alone; what each is to the model is known where it is arranged.
         columns = list(dict.fromkeys([*features, *labels, *filter(None, [weight])]))
         plain = replace(
@@ -157,32 +157,43 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             made = prepare_sources(sources, schema, target)
             check_split(made.manifest, sources.split, self._full_step(options))
             report_skipped(made.skipped, options.verbose)
-            seen, transformed = made.schema, None
-            if functions.decoders or transformations:
-                with open_source(made.training.files or store, made.manifest) as source:
-                    if names := functions.needs_example(seen):
-                        seen = functions.with_decoded(seen, source.read(names, source.examples(1)))
-                    if transformations:
-                        transformed = transformed_by(
-                            transformations,
-                            source,
-                            _by_role(seen, features, labels, weight),
-                            functions,
-                            inputs=None,
-                            model_dtype=model_dtype(network),
-                        )
-            training = Dataset(store, made.training.data_dir, made.training.files)
-            held_out = made.validation
-            validation = None
-            if held_out is not None:
-                validation = Dataset(store, held_out.data_dir, held_out.files)
-            yield _FitData(training, validation, seen, functions, transformations, transformed)
+            yield self._data_of(made, store, options, functions, model_dtype(network))
         finally:
             if is_read_in_place and options.run_id is None:
                 store.delete(folder)
 
+    def _data_of(
+        self,
+        made: FitData,
+        store: Store,
+        options: FitOptions,
+        functions: RowFunctions,
+        model_dtype: str,
+    ) -> _FitData:
+        """Describe prepared rows; run the user's functions on the first, which tell what they return."""
+        transformations = resolve_transformations(
+            options.transformation_fn, options.batch_transform_fn
+        )
+        seen, transformed = made.schema, None
+        if functions.decoders or transformations:
+            with open_source(made.training.files or store, made.manifest) as source:
+                if names := functions.needs_example(seen):
+                    seen = functions.with_decoded(seen, source.read(names, source.examples(1)))
+                if transformations:
+                    transformed = transformed_by(
+                        transformations,
+                        source,
+                        _by_role(seen, *self._columns()),
+                        functions,
+                        inputs=None,
+                        model_dtype=model_dtype,
+                    )
+        validation = None if made.validation is None else _dataset(store, made.validation)
+        training = _dataset(store, made.training)
+        return _FitData(training, validation, seen, functions, transformations, transformed)
+
     def _full_step(self, options: FitOptions) -> int:
-        """Return the number of rows that a step needs; ranks say it where their number is not known here."""
+        """Return the number of rows that training needs at least; where it is not known here, ranks refuse fewer."""
         if not options.drop_last or options.group_col:
             return 1
         return (options.num_proc or 1) * options.batch_size
@@ -287,6 +298,10 @@ class _FitData:
         if self.transformed is not None:
             columns = list(flat_columns(self.transformed.features, columns))
         return [tuple(column.row_shape or ()) or (1,) for column in columns]
+
+
+def _dataset(store: Store, data: PreparedData) -> Dataset:
+    return Dataset(store, data.data_dir, data.files)
 
 
 def _by_role(

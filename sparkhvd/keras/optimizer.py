@@ -26,9 +26,15 @@ from sparkhvd.torch.gradients.backward_end import after_backward
 from sparkhvd.torch.optimizer.arguments import check_arguments, group_lists
 from sparkhvd.torch.process_sets import members
 
-__all__ = ["Distributed", "DistributedOptimizer"]
+__all__ = ["Distributed", "DistributedOptimizer", "follows_schedule"]
 
 _Gradients = Sequence["Tensor | None"]
+
+
+def follows_schedule(optimizer: Any) -> bool:
+    """Return True if the learning rate of an optimizer is a schedule, and so cannot be set."""
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(getattr(optimizer, "_learning_rate", None), schedule)
 
 
 class _Reduction(torch.optim.Optimizer):

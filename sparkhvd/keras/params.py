@@ -20,6 +20,7 @@ from sparkhvd.estimator.params.table import above, at_least, param
 from sparkhvd.estimator.params.training import TrainingParams
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.network import Network
+from sparkhvd.keras.optimizer import follows_schedule
 
 __all__ = ["KerasParams"]
 
@@ -161,11 +162,8 @@ class KerasParams(IgnoredParams, PredictParams):
     def _check_rate(self, model: Any) -> None:
         """Refuse to scale a learning rate that follows a schedule."""
         optimizer = self._get("optimizer") or getattr(model, "optimizer", None)
-        follows = isinstance(
-            getattr(optimizer, "_learning_rate", None),
-            keras.optimizers.schedules.LearningRateSchedule,
-        )
-        if self.isSet("lr_scaling") and follows and self._get("learning_rate") is None:
+        is_asked = self.isSet("lr_scaling") and self._get("lr_scaling") is not None
+        if is_asked and self._get("learning_rate") is None and follows_schedule(optimizer):
             raise InvalidArgumentError(
                 f"KerasEstimator: lr_scaling is {self._get('lr_scaling')!r}, and the optimizer's learning rate is a schedule. Make the schedule "
                 "from rates times num_proc, and leave lr_scaling out."

@@ -19,7 +19,7 @@ from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
 from sparkhvd.keras.epoch_rows import EpochRows
 from sparkhvd.keras.network import Network
-from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.keras.optimizer import DistributedOptimizer, follows_schedule
 from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.training.user_code.transformations import Transformations
@@ -98,35 +98,7 @@ def train(order: Order) -> Trained | None:
     is_first = hvd.rank() == 0
     keras.utils.set_random_seed(order.seed + hvd.rank())
     model = _compiled(order)
-    training = _batches(
-        order,
-        model,
-        order.dataset,
-        order.batch_size,
-        shuffle=order.shuffle,
-        drop_last=order.drop_last,
-        max_steps=order.max_steps[0],
-        subset=None if order.has_split else "all",
-    )
-    if not len(training):
-        raise InvalidArgumentError(
-            "KerasEstimator: drop_last leaves out a step that is not full, and the training rows fill none of num_proc * batch_size = "
-            f"{hvd.size() * order.batch_size:,} rows. Lower batch_size, or set drop_last=False."
-        )
-    validation = None
-    if order.has_split or order.held_out is not None:
-        validation = _batches(
-            order,
-            model,
-            order.held_out or order.dataset,
-            order.val_batch_size,
-            is_training=False,
-            shuffle=False,
-            max_steps=order.max_steps[1],
-            subset="validation" if order.held_out is None else "all",
-            num_workers=order.val_num_workers,
-        )
-        validation = validation if len(validation) else None
+    training, validation = _batches(order, model)
     model.optimizer.build(model.trainable_variables)
     progress = None if order.run_id is None else Progress(order.dataset.store, order.run_id)
     restored = progress.restore(model) if progress is not None and is_first else []
@@ -171,7 +143,7 @@ def _compiled(order: Order) -> Any:
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if order.learning_rate is not None:
         inner.learning_rate = order.learning_rate
-    if order.scales_rate and not _follows_schedule(inner):
+    if order.scales_rate and not follows_schedule(inner):
         inner.learning_rate = float(inner.learning_rate) * hvd.size()
     # Around the optimizer that scales losses, where `compile` has put one.
     model.optimizer = DistributedOptimizer(model.optimizer, **order.distributing)
@@ -181,24 +153,43 @@ def _compiled(order: Order) -> Any:
     return model
 
 
-def _follows_schedule(optimizer: Any) -> bool:
-    schedule = keras.optimizers.schedules.LearningRateSchedule
-    return isinstance(getattr(optimizer, "_learning_rate", None), schedule)
+def _batches(order: Order, model: Any) -> tuple[Batches, Batches | None]:
+    """Return the batches of training, and of validation if any row validates.
 
+    Raises:
+        InvalidArgumentError: no training step is full, and only full ones are wanted.
+    """
 
-def _batches(
-    order: Order, model: Any, dataset: Dataset, batch_size: int, **options: Any
-) -> Batches:
-    # A split by chance is one of all loaders with its seed.
-    split = order.split if dataset is order.dataset else None
-    return Batches(
-        model,
-        dataset,
-        order.columns,
-        batch_size,
-        order.transformed,
-        **{**order.reading, "seed": order.seed, "validation": split or None, **options},
+    def read(dataset: Dataset, batch_size: int, max_steps: int | None, **options: Any) -> Batches:
+        given = {**order.reading, "seed": order.seed, "max_steps": max_steps, **options}
+        return Batches(model, dataset, order.columns, batch_size, order.transformed, **given)
+
+    split: dict[str, Any] = {"validation": order.split or None}
+    training = read(
+        order.dataset,
+        order.batch_size,
+        order.max_steps[0],
+        shuffle=order.shuffle,
+        drop_last=order.drop_last,
+        **split,
     )
+    if not len(training):
+        raise InvalidArgumentError(
+            "KerasEstimator: drop_last leaves out a step that is not full, and the training rows fill none of num_proc * batch_size = "
+            f"{hvd.size() * order.batch_size:,} rows. Lower batch_size, or set drop_last=False."
+        )
+    if order.held_out is None and not order.has_split:
+        return training, None
+    validation = read(
+        order.dataset if order.held_out is None else order.held_out,
+        order.val_batch_size,
+        order.max_steps[1],
+        is_training=False,
+        shuffle=False,
+        num_workers=order.val_num_workers,
+        **({"subset": "validation", **split} if order.held_out is None else {}),
+    )
+    return training, validation if len(validation) else None
 
 
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]
