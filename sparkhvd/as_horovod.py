@@ -58,8 +58,9 @@ _ABSENT = {
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
 _LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
-_LAUNCHERS_MODULES = {
-    "horovod.runner": "gloo_run js_run launch mpi_run run_task task_fn",
+# Modules of Horovod's launcher, by package.
+_OF_LAUNCHER = {
+    "horovod.runner": "common driver gloo_run http js_run launch mpi_run run_task task task_fn util",
     "horovod.runner.common": "service util",
     "horovod.runner.common.service": "driver_service task_service",
     "horovod.runner.common.util": "codec config_parser env host_hash hosts network safe_shell_exec secret settings timeout tiny_shell_exec",
@@ -67,12 +68,10 @@ _LAUNCHERS_MODULES = {
     "horovod.runner.http": "http_client http_server",
     "horovod.runner.task": "task_service",
     "horovod.runner.util": "cache lsf network remote streams threads",
-    "horovod.spark": "gloo_run mpi_run",
+    "horovod.spark": "driver gloo_run mpi_run",
     "horovod.spark.driver": "driver_service host_discovery job_id mpirun_rsh rendezvous rsh",
     "horovod.spark.task": "gloo_exec_fn mpirun_exec_fn task_info task_service",
 }
-# Packages of these modules that are more than stubs.
-_ARE_THERE = ("horovod.runner", "horovod.spark", "horovod.spark.task")
 _LOADERS = "sparkhvd.data has loaders for any loop"
 _OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit needs"
 _SAVING = "call save() and load() of the estimator or the model"
@@ -99,10 +98,9 @@ STUBS = {
     "horovod.spark.torch.remote": _OWN_LOOP,
     "horovod.spark.torch.util": _OWN_LOOP,
     "horovod.torch.mpi_ops": _GRADIENTS,
-    **dict.fromkeys((name for name in _LAUNCHERS_MODULES if name not in _ARE_THERE), _LAUNCHER),
     **{
         f"{package}.{name}": _LAUNCHER
-        for package, names in _LAUNCHERS_MODULES.items()
+        for package, names in _OF_LAUNCHER.items()
         for name in names.split()
     },
 }
@@ -133,7 +131,7 @@ def stub(name: str, instead: str) -> type[Any]:
 
 
 def _stub_in(module: str, name: str) -> object:
-    """Make the stub of a name in a module of `STUBS`; its modules are modules, and names with an underscore are none."""
+    """Return a name of a module of `STUBS`: a module of stubs in it, else the stub of a class or function; names with an underscore have none."""
     if f"{module}.{name}" in STUBS:
         return importlib.import_module(f"{module}.{name}")
     if name.startswith("_"):
@@ -142,7 +140,7 @@ def _stub_in(module: str, name: str) -> object:
 
 
 def _module_in(package: str, earlier: Callable[[str], object] | None, name: str) -> object:
-    """Import a module of stubs in a package that is there under another name, where `from package import name` looks for it."""
+    """Import a module of stubs of a package that has another name, by which `from package import name` would look for it; else ask the package."""
     if f"{package}.{name}" in STUBS:
         return importlib.import_module(f"{package}.{name}")
     if earlier is None:
