@@ -158,7 +158,8 @@ class TrainFnContext(Context):
         self._is_saved = False
         self._began = time.monotonic()
         self._share = 1.0
-        self._skips = self._has_batch = False
+        self._has_batch = False  # of a loader
+        self._skips = False  # decoders leave rows out of batches
         self.val_loader = None
         self.history = history
         self.start_epoch, self.start_step = len(history), position.step
@@ -170,7 +171,7 @@ class TrainFnContext(Context):
         """Note the batch that a loader gives; `epoch` of a training batch, counted from 0."""
         self._has_batch = True
         self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
-        if self._skips:  # each rank knows its own alone
+        if self._skips:  # a rank knows only its own
             rows = torch.tensor(self.num_rows)
             self.num_global_rows = int(hvd.allreduce(rows, name="train_fn.rows", op=hvd.Sum))
         if epoch is not None:
