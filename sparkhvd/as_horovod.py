@@ -48,14 +48,19 @@ _HOMES = (
 _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
+_OLD_KERAS = "It is of a Keras that sparkhvd does not have. Train with Keras 3 on its torch backend and horovod.spark.keras"
 _ABSENT = {
     "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
+    "horovod.spark.keras.bare": _OLD_KERAS,
+    "horovod.spark.keras.tensorflow": _OLD_KERAS,
     "horovod.spark.conf": "Its settings of Spark are for a number of ranks that changes, which this version has not. Leave them out",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
+_DATA_PATH = "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read"
+_FIXED_RANKS = "the number of ranks does not change in this version. Train without it"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
 _LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
 # Modules of Horovod's launcher, by package.
@@ -77,18 +82,29 @@ _OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit nee
 _SAVING = "call save() and load() of the estimator or the model"
 # Modules whose names that sparkhvd has not got are stubs, and what there is instead.
 STUBS = {
+    "horovod.common.elastic": _FIXED_RANKS,
+    "horovod.common.exceptions": "nothing has two parts whose versions differ. Leave it out",
     "horovod.common.basics": "call the functions of horovod.torch",
     "horovod.common.util": _GRADIENTS,
     "horovod.data": _LOADERS,
     "horovod.data.data_loader_base": _LOADERS,
-    "horovod.keras.elastic": "the number of ranks does not change in this version. Train without it",
+    "horovod.keras.elastic": _FIXED_RANKS,
+    "horovod.runner.elastic": _FIXED_RANKS,
+    "horovod.runner.elastic.discovery": _FIXED_RANKS,
+    "horovod.runner.elastic.driver": _FIXED_RANKS,
+    "horovod.runner.elastic.settings": _FIXED_RANKS,
+    "horovod.runner.elastic.worker": _FIXED_RANKS,
+    "horovod.spark.common.cache": _DATA_PATH,
     "horovod.spark.common.codec": _SAVING,
     "horovod.spark.common.datamodule": _BATCHES,
     "horovod.spark.common.serialization": _SAVING,
-    "horovod.spark.common.util": "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read",
+    "horovod.spark.common.util": _DATA_PATH,
     "horovod.spark.data_loaders": _LOADERS,
     "horovod.spark.data_loaders.pytorch_data_loaders": _LOADERS,
     "horovod.spark.keras.datamodule": _BATCHES,
+    "horovod.spark.keras.optimizer": _SAVING,
+    "horovod.spark.keras.remote": _OWN_LOOP,
+    "horovod.spark.keras.util": _OWN_LOOP,
     "horovod.spark.lightning.datamodule": _BATCHES,
     "horovod.spark.lightning.legacy": _OWN_LOOP,
     "horovod.spark.lightning.remote": _OWN_LOOP,

@@ -56,6 +56,7 @@ for missing, word in (
     ("horovod.tensorflow.keras", "and horovod.keras"),
     ("horovod.spark.tensorflow", "horovod.spark.torch has an estimator"),
     ("horovod.spark.conf", "Leave them out"),
+    ("horovod.spark.keras.bare", "Train with Keras 3"),
     ("horovod.nonsense", "No module named 'horovod.nonsense'"),
 ):
     try:
@@ -75,7 +76,9 @@ from horovod.spark.task import get_available_devices
 import horovod.runner.common.util.settings
 from horovod.runner import gloo_run
 from horovod.runner.launch import parse_args, run_commandline
+from horovod.runner.elastic.driver import ElasticDriver
 from horovod.spark.driver.rsh import rsh
+from horovod.spark.keras.remote import RemoteTrainer
 from horovod.spark.mpi_run import mpi_run
 
 assert horovod.common.process_sets.ProcessSet is hvd.ProcessSet
@@ -83,13 +86,18 @@ assert horovod.torch.mpi_ops.allreduce is hvd.allreduce
 assert not hasattr(util, "__all__")
 assert horovod.runner.run_commandline is run_commandline
 assert gloo_run.__name__ == "horovod.runner.gloo_run"
-for launcher in (horovod.runner.common.util.settings.Settings, gloo_run.gloo_run, parse_args, rsh, mpi_run):
+for refused, word in (
+    *((each, "Call horovod.run or horovod.spark.run") for each in (gloo_run.gloo_run, parse_args, rsh, mpi_run)),
+    (horovod.runner.common.util.settings.Settings, "Call horovod.run or horovod.spark.run"),
+    (ElasticDriver, "the number of ranks does not change"),
+    (RemoteTrainer, "it is of Horovod's training loop"),
+):
     try:
-        launcher()
+        refused()
     except NotImplementedError as e:
-        assert "Call horovod.run or horovod.spark.run" in str(e), e
+        assert word in str(e), e
     else:
-        raise AssertionError(launcher)
+        raise AssertionError(refused)
 
 
 class Rows(AsyncDataLoaderMixin, pytorch_data_loaders.PytorchDataLoader):
