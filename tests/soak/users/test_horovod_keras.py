@@ -1,4 +1,4 @@
-"""`horovod.spark.keras`: Horovod's Params, setters, backends and hooks with models of Keras 3, on 2 ranks."""
+"""`horovod.spark.keras`: Horovod's Params, setters, backends and hooks with models of Keras 3, on 2 ranks, classic and over Connect."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from sparkhvd.horovod.spark.common.backend import SparkBackend  # noqa: E402
 from sparkhvd.horovod.spark.common.store import LocalStore, Store  # noqa: E402
 from sparkhvd.horovod.spark.keras import KerasEstimator, KerasModel  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
+from tests.harness.cluster import run_client  # noqa: E402
+from tests.harness.spark import connect_server  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -65,10 +67,14 @@ class OwnModel(KerasModel):
         return lambda model, row: model.predict(np.array([row[column]], "float32"), verbose=0)
 
 
-@pytest.fixture(scope="module")
-def df(spark: SparkSession) -> DataFrame:
+def rows_in(spark: SparkSession) -> DataFrame:
     rows = [([n / 60, n % 7 / 7], n / 60 - n % 7 / 7, n % 4 == 0) for n in range(60)]
     return spark.createDataFrame(rows, ["x", "y", "held_out"])
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    return rows_in(spark)
 
 
 def estimator(kind: Any, store: Any, **options: Any) -> Any:
@@ -134,3 +140,27 @@ def test_the_data_of_a_fit_are_those_of_fit_on_parquet(df: DataFrame, tmp_path: 
 def test_a_data_module_is_refused(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="data_module is .*ranks take their batches"):
         estimator(KerasEstimator, str(tmp_path), num_proc=2, data_module=object).fit(df)
+
+
+def fit_in(spark: SparkSession, folder: Path) -> None:
+    """Fit and transform with a subclass and its backend, and fit the files that the fit leaves."""
+    df = rows_in(spark)
+    store = LocalStore(str(folder / "store"))
+    made = estimator(Own, store, backend=Ranks(), validation="held_out")
+    model = made.fit(df)
+    found = model.transform(df).select("x", "own").collect()
+    wanted = model.getModel().predict(np.array([row.x for row in found], "float32"), verbose=0)
+    assert np.allclose([row.own for row in found], wanted[:, 0], atol=1e-5)
+    again = made.fit_on_parquet(spark=spark)
+    assert np.allclose(again.getHistory()["val_loss"], model.getHistory()["val_loss"], atol=1e-5)
+
+
+def test_over_connect(tmp_path: Path) -> None:
+    body = f"""
+from pathlib import Path
+from tests.soak.users.test_horovod_keras import fit_in
+fit_in(spark, Path({str(tmp_path)!r}))
+print("FITTED")
+"""
+    with connect_server(tmp_path / "server") as remote:
+        assert "FITTED" in run_client(remote, body, tmp_path, timeout_s=480)
