@@ -22,6 +22,7 @@ Each module imports only those above it:
     spark          a session, classic or Connect, behind one interface
     engine         compiled collectives: the only ctypes
     rendezvous     authenticated connections between ranks
+    elastic        members of a job whose ranks change
     launchers      a script's rendezvous, by what started it
     observe        timeline, autotune
     torch          Horovod's API on the engine
@@ -46,10 +47,12 @@ from sparkhvd._version import __version__
 if TYPE_CHECKING:
     from sparkhvd.errors import CollectiveError as CollectiveError
     from sparkhvd.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from sparkhvd.errors import ElasticError as ElasticError
     from sparkhvd.errors import EngineUnavailableError as EngineUnavailableError
     from sparkhvd.errors import HorovodInternalError as HorovodInternalError
     from sparkhvd.errors import InternalError as InternalError
     from sparkhvd.errors import InvalidArgumentError as InvalidArgumentError
+    from sparkhvd.errors import LeftOutError as LeftOutError
     from sparkhvd.errors import MismatchError as MismatchError
     from sparkhvd.errors import NotInitializedError as NotInitializedError
     from sparkhvd.errors import PeerLostError as PeerLostError
@@ -82,10 +85,12 @@ if TYPE_CHECKING:
 _ERRORS = (
     "CollectiveError",
     "CollectiveTimeoutError",
+    "ElasticError",
     "EngineUnavailableError",
     "HorovodInternalError",
     "InternalError",
     "InvalidArgumentError",
+    "LeftOutError",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",

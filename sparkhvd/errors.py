@@ -14,10 +14,12 @@ from types import MappingProxyType
 __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
+    "ElasticError",
     "EngineUnavailableError",
     "HorovodInternalError",
     "InternalError",
     "InvalidArgumentError",
+    "LeftOutError",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
@@ -91,6 +93,14 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class PeerLostError(CollectiveError, ConnectionError):
     """The process or the connection of another rank is gone; the message names it, and `lost` all that are."""
+
+
+class ElasticError(SparkhvdError, RuntimeError):
+    """An elastic job cannot go on: too few ranks, too many resets, no rank with the training's state, or no coordinator. Never retried."""
+
+
+class LeftOutError(ElasticError):
+    """The other ranks of an elastic job went on without this one, which did not answer in time. It must end, and write nothing."""
 
 
 HorovodInternalError = CollectiveError

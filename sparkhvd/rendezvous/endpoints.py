@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sparkhvd.errors import InvalidArgumentError
 
@@ -47,6 +48,30 @@ class Endpoint:
             if ":" in self.address
             else f"{self.address}:{self.port}"
         )
+
+
+class Party(Protocol):
+    """One side of a handshake: a rank of a job, or of a service with a key."""
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes that both sides know."""
+
+    @property
+    def job_id(self) -> str:
+        """Name, the same on both sides."""
+
+    @property
+    def attempt(self) -> int:
+        """Number that tells launches apart."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this side."""
+
+    @property
+    def size(self) -> int:
+        """Above every side's number."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from sparkhvd.rendezvous.endpoints import Job
+from sparkhvd.rendezvous.endpoints import Party
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
@@ -52,7 +52,7 @@ class Turn:
 
 
 def proof_of(
-    job: Job, role: bytes, *, client: int, server: int, turn: Turn, nonces: bytes
+    job: Party, role: bytes, *, client: int, server: int, turn: Turn, nonces: bytes
 ) -> bytes:
     """Return the proof of the client (b"C") or the server (b"S")."""
     job_id = job.job_id.encode()
@@ -91,24 +91,24 @@ class Notice:
     kind: int
     about: int
 
-    def to_bytes(self, job: Job, to: int) -> bytes:
+    def to_bytes(self, job: Party, to: int) -> bytes:
         """Return the message for rank `to`."""
         proof = self._proof(job, to)
         return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
     @classmethod
-    def from_bytes(cls, message: bytes, job: Job) -> Notice | None:
+    def from_bytes(cls, message: bytes, job: Party) -> Notice | None:
         """Return the notice in a message to rank `job.rank`; None if its proof is wrong or it is not valid."""
         _, teller, generation, kind, about, proof = NOTICE.unpack(message)
         notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
         return notice if is_genuine and notice.is_valid(job) else None
 
-    def is_valid(self, job: Job) -> bool:
+    def is_valid(self, job: Party) -> bool:
         """Return True if it reports a failure of ranks of the job: a peer with the key may be wrong, too."""
         return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
-    def _proof(self, job: Job, to: int) -> bytes:
+    def _proof(self, job: Party, to: int) -> bytes:
         job_id = job.job_id.encode()
         context = struct.pack(
             f"!16s1sIIIIIIIBI{len(job_id)}s",
@@ -129,7 +129,7 @@ class Notice:
 
 
 def introduce(
-    job: Job, peer: int, turn: Turn, sock: socket.socket, until: float
+    job: Party, peer: int, turn: Turn, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
     """Do the connecting side of the handshake; return True if `peer` has proved itself."""
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -151,7 +151,7 @@ def introduce(
 
 
 def answer(
-    job: Job, now: Turn, hello: bytes, sock: socket.socket, until: float
+    job: Party, now: Turn, hello: bytes, sock: socket.socket, until: float
 ) -> Generator[Wait, None, tuple[Turn, int] | None]:
     """Do the accepting side of the handshake; return turn and rank of the client, or None if it has not proved them."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sparkhvd.rendezvous.endpoints import Job
+from sparkhvd.rendezvous.endpoints import Party
 from sparkhvd.rendezvous.handshake import HELLO, NOTICE, NOTICE_MAGIC, Notice, Turn, answer
 from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S, Loop, Task, Wait, is_same_user, read, sleep
 
@@ -33,7 +33,7 @@ class Reception:
         on_shortage: called with the error when this process or host lacks what an accept needs.
     """
 
-    job: Job
+    job: Party
     listening: Sequence[socket.socket]
     loop: Loop
     current_turn: Callable[[], Turn]

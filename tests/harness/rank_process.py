@@ -2,7 +2,7 @@
 
 Each process runs `fn(engine, talk)` with an engine over a SocketRendezvous. `talk.say(x)` sends a value to the
 test, `talk.hear()` waits for one from it; what `fn` returns or raises is the process's outcome. A killed process
-has none.
+has none. Members of an elastic job (`tests.harness.elastic`) run `fn(rendezvous, talk)`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparkhvd.elastic import ElasticRendezvous, Invitation
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
@@ -32,9 +33,15 @@ DEADLINE_S = 30.0
 class RankProcess:
     """Rank in a process of its own, as the test sees it."""
 
-    def __init__(self, target: str, job: Job, listener: Listener, settings: Settings) -> None:
-        self.rank = job.rank
-        self.job = job
+    def __init__(
+        self,
+        target: str,
+        rank: int,
+        listener: Listener,
+        settings: Settings,
+        **start: Any,
+    ) -> None:
+        self.rank = rank
         filenos = listener.filenos()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.rank_process"],
@@ -47,15 +54,15 @@ class RankProcess:
         )
         self.tell(
             {
+                **start,
                 "target": target,
-                "job": job.to_json(),
                 "settings": settings.to_json(),
                 "filenos": filenos,
                 "endpoint": listener.endpoint().to_dict(),
             }
         )
         self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name=f"test-reader-{job.rank}")
+        self._reader = threading.Thread(target=self._read, name=f"test-reader-{rank}")
         self._reader.start()
 
     @property
@@ -160,7 +167,7 @@ def rank_processes(
         key = secrets.token_bytes(32)
         for rank, listener in enumerate(listeners):
             job = Job(key, "test", 0, rank, size, endpoints)
-            ranks.append(RankProcess(target, job, listener, settings))
+            ranks.append(RankProcess(target, rank, listener, settings, job=job.to_json()))
         for listener in listeners:  # only the rank itself keeps its port open
             listener.close()
         yield ranks
@@ -179,9 +186,13 @@ def main() -> None:
     settings = Settings.from_json(start["settings"])
     module, _, name = start["target"].partition(":")
     body = getattr(importlib.import_module(module), name)
-    rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)
     parent = os.getpid()
     try:
+        if "invitation" in start:
+            invitation = Invitation.from_dict(start["invitation"])
+            talk.say(body(ElasticRendezvous(invitation, listener, lambda: settings), talk))
+            return
+        rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
     except BaseException as error:  # noqa: BLE001 - it is the outcome

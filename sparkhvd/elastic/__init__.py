@@ -1,0 +1,34 @@
+"""Elastic jobs: ranks come and go, and those that stay keep their processes.
+
+The process that starts the ranks has a `Coordinator`, which decides who is in each generation; every rank has an `ElasticRendezvous`, whose
+`connect` asks it and then meets the others as ranks of any job do. Why not the ranks among themselves: a rank that was stopped for a while
+cannot tell from the others whether they have died, or have gone on without it and finished; the process that has started them can. A question
+costs a message each way, under a millisecond on one host (docs/elastic.md has the figures).
+
+Ownership: the coordinator owns its listener and connections; a rank its listener, which stays open over all generations, and one connection
+to the coordinator, whose end means that the rank is gone.
+
+Each module imports only those above it:
+
+    messages     questions, decisions, news
+    membership   who is in the next generation; pure
+    channel      authenticated connections for them
+    coordinator  the deciding process's part
+    member       a rank's connection to it
+    rendezvous   a rank's rendezvous
+"""
+
+from sparkhvd.elastic.coordinator import Coordinator, Formed
+from sparkhvd.elastic.member import Invitation
+from sparkhvd.elastic.membership import Change, Limits
+from sparkhvd.elastic.rendezvous import ElasticRendezvous, Standing
+
+__all__ = [
+    "Change",
+    "Coordinator",
+    "ElasticRendezvous",
+    "Formed",
+    "Invitation",
+    "Limits",
+    "Standing",
+]

@@ -1,0 +1,318 @@
+"""Members of an elastic job: who takes part in the next generation. Pure: no sockets, no clock, no processes.
+
+A *member* is a process with a number that no other process of the job ever has; its rank may change from generation to
+generation. One process, the coordinator, decides for all, so that two halves of a job can never both go on, and a member that comes
+back after it was left out learns of it from the only one who knows.
+
+**A round** begins when the first member of the current generation asks for the next one. It ends when every other one has asked, too, or has
+ended, or has let the others wait for `Limits.patience_s`: that one is left out for good. New members wait for a round, and are in the
+next decision. Nobody who has asked waits for a process that is still starting, unless there are too few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sparkhvd.elastic.messages import Ask, Decision, Message, Refusal, Report, Update
+
+__all__ = ["Change", "Limits", "Membership"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an elastic job.
+
+    Attributes:
+        first: members that the first generation waits for, for `start_timeout_s`.
+        least: members without which no generation begins.
+        most: members that a generation may have.
+        resets: generations after the first; None for any number.
+        start_timeout_s: longest wait for `first` members.
+        timeout_s: longest wait for `least` members.
+        patience_s: longest wait for a member that lives and does not ask.
+    """
+
+    first: int
+    least: int
+    most: int
+    resets: int | None = None
+    start_timeout_s: float = 600.0
+    timeout_s: float = 600.0
+    patience_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of the members.
+
+    Attributes:
+        generation: the new one.
+        before: number of members of the former one; 0 for the first.
+        members: the new ones, by rank.
+        lost: by number of a member that is not there any more, why.
+        joined: numbers of new ones.
+        asked_at: when the first member asked.
+        why: what ended the former generation, as members have told.
+        sync: whether all get rank 0's state.
+    """
+
+    generation: int
+    before: int
+    members: tuple[int, ...]
+    lost: dict[int, str]
+    joined: tuple[int, ...]
+    asked_at: float
+    why: str
+    sync: bool
+
+
+@dataclass
+class Membership:
+    """Who is in an elastic job. Every method takes the time, and adds to `outbox` and `changes`.
+
+    Attributes:
+        outbox: messages to members, by number; the caller takes them out.
+        changes: decisions since the caller took them out.
+        generation: the current one; 0 before the first.
+        members: of the current generation, by rank.
+        failure: why the job cannot go on; "" while it can.
+        is_finished: whether a member's function has returned: nobody joins any more.
+    """
+
+    limits: Limits
+    outbox: list[tuple[int, Message]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    failure: str = ""
+    is_finished: bool = False
+    _starting: set[int] = field(default_factory=set)
+    _running: set[int] = field(default_factory=set)
+    _asked: dict[int, Ask] = field(default_factory=dict)
+    _gone: dict[int, str] = field(default_factory=dict)  # why, of those that have ended
+    _refused: dict[int, Refusal] = field(default_factory=dict)
+    _removing: dict[int, str] = field(default_factory=dict)
+    _announced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    _began: float | None = None  # the round
+    _has_state: bool = False
+
+    def expect(self, number: int) -> None:
+        """Note that a process is starting that will ask."""
+        self._starting.add(number)
+
+    def receive(self, number: int, message: Message, now: float) -> None:
+        """Take a member's message."""
+        if isinstance(message, Ask):
+            self._receive_ask(number, message, now)
+        elif isinstance(message, Report) and message.kind == "synced":
+            self._has_state = True
+        elif isinstance(message, Report) and message.kind == "finished":
+            self.is_finished = True
+            self.end(number, "has finished", now)
+
+    def end(self, number: int, why: str, now: float) -> None:
+        """Note that a member's process has ended, or will take no part any more; the first reason counts."""
+        self._gone.setdefault(number, why)
+        self._starting.discard(number)
+        self._running.discard(number)
+        self._asked.pop(number, None)
+        self.step(now)
+
+    def remove(self, number: int, why: str, now: float) -> None:
+        """Let a member leave at the next commit."""
+        if number not in self._gone:
+            self._removing.setdefault(number, why)
+            self.step(now)
+
+    def fail(self, text: str, now: float) -> None:
+        """End the job for all who ask: it cannot go on."""
+        self.failure = self.failure or text
+        self.step(now)
+
+    def step(self, now: float) -> None:
+        """Do what is due."""
+        self._refuse_those_who_cannot_join()
+        if not self._asked:
+            self._began = None
+            if self._running:
+                self._announce()
+            return
+        veterans = self._asked.keys() & set(self.members)
+        if self._running and not veterans:
+            self._announce()
+            return
+        if self._began is None:
+            self._began = now
+        if self._running:
+            if now < self._began + self.limits.patience_s:
+                return
+            for number in sorted(self._running):
+                self._leave_out(number)
+        self._decide(now)
+
+    def next_step_at(self) -> float | None:
+        """Return when `step` has something to do; None for not before the next message."""
+        if self._began is None:
+            return None
+        if self._running:
+            return self._began + self.limits.patience_s
+        if self.generation == 0 and len(self._asked) >= self.limits.least:
+            return self._began + self.limits.start_timeout_s
+        return self._began + self._longest_wait_s
+
+    def is_gone(self, number: int) -> bool:
+        """Return True for a member that takes no part any more."""
+        return number in self._gone
+
+    def waiting(self) -> tuple[int, ...]:
+        """Return the members that have asked and have no answer."""
+        return tuple(sorted(self._asked))
+
+    # --- Asking. ---
+
+    def _receive_ask(self, number: int, ask: Ask, now: float) -> None:
+        if number in self._refused:
+            self.outbox.append((number, self._refused[number]))
+            return
+        if number in self._gone:
+            text = f"it takes no part any more: {self._gone[number]}"
+            self.outbox.append((number, Refusal("left out", text)))
+            return
+        self._starting.discard(number)
+        self._running.discard(number)
+        self._asked[number] = ask
+        self._has_state = self._has_state or ask.has_state
+        for dead in ask.dead:  # the engines know before the launcher does
+            if dead in self.members and dead not in self._gone and dead not in self._asked:
+                self._gone[dead] = "has died"
+                self._running.discard(dead)
+        self.step(now)
+
+    def _refuse(self, number: int, refusal: Refusal) -> None:
+        self._refused[number] = refusal
+        self._gone.setdefault(number, refusal.text)
+        self._asked.pop(number, None)
+        self._running.discard(number)
+        self._starting.discard(number)
+        self.outbox.append((number, refusal))
+
+    def _refuse_those_who_cannot_join(self) -> None:
+        for number in self.waiting():
+            if self.failure:
+                self._refuse(number, Refusal("failed", self.failure))
+            elif number in self._removing:
+                self._refuse(number, Refusal("removed", self._removing[number]))
+            elif self.is_finished and number not in self.members:
+                self._refuse(number, Refusal("over", "the others have finished"))
+
+    def _leave_out(self, number: int) -> None:
+        self._refuse(
+            number,
+            Refusal(
+                "left out",
+                f"the others waited {self.limits.patience_s:g} s for it and went on without it",
+            ),
+        )
+
+    def _announce(self) -> None:
+        """Tell the members that run of those who wait to join, and of those who should leave."""
+        leaving = tuple(number for number in self.members if number in self._removing)
+        leaving = tuple(number for number in leaving if number not in self._gone)
+        staying = sum(number not in self._gone for number in self.members) - len(leaving)
+        joining = self.waiting()[: max(0, self.limits.most - staying)]
+        if (joining, leaving) == self._announced or not (joining or leaving):
+            return
+        self._announced = (joining, leaving)
+        for number in sorted(self._running):
+            self.outbox.append((number, Update(only_removals=not joining)))
+
+    # --- Deciding. ---
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return self.limits.timeout_s if self.generation else self.limits.start_timeout_s
+
+    def _decide(self, now: float) -> None:
+        """Decide the next generation, unless more members must come."""
+        assert self._began is not None
+        self._refuse_those_who_cannot_join()
+        candidates = self._candidates()
+        if not candidates:
+            return
+        if self.generation == 0 and len(candidates) < self.limits.first:
+            is_patient = now < self._began + self.limits.start_timeout_s
+            if self._starting and is_patient:
+                return
+        if len(candidates) < self.limits.least and not self.is_finished:
+            if now >= self._began + self._longest_wait_s:
+                self.fail(self._too_few(len(candidates)), now)
+            return
+        if problem := self._problem(candidates):
+            self.fail(problem, now)
+            return
+        self._form(candidates)
+
+    def _candidates(self) -> tuple[int, ...]:
+        """Return who may take part, by rank: first those with the newest state, then in the order of the former generation."""
+        newest = max((ask.version for ask in self._asked.values() if ask.has_state), default=0)
+        places = {number: rank for rank, number in enumerate(self.members)}
+
+        def order(number: int) -> tuple[object, ...]:
+            ask = self._asked[number]
+            is_newest = ask.has_state and ask.version == newest
+            return (not is_newest, not ask.has_state, places.get(number, len(places)), number)
+
+        return tuple(sorted(self._asked, key=order)[: self.limits.most])
+
+    def _problem(self, candidates: tuple[int, ...]) -> str:
+        """Return why these members cannot go on; "" if they can."""
+        if self._has_state and not any(self._asked[number].has_state for number in candidates):
+            return "every rank that had the training's state is gone. Start the job again, from a checkpoint"
+        if self.limits.resets is not None and self.generation > self.limits.resets:
+            return (
+                f"the job was reset {self.limits.resets} times, as often as its reset limit allows (--reset-limit, reset_limit=). "
+                "Look for what ends its ranks, or raise the limit"
+            )
+        return ""
+
+    def _too_few(self, found: int) -> str:
+        return (
+            f"{found} ranks are there, and the job needs {self.limits.least} (--min-np, min_num_proc=); more did not come within "
+            f"{self._longest_wait_s:g} s (--elastic-timeout, elastic_timeout=)"
+        )
+
+    def _form(self, members: tuple[int, ...]) -> None:
+        assert self._began is not None
+        former = self.members
+        asks = {number: self._asked.pop(number) for number in members}
+        sync = self.generation == 0 or any(a.needs_sync or not a.has_state for a in asks.values())
+        self.generation += 1
+        endpoints = tuple(asks[number].endpoint for number in members)
+        decision = Decision(self.generation, members, endpoints, sync)
+        self.outbox += [(number, decision) for number in members]
+        self.changes.append(
+            Change(
+                generation=self.generation,
+                before=len(former),
+                members=members,
+                lost=dict(self._reasons(former, members)),
+                joined=tuple(number for number in members if number not in former),
+                asked_at=self._began,
+                why=next((ask.why for ask in asks.values() if ask.why), ""),
+                sync=sync,
+            )
+        )
+        self.members = members
+        self._running = set(members)
+        self._announced = ((), ())
+        self._began = None
+        if self._asked:  # beyond `most`
+            self._announce()
+
+    def _reasons(
+        self, former: tuple[int, ...], members: tuple[int, ...]
+    ) -> Iterator[tuple[int, str]]:
+        for number in former:
+            if number not in members:
+                yield number, self._gone.get(number, "waits for a place")

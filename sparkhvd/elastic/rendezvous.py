@@ -1,0 +1,204 @@
+"""Rendezvous of a member of an elastic job: each `connect` is a generation, with the members that the coordinator has decided on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sparkhvd import rank_context
+from sparkhvd.elastic.member import Invitation, Link
+from sparkhvd.elastic.messages import Ask, Decision
+from sparkhvd.errors import CollectiveError, NotInitializedError
+from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
+from sparkhvd.settings import Settings
+from sparkhvd.topology import topology
+
+__all__ = ["ElasticRendezvous", "Standing"]
+
+
+@dataclass
+class Standing:
+    """What this member brings to the next generation.
+
+    Attributes:
+        has_state: whether it has the training's state.
+        version: of its last commit.
+        needs_sync: whether it must get the state before it goes on.
+        lost: ranks of the last generation that are lost and how, as `CollectiveError.lost` has them.
+        why: what ended the last generation.
+    """
+
+    has_state: bool = False
+    version: int = 0
+    needs_sync: bool = True
+    lost: Mapping[int, str] | None = None
+    why: str = ""
+
+
+class ElasticRendezvous:
+    """Rendezvous whose ranks change from `connect` to `connect`.
+
+    Every member calls `connect` when a generation has ended for it, by a failure or because the members should change. It
+    returns when the coordinator has decided who is left, who joins, and all of them have met; if they cannot, because another
+    one has died meanwhile, it asks again.
+
+    Args:
+        invitation: to the job.
+        listener: where other members reach this one; stays open.
+        settings: returns the settings, called by every `connect`.
+        num_threads: threads that this process may use.
+
+    Attributes:
+        standing: what this member brings to the next generation; the caller keeps it up to date.
+    """
+
+    can_meet_again = True  # after a rank was lost in the making of an engine
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        listener: Listener,
+        settings: Callable[[], Settings],
+        num_threads: int = 1,
+    ) -> None:
+        self.standing = Standing()
+        self._ask_settings = settings
+        self._meet_s = invitation.meet_s
+        self.settings = self._resolve()
+        self._invitation = invitation
+        self._listener = listener
+        self._num_threads = num_threads
+        self._link = Link(invitation)
+        self._decision: Decision | None = None
+        # Its own, for forks: a child closes what a rendezvous has open.
+        self._sockets: SocketRendezvous | None = None
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the current generation."""
+        return self._now().members.index(self._invitation.number)
+
+    @property
+    def size(self) -> int:
+        """Number of members of the current generation."""
+        return len(self._now().members)
+
+    @property
+    def generation(self) -> int:
+        """The current generation, from 1; 0 before the first."""
+        return 0 if self._decision is None else self._decision.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of the current members, by rank; a number is a process's for as long as the job lives."""
+        return () if self._decision is None else self._decision.members
+
+    @property
+    def must_sync(self) -> bool:
+        """True if all members of the current generation get rank 0's state before they go on."""
+        return self._now().sync
+
+    def connect(self) -> Connections:
+        """Take part in the next generation; see the class.
+
+        Raises:
+            LeftOutError: the others went on without this member.
+            ElasticError: the job cannot go on: too few members, too many resets, no state left, or no coordinator.
+            SystemExit: this member should leave, or the others have finished.
+        """
+        self.settings = self._resolve()
+        while True:
+            decision = self._link.ask(self._question())
+            self._decision = decision
+            self.standing.lost, self.standing.why = None, ""
+            self._sockets = SocketRendezvous(self._job(decision), self._listener, self.settings)
+            try:
+                connections = self._sockets.connect()
+            except CollectiveError as error:
+                self.standing.why = str(error)
+                continue
+            self._install_place(connections.hosts)
+            self._link.report("formed", decision.generation)
+            return connections
+
+    def should_change(self) -> tuple[bool, bool]:
+        """Return whether the members should change, and whether nobody would join; does not wait.
+
+        Raises:
+            LeftOutError: the others went on without this member.
+            ElasticError: the coordinator is gone.
+        """
+        news = self._link.news()
+        return news is not None, news is not None and news.only_removals
+
+    def note_synced(self) -> None:
+        """Note that this member has the training's state."""
+        if not self.standing.has_state:
+            self.standing.has_state = True
+            self._link.report("synced", self.generation)
+        self.standing.needs_sync = False
+
+    def finish(self) -> None:
+        """Tell that this member's function has returned: nobody joins any more."""
+        self._link.report("finished", self.generation)
+
+    def close(self) -> None:
+        """Leave the job: stop listening, and end the connection to the coordinator."""
+        self._link.close()
+        self._listener.close()
+
+    def _resolve(self) -> Settings:
+        settings = self._ask_settings()
+        wait_s = min(settings.connect_timeout_s, self._meet_s)
+        return dataclasses.replace(settings, connect_timeout_s=wait_s)
+
+    def _now(self) -> Decision:
+        if self._decision is None:
+            raise NotInitializedError("The elastic job has no generation yet; use hvd.init().")
+        return self._decision
+
+    def _question(self) -> Ask:
+        standing = self.standing
+        lost = standing.lost or {}
+        dead = [
+            self.members[rank]
+            for rank, kind in lost.items()
+            if kind == "dead" and rank < len(self.members)
+        ]
+        return Ask(
+            generation=self.generation,
+            endpoint=self._listener.endpoint(),
+            has_state=standing.has_state,
+            version=standing.version,
+            needs_sync=standing.needs_sync,
+            dead=tuple(sorted(dead)),
+            why=standing.why,
+        )
+
+    def _job(self, decision: Decision) -> Job:
+        """Return the ranks of a generation as a job of its own: nothing that was shown in another one opens it."""
+        name = f"{self._invitation.job_id} generation {decision.generation}"
+        members = ",".join(map(str, decision.members))
+        return Job(
+            key=hmac.digest(self._invitation.key, f"{name} of {members}".encode(), "sha256"),
+            job_id=name,
+            attempt=0,
+            rank=decision.members.index(self._invitation.number),
+            size=len(decision.members),
+            endpoints=decision.endpoints,
+        )
+
+    def _install_place(self, hosts: tuple[int, ...]) -> None:
+        before = rank_context.context()
+        place = topology(self.rank, hosts)
+        made = rank_context.RankContext(
+            self.rank,
+            self.size,
+            place.local_rank,
+            0,
+            self._num_threads if before is None else before.num_threads,
+            None if before is None else before.gpu,
+        )
+        rank_context.install(made)

@@ -1,0 +1,90 @@
+"""Elastic jobs of real processes: `with elastic_job("tests...:fn", 3) as job:`; each process runs `fn(rendezvous, talk)`."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sparkhvd.elastic import Coordinator, Formed, Invitation, Limits
+from sparkhvd.elastic.messages import Refusal
+from sparkhvd.rendezvous import Endpoint, Listener
+from sparkhvd.settings import Settings
+from tests.harness.rank_process import DEADLINE_S, RankProcess
+
+
+class ElasticJob:
+    """Members and their coordinator, which is in this process."""
+
+    def __init__(self, target: str, limits: Limits, settings: Settings, tcp_only: bool) -> None:
+        self.target = target
+        self.limits = limits
+        self.settings = settings
+        self.tcp_only = tcp_only
+        self.formed: queue.SimpleQueue[Formed] = queue.SimpleQueue()
+        self.refused: queue.SimpleQueue[tuple[int, Refusal]] = queue.SimpleQueue()
+        self.members: list[RankProcess] = []
+        self._key, self._job_id = secrets.token_bytes(32), secrets.token_hex(4)
+        self.coordinator = Coordinator(
+            self._key,
+            self._job_id,
+            Listener.bind("127.0.0.1", settings),
+            limits,
+            on_formed=self.formed.put,
+            on_refused=lambda number, refusal: self.refused.put((number, refusal)),
+        )
+
+    def start(self, count: int = 1, target: str | None = None) -> list[RankProcess]:
+        """Start members; their numbers count on."""
+        made = []
+        for _ in range(count):
+            number = len(self.members)
+            self.coordinator.expect(number)
+            with Listener.bind("127.0.0.1", self.settings) as listener:
+                if self.tcp_only:
+                    endpoint = listener.endpoint()
+                    listener._endpoint = Endpoint(endpoint.address, endpoint.port, "", "")
+                coordinator = self.coordinator.endpoint
+                if self.tcp_only:
+                    coordinator = replace(coordinator, host_key="", unix_name="")
+                invitation = Invitation(
+                    self._key, self._job_id, number, coordinator, 120.0, self.limits.patience_s
+                )
+                made.append(
+                    RankProcess(
+                        target or self.target,
+                        number,
+                        listener,
+                        self.settings,
+                        invitation=invitation.to_dict(),
+                    )
+                )
+            self.members.append(made[-1])
+        return made
+
+    def next_change(self, timeout_s: float = DEADLINE_S) -> Formed:
+        """Return the next change that the members have carried out, or that another one has overtaken."""
+        return self.formed.get(timeout=timeout_s)
+
+
+@contextlib.contextmanager
+def elastic_job(
+    target: str,
+    size: int,
+    *,
+    limits: Limits | None = None,
+    settings: Settings | None = None,
+    tcp_only: bool = False,
+) -> Iterator[ElasticJob]:
+    """Start `size` members of `target` ("module:function"); at the end all are killed."""
+    limits = limits or Limits(first=size, least=1, most=16, patience_s=DEADLINE_S)
+    job = ElasticJob(target, limits, settings or Settings(connect_timeout_s=DEADLINE_S), tcp_only)
+    try:
+        job.start(size)
+        yield job
+    finally:
+        for member in job.members:
+            member.close()
+        job.coordinator.close()
