@@ -3,7 +3,7 @@
 The process that starts the ranks has a `Coordinator`, which decides who is in each generation; every rank has an `ElasticRendezvous`, whose
 `connect` asks it and then meets the others as ranks of any job do. Why not the ranks among themselves: a rank that was stopped for a while
 cannot tell from the others whether they have died, or have gone on without it and finished; the process that has started them can. A question
-costs a message each way, under a millisecond on one host (docs/elastic.md has the figures).
+costs a message each way on one host or network.
 
 Ownership: the coordinator owns its listener and connections; a rank its listener, which stays open over all generations, and one connection
 to the coordinator, whose end means that the rank is gone.
@@ -16,6 +16,7 @@ Each module imports only those above it:
     coordinator  the deciding process's part
     member       a rank's connection to it
     rendezvous   a rank's rendezvous
+    interrupt    signal to a training loop that the ranks should change
 """
 
 from sparkhvd.elastic.coordinator import Coordinator, Formed

@@ -29,6 +29,7 @@ Each module imports only those above it:
     sync_batch_norm  `SyncBatchNorm`
     compression      `Compression`
     optimizer        `DistributedOptimizer`
+    elastic          training whose ranks change; not public while no launcher starts such jobs
     functions        Horovod's module of that name
     mpi_ops          Horovod's module of that name
 """
@@ -43,6 +44,7 @@ from typing import NoReturn
 
 import torch
 
+from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.counters import Metrics
 from sparkhvd.errors import (
     CollectiveError,
@@ -54,7 +56,7 @@ from sparkhvd.errors import (
     PeerLostError,
 )
 from sparkhvd.launchers import horovod
-from sparkhvd.launchers.communicator import Communicator
+from sparkhvd.launchers.communicator import Communicator, is_communicator
 from sparkhvd.observe import timeline
 from sparkhvd.rank_messages import log_to_driver
 from sparkhvd.torch import collectives, context, joining, own_gpu
@@ -120,6 +122,7 @@ __all__ = [
     "stop_timeline",
 ]
 
+
 # Horovod's names that this version does not have.
 _LATER = frozenset({"elastic"})
 
@@ -144,7 +147,8 @@ def init(
             its processes with its ranks; all of them must call this, processes of several communicators are independent jobs,
             and MPI is not used later. Or a `Rendezvous`.
         process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
-            may always be added and removed.
+            may always be added and removed. In an elastic job they are registered anew whenever the ranks change, those alone whose
+            ranks are all there.
 
     Raises:
         InvalidArgumentError: an argument is wrong; or this process has joined a job of another size or with another rank than
@@ -160,9 +164,11 @@ def init(
         return
     if rank() == 0:
         _tell_choices()
+    context.context().again = functools.partial(init, comm, sets)
     try:
         for process_set in sets:
-            add_process_set(process_set)
+            if _exists(process_set):
+                add_process_set(process_set)
         own_gpu.make_current()
     except BaseException:
         shutdown()
@@ -173,6 +179,15 @@ def init(
 def _tell_choices() -> None:
     if note := horovod.note_of():
         sys.stderr.write(f"{note}\n")
+
+
+def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
+    """Return False for a set that an elastic job has not got ranks for, which stays unregistered until it has."""
+    is_elastic = isinstance(context.context().rendezvous, ElasticRendezvous)
+    if not is_elastic or is_communicator(process_set):
+        return True
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    return max(made.ranks or [0]) < size() and len(made.ranks or []) != size()
 
 
 def _sets(

@@ -13,13 +13,15 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
-from sparkhvd.errors import InvalidArgumentError, NotInitializedError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, NotInitializedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +42,30 @@ class _Ended(threading.local):
         self.reducers: list[Reducer] = []
 
 
+class Follower(Protocol):
+    """What is built on an engine, and built again on the next one of an elastic job."""
+
+    def detach(self) -> None:
+        """Stop using the engine, which may have failed."""
+
+    def follow(self, current: Context) -> None:
+        """Use another engine from now on; every rank calls this, for what it has built in the same order."""
+
+
 class Context:
     """An engine, and the state and counters of this API per engine: every rank counts the same operations alike."""
 
-    def __init__(self, engine: Engine, cleanup: contextlib.ExitStack | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cleanup: contextlib.ExitStack | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self.engine = engine
+        self.rendezvous = rendezvous  # of `init()`
+        # Does that `init()` again, after a shutdown (of `elastic`).
+        self.again: Callable[[], None] | None = None
+        self.followers: list[weakref.ref[Follower]] = []
         self.cleanup = cleanup or contextlib.ExitStack()  # what ends with the engine
         self.is_open = True
         # The reducer that listens to a parameter, weakly (made and used by `optimizer`).
@@ -147,12 +168,24 @@ def initialize(join: Callable[[contextlib.ExitStack], Rendezvous]) -> bool:
             return False
         with contextlib.ExitStack() as cleanup:
             rendezvous = join(cleanup)
-            engine = Engine(rendezvous.connect(), rendezvous.settings)
-            _process.context = Context(engine, cleanup.pop_all())
+            engine = _make_engine(rendezvous)
+            _process.context = Context(engine, cleanup.pop_all(), rendezvous)
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())
         return True
+
+
+def _make_engine(rendezvous: Rendezvous) -> Engine:
+    """Meet the ranks and make the engine; in an elastic job again without those that are lost meanwhile."""
+    while True:
+        connections = rendezvous.connect()
+        try:
+            return Engine(connections, rendezvous.settings)
+        except CollectiveError as error:
+            if not isinstance(rendezvous, ElasticRendezvous):
+                raise
+            rendezvous.standing.why = str(error)
 
 
 def shut_down() -> None:

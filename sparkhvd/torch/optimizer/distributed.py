@@ -26,6 +26,7 @@ from sparkhvd.torch.optimizer.arguments import (
     placed,
 )
 from sparkhvd.torch.optimizer.shared_parameters import unshare
+from sparkhvd.torch.process_sets import members, set_id
 from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Distributed", "plain_optimizer"]
@@ -41,6 +42,7 @@ class Distributed(torch.optim.Optimizer):
 
     _reducers: tuple[Reducer, ...] = ()
     _tuner: Tuner | None = None
+    _may_follow = True  # a subclass that keeps state of its own on each rank cannot
     # The optimizer that was given: an LR scheduler made before may hold it.
     _plain: weakref.ref[torch.optim.Optimizer] | None = None
 
@@ -60,14 +62,43 @@ class Distributed(torch.optim.Optimizer):
         if not configuration.share_parameters:
             unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
+        # Parameters that were given together, with their groups.
+        self._given = [(tuple(self._parameter_names), groups)]
+        if self._may_follow:
+            self._context.followers.append(weakref.ref(self))
         if not self._has_partners():
             group_numbers(groups, [])  # only checked
             return
-        self._prepare(self._parameter_names, groups)
-        trainable = [(name, p) for p, name in self._parameter_names.items() if p.requires_grad]
-        self._frozen = [p for p in self._parameter_names if not p.requires_grad]
-        self._reduce(trainable, groups)
-        self._tuner = self._make_tuner()
+        self._build(*self._given[0])
+        self._tuner = _make_tuner(self)
+
+    def _build(
+        self,
+        parameters: Sequence[Tensor],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+    ) -> None:
+        """Reduce the gradients of parameters that were given together."""
+        named = {p: self._parameter_names[p] for p in parameters}
+        self._prepare(named, groups)
+        self._frozen += [p for p in named if not p.requires_grad]
+        self._reduce([(name, p) for p, name in named.items() if p.requires_grad], groups)
+
+    def follow(self, current: Context) -> None:
+        """Reduce gradients on another engine from now on; of this rank those that are there are dropped.
+
+        Every rank of the process set must call this, for its optimizers in the order in which they were built.
+        """
+        configuration = self._configuration
+        self.detach()
+        self._reducers, self._frozen, self._tuner = (), [], None
+        self._was_synchronized = False
+        self._context = current
+        configuration.number = set_id(configuration.process_set)
+        configuration.ranks = tuple(members(configuration.process_set))
+        if self._has_partners():
+            for parameters, groups in self._given:
+                self._build(parameters, groups)
+            self._tuner = _make_tuner(self)
 
     def _prepare(
         self,
@@ -75,23 +106,6 @@ class Distributed(torch.optim.Optimizer):
         groups: int | Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         """Prepare parameters before their gradients are reduced."""
-
-    def _make_tuner(self) -> Tuner | None:
-        """Make a tuner for the first optimizer of all ranks on an engine, if `Settings.autotune` asks for it."""
-        engine = self._context.engine
-        if not engine.settings.tuning or len(self._configuration.ranks) < engine.size:
-            return None
-        if self._context.number("autotune") > 0:
-            return None
-        reference = weakref.ref(self)  # no cycle: a dropped optimizer takes its hooks with it
-
-        def apply(values: Mapping[str, int]) -> None:
-            optimizer = reference()
-            for reducer in optimizer._reducers if optimizer is not None else ():
-                if "bucket_bytes" in values:
-                    reducer.set_bucket_bytes(values["bucket_bytes"])
-
-        return Tuner(engine, knobs(engine), apply)
 
     def _has_partners(self) -> bool:
         ranks = self._configuration.ranks
@@ -295,10 +309,9 @@ class Distributed(torch.optim.Optimizer):
         added = [entry for entry in every if entry[2] not in self._parameter_names]
         names = parameter_names(added, None)
         self._parameter_names.update(names)
+        self._given.append((tuple(names), None))
         if self._has_partners():
-            self._prepare(names)
-            self._frozen += [p for p in names if not p.requires_grad]
-            self._reduce([(name, p) for p, name in names.items() if p.requires_grad])
+            self._build(*self._given[-1])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change `backward_passes_per_step`, between steps and on every rank alike."""
@@ -323,6 +336,24 @@ class Distributed(torch.optim.Optimizer):
 
 # A compiled training step calls them.
 leave_untraced(Distributed)
+
+
+def _make_tuner(distributed: Distributed) -> Tuner | None:
+    """Make a tuner for the first optimizer of all ranks on an engine, if `Settings.autotune` asks for it."""
+    engine = distributed._context.engine
+    if not engine.settings.tuning or len(distributed._configuration.ranks) < engine.size:
+        return None
+    if distributed._context.number("autotune") > 0:
+        return None
+    reference = weakref.ref(distributed)  # no cycle: a dropped optimizer takes its hooks with it
+
+    def apply(values: Mapping[str, int]) -> None:
+        optimizer = reference()
+        for reducer in optimizer._reducers if optimizer is not None else ():
+            if "bucket_bytes" in values:
+                reducer.set_bucket_bytes(values["bucket_bytes"])
+
+    return Tuner(engine, knobs(engine), apply)
 
 
 def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:

@@ -69,6 +69,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
 class Sharded(Distributed):
     """Mixin that steps this rank's part of the parameters, before the optimizer's own class."""
 
+    _may_follow = False  # a lost rank's part of the state would be gone
     _division: Division | None = None  # None where nothing is communicated
     _evaluations = 0  # of the closure, in this step
 

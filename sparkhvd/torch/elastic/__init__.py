@@ -1,0 +1,42 @@
+"""Training whose ranks change, with Horovod's names. Not public yet: no launcher starts elastic jobs, only tests do.
+
+    batches = sampler.batches(32)  # of an ElasticSampler
+    loader = DataLoader(dataset, batch_sampler=batches)
+
+    @elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 10):
+            for step, (x, y) in enumerate(loader):
+                ...  # a step
+                batches.record(step)
+                state.commit()
+            sampler.set_epoch(state.epoch + 1)
+
+    train(elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))
+
+**Ownership**: a state owns two copies of what it has, in memory. **Failure**: see `run`.
+
+Each module imports only those above it:
+
+    sampler    rows that are left of an epoch
+    agreement  what all ranks know alike at a commit
+    snapshots  copies, by the type of the object
+    states     `State`, `ObjectState`, `TorchState`
+    loop       `run`
+"""
+
+from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
+from sparkhvd.torch.elastic.loop import run, run_fn
+from sparkhvd.torch.elastic.sampler import ElasticBatches, ElasticSampler
+from sparkhvd.torch.elastic.states import ObjectState, State, TorchState
+
+__all__ = [
+    "ElasticBatches",
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+    "run_fn",
+]

@@ -1,0 +1,140 @@
+"""The loop around a training whose ranks change."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sparkhvd.elastic import ElasticRendezvous
+from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
+from sparkhvd.errors import CollectiveError, NotInitializedError
+from sparkhvd.torch import context as contexts
+from sparkhvd.torch.context import Context
+from sparkhvd.torch.elastic.agreement import rendezvous
+from sparkhvd.torch.elastic.states import State
+
+__all__ = ["run", "run_fn"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a training function go on when ranks come, go or fail: a decorator.
+
+    The function's first argument is the `State`. It is called with the state of rank 0, which always is one that has it. When another
+    rank is lost (`HorovodInternalError`) this one goes back to its last commit; when the ranks should change at a commit
+    (`HostsUpdatedInterrupt`) it goes on from there. Then the ranks meet again, reset callbacks run, and the function is called anew. Call
+    `hvd.init()` before.
+
+    In a job whose ranks cannot change (mpirun, `sparkhvd.runner.run`) it goes on after failures that left all ranks alive.
+
+    Raises:
+        LeftOutError: the others went on without this rank.
+        ElasticError: the job cannot go on.
+        SystemExit: this rank should leave, or the others have finished.
+        CollectiveError: a rank was lost, and the ranks of this job cannot change.
+    """
+    return run_fn(func, reset)
+
+
+def run_fn(
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
+) -> Callable[Concatenate[S, P], R]:
+    """Make the loop of `run` with another way for the ranks to meet again."""
+
+    @functools.wraps(func)
+    def loop(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        must_sync, must_reset = True, False
+        while True:
+            try:
+                if must_reset:
+                    # Of several ranks some may have failed and others not: they decide together.
+                    must_sync = bool(reset()) or must_sync
+                    must_reset = False
+                    state.on_reset()
+                if must_sync:
+                    state.sync()
+                    _note_synced()
+                result = func(state, *args, **kwargs)
+                _finish()
+            except HostsUpdatedInterrupt as interrupt:
+                must_sync = not interrupt.skip_sync
+                _note_end(state, must_sync, None)
+            except CollectiveError as error:
+                if isinstance(error, NotInitializedError):  # a wrong call, by Horovod's name
+                    raise
+                must_sync = True
+                if not must_reset:
+                    _stop_reducing()
+                    state.restore()
+                _note_end(state, must_sync, error)
+            else:
+                return result
+            must_reset = True
+
+    return loop  # type: ignore[return-value]  # mypy takes a first argument of `wraps` for one with a name
+
+
+def reset() -> bool:
+    """Meet the other ranks anew; return whether all of them need rank 0's state."""
+    former = _former()
+    contexts.shut_down()
+    assert former.again is not None
+    former.again()
+    current = contexts.context()
+    _left[:] = []
+    # All at once, before one of them communicates: if that fails they follow to the next engine.
+    current.followers[:0] = former.followers
+    for reference in former.followers:
+        if (follower := reference()) is not None:
+            follower.follow(current)
+    member = rendezvous()
+    return member is None or member.must_sync
+
+
+# The context that was left last, while there is no other: `init()` may fail between two of them.
+_left: list[Context] = []
+
+
+def _former() -> Context:
+    if contexts.is_initialized():
+        _left[:] = [contexts.context()]
+    if not _left:
+        raise NotInitializedError(
+            "hvd.elastic.run: sparkhvd has not been initialized; use hvd.init()."
+        )
+    return _left[0]
+
+
+def _stop_reducing() -> None:
+    """Let optimizers forget gradients that are in flight: nobody will ever complete them."""
+    for reference in _former().followers:
+        if (follower := reference()) is not None:
+            follower.detach()
+
+
+def _note_end(state: State, must_sync: bool, error: CollectiveError | None) -> None:
+    """Prepare what this rank tells the coordinator."""
+    member = _former().rendezvous
+    if not isinstance(member, ElasticRendezvous):
+        return
+    member.standing.version = getattr(state, "_version", 0)
+    member.standing.needs_sync = must_sync
+    if error is not None:
+        member.standing.lost = dict(error.lost)
+        member.standing.why = str(error)
+        sys.stderr.write(f"sparkhvd: rank {member.rank} goes back to its last commit: {error}\n")
+
+
+def _note_synced() -> None:
+    if (member := rendezvous()) is not None:
+        member.note_synced()
+
+
+def _finish() -> None:
+    if (member := rendezvous()) is not None:
+        member.finish()

@@ -1,0 +1,330 @@
+"""Rows of an epoch for the ranks of an elastic job: each exactly once, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives import Max, allreduce
+from sparkhvd.torch.context import context
+
+__all__ = ["ElasticBatches", "ElasticSampler", "Progress"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the ranks of a division are.
+
+    Attributes:
+        counts: by rank, how many of its rows it has recorded, from the first one on.
+        places: places in `remaining_indices` of rows that were recorded in another order.
+    """
+
+    counts: tuple[int, ...]
+    places: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A sampler as `restore` brings it back; what is shared with it never changes."""
+
+    epoch: int
+    before: frozenset[int]
+    remaining: list[int]
+    rank: int
+    num_replicas: int
+    marks: bytes
+    agreed: Progress | None
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Sampler that gives each rank its part of the rows that are left of an epoch.
+
+    Rows are divided anew when ranks come or go: what was committed (`TorchState.commit`) is not given again, and what a lost rank had
+    not committed is. Ranks differ by at most one row, so a loader with a batch size may have a batch more on some of them, for which
+    the others would have to step, too: give a loader `batches(...)` instead, which says how many steps there are, or
+    `repeat=True`, which gives some rows twice, as Horovod does. Record every batch behind its step.
+
+    Args:
+        dataset: whose length counts.
+        shuffle: whether rows come in a random order, the same on every rank, another one in each epoch.
+        seed: of that order.
+        repeat: give up to size - 1 rows a second time, so that every rank has equally many.
+
+    Attributes:
+        epoch: the current one.
+        num_replicas: number of ranks among which the rows were divided.
+        rank: this one's.
+        remaining_indices: rows that were left when they were divided.
+        num_samples: rows of this rank.
+        total_size: rows of all.
+    """
+
+    def __init__(
+        self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, repeat: bool = False
+    ) -> None:
+        if not isinstance(dataset, Sized):
+            raise InvalidArgumentError(
+                f"ElasticSampler: the dataset is {type(dataset).__name__}, which has no length. Give one with __len__."
+            )
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.remaining_indices: list[int] = []
+        self.num_replicas, self.rank = 1, 0
+        self._repeat = repeat
+        self._before: frozenset[int] = frozenset()  # recorded before the rows were divided
+        self._marks = bytearray()  # of this rank's rows
+        self._agreed: Progress | None = None  # of all ranks, since then
+        self._share: list[int] = []
+        self._places: dict[int, int] | None = None  # in the share, by row
+        self.reset()
+
+    # --- Horovod's names. ---
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: at the end of the last one, or at its own begin. Naming the current one again changes nothing."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._divide(frozenset())
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that a batch of this rank is done: the one that a loader with this batch size has given as number `batch_idx`."""
+        first = batch_idx * batch_size
+        last = min(first + batch_size, len(self._share))
+        if not 0 <= first <= len(self._share) or batch_size < 1:
+            raise InvalidArgumentError(
+                f"ElasticSampler.record_batch({batch_idx}, {batch_size}): this rank has {len(self._share)} rows since they were divided "
+                "last. Count batches from 0 in each pass over the loader."
+            )
+        self.mark(first, last)
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that rows of this rank are done; those of other ranks are left to them."""
+        if self._places is None:
+            self._places = {row: place for place, row in enumerate(self._share)}
+        for row in indices:
+            if (place := self._places.get(int(row))) is not None:
+                self._marks[place] = 1
+
+    @property
+    def processed_indices(self) -> set[int]:
+        """Rows of the epoch that are done, as this rank knows: of others what was so at the last commit."""
+        done = set(self._before)
+        size, rows = self.num_replicas, self.remaining_indices
+        if self._agreed is not None:
+            for rank, count in enumerate(self._agreed.counts):
+                done.update(rows[rank::size][:count])
+            done.update(rows[place] for place in self._agreed.places)
+        done.update(row for row, mark in zip(self._share, self._marks, strict=True) if mark)
+        return done
+
+    @property
+    def processed_num(self) -> int:
+        """Number of these rows."""
+        return len(self.processed_indices)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return epoch and rows that are done, for a checkpoint."""
+        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Go on from `state_dict`, also of Horovod (`processed_num`), with the ranks as they are now.
+
+        Raises:
+            InvalidArgumentError: it is none.
+        """
+        epoch, rows = state_dict.get("epoch"), state_dict.get("processed_indices")
+        number = state_dict.get("processed_num")
+        if not isinstance(epoch, int) or (not isinstance(rows, Iterable) and number is None):
+            raise InvalidArgumentError(
+                f"ElasticSampler.load_state_dict: it has {sorted(map(str, state_dict))}; it must have epoch and processed_indices (or "
+                "processed_num). Give what state_dict() returned."
+            )
+        self.epoch = epoch
+        if isinstance(rows, Iterable):
+            done = frozenset(map(int, rows))
+        else:
+            done = frozenset(self._order()[: int(str(number))])
+        self._divide(done)
+
+    def batches(self, batch_size: int) -> ElasticBatches:
+        """Return batches for a loader (`batch_sampler=`): equally many steps on every rank.
+
+        Raises:
+            InvalidArgumentError: the size is no whole number of at least 1.
+        """
+        return ElasticBatches(self, batch_size)
+
+    def reset(self) -> None:
+        """Divide the rows that are left among the ranks as they are now."""
+        self._divide(frozenset(self.processed_indices))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._share))
+
+    def __len__(self) -> int:
+        return len(self._share)
+
+    # --- For batches, and the state that has this sampler. ---
+
+    def share(self) -> list[int]:
+        """Return the rows of this rank."""
+        return list(self._share)
+
+    def mark(self, first: int, last: int) -> None:
+        """Record rows of this rank by their places."""
+        self._marks[first:last] = b"\1" * (last - first)
+
+    def progress(self) -> tuple[int, bool]:
+        """Return how many of its rows this rank has recorded, and whether these are its first ones."""
+        count = self._marks.count(1)
+        gap = self._marks.find(0)
+        return count, gap in (-1, count)
+
+    def marks_of_all(self) -> Tensor:
+        """Return a number for each of the remaining rows: 1 where this rank has recorded it."""
+        marks = torch.zeros(len(self.remaining_indices), dtype=torch.int32)
+        own = torch.frombuffer(self._marks, dtype=torch.uint8) if self._marks else torch.empty(0)
+        places = torch.arange(self.rank, len(self.remaining_indices), self.num_replicas)
+        marks[places] = own[: len(places)].to(torch.int32)
+        return marks
+
+    def share_of(self, rank: int) -> int:
+        """Return the number of rows of a rank, those without that are given twice."""
+        return len(range(rank, len(self.remaining_indices), self.num_replicas))
+
+    def agree(self, progress: Progress) -> None:
+        """Take over what all ranks have recorded."""
+        self._agreed = progress
+
+    def snapshot(self) -> _Snapshot:
+        """Return what `restore` brings back."""
+        return _Snapshot(
+            self.epoch,
+            self._before,
+            self.remaining_indices,
+            self.rank,
+            self.num_replicas,
+            bytes(self._marks),
+            self._agreed,
+        )
+
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Bring back a snapshot; its rows are those of the division at that time until `reset`."""
+        self.epoch = snapshot.epoch
+        self._before, self._agreed = snapshot.before, snapshot.agreed
+        self.remaining_indices = snapshot.remaining
+        self.rank, self.num_replicas = snapshot.rank, snapshot.num_replicas
+        self._take_share()
+        self._marks = bytearray(snapshot.marks)
+
+    def sync(self, epoch: int) -> None:
+        """Take over rank 0's epoch, and the rows of it that any rank knows as done; every rank must call this."""
+        done = torch.zeros(len(self.dataset), dtype=torch.uint8)
+        if epoch == self.epoch:
+            done[list(self.processed_indices)] = 1
+        done = allreduce(done, op=Max, name="elastic.sampler")
+        self.epoch = epoch
+        self._divide(frozenset(torch.nonzero(done).flatten().tolist()))
+
+    # --- Division. ---
+
+    def _order(self) -> list[int]:
+        count = len(self.dataset)
+        if not self.shuffle:
+            return list(range(count))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        return order
+
+    def _divide(self, done: frozenset[int]) -> None:
+        place = context().engine.topology
+        self._before, self._agreed = done, None
+        self.remaining_indices = [row for row in self._order() if row not in done]
+        self.rank, self.num_replicas = place.rank, place.size
+        self._take_share()
+        self._marks = bytearray(len(self._share))
+
+    def _take_share(self) -> None:
+        rows: Sequence[int] = self.remaining_indices
+        if self._repeat and rows:
+            missing = -len(rows) % self.num_replicas
+            rows = [*rows, *(list(rows) * missing)[:missing]]
+        self._share = list(rows[self.rank :: self.num_replicas])
+        self._places = None
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of this rank."""
+        return len(self._share)
+
+    @property
+    def total_size(self) -> int:
+        """Rows of all ranks."""
+        left = len(self.remaining_indices)
+        return left + (-left % self.num_replicas if self._repeat else 0)
+
+
+class ElasticBatches(torch.utils.data.Sampler[list[int]]):
+    """Batches of an `ElasticSampler`: rows of a rank in parts of almost equal size, as many as the ranks with the most rows need.
+
+    Where rows are left for some ranks only, the others have a batch less than there are steps. They take part in the last one
+    without rows (`optimizer.zero_grad(); optimizer.step()`), as in
+
+        rows = iter(loader)
+        for step in range(batches.num_steps):
+            optimizer.zero_grad()
+            if (batch := next(rows, None)) is not None:
+                loss(model(batch)).backward()
+            optimizer.step()
+            batches.record(step)
+            state.commit()
+
+    Args:
+        sampler: gives the rows.
+        batch_size: the most rows of a batch.
+    """
+
+    def __init__(self, sampler: ElasticSampler, batch_size: int) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise InvalidArgumentError(
+                f"ElasticSampler.batches({batch_size!r}): the batch size must be a whole number of at least 1."
+            )
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    @property
+    def num_steps(self) -> int:
+        """Number of batches of the rank that has the most; the same on every rank."""
+        return -(-self.sampler.total_size // (self.sampler.num_replicas * self.batch_size))
+
+    def record(self, step: int) -> None:
+        """Record that a step of this division of the rows is done."""
+        if not 0 <= step < self.num_steps:
+            raise InvalidArgumentError(
+                f"ElasticBatches.record({step}): there are {self.num_steps} steps since rows were divided last. Count them from 0 in each "
+                "pass over the loader."
+            )
+        self.sampler.mark(*self._bounds(step))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.sampler.share()
+        for step in range(self.num_steps):
+            first, last = self._bounds(step)
+            if first < last:
+                yield rows[first:last]
+
+    def __len__(self) -> int:
+        return min(self.num_steps, len(self.sampler))
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Return the places of a step's rows; steps differ by at most one, larger ones first."""
+        size, extra = divmod(len(self.sampler), self.num_steps)
+        first = step * size + min(step, extra)
+        return first, first + size + (step < extra)

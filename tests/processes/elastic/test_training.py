@@ -1,0 +1,155 @@
+"""Trainings whose ranks are killed and added: every row is trained on exactly once in each epoch."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from sparkhvd.elastic import Limits
+from tests.harness.elastic import ElasticJob, elastic_job
+from tests.harness.rank_process import RankProcess
+from tests.harness.soak import SOAK, amount
+
+BODIES = "tests.processes.elastic.training_bodies"
+SEED = secrets.randbelow(2**32) if SOAK else 11
+
+
+def limits(first: int, **more: Any) -> Limits:
+    return Limits(**{"first": first, "least": 1, "most": 16, "patience_s": 30.0, **more})
+
+
+def result_of(member: RankProcess) -> dict[str, Any]:
+    """Return what a member's training returns; its messages before are skipped."""
+    while "weights" not in (said := member.expect()):
+        pass
+    return dict(said)
+
+
+def assert_exact(results: list[dict[str, Any]], epochs: int = 3) -> None:
+    for result in results:
+        assert result["weights"] == [float(epochs)], results
+        assert result["same"]
+
+
+def tell(members: list[RankProcess], **plan: Any) -> None:
+    for member in members:
+        member.tell(plan)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("plan", [{}, {"commit": 3}, {"by_index": True}, {"views": True}])
+def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
+    with elastic_job(f"{BODIES}:count_rows", 3) as job:
+        tell(job.members[:2], **plan)
+        tell(job.members[2:], **plan, die=(1, 4))
+        results = [result_of(member) for member in job.members[:2]]
+        assert_exact(results)
+        assert {result["size"] for result in results} == {2}
+        assert results[0]["sizes"] == [-2]
+
+
+@pytest.mark.timeout(90)
+def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
+    with elastic_job(f"{BODIES}:count_rows", 4) as job:
+        tell(job.members[:1], die=(0, 3), pause=0.15)
+        tell(job.members[1:2], die=(1, 2), pause=0.15)
+        tell(job.members[2:], pause=0.15)
+        for member in job.members:
+            assert member.expect()["size"] == 4
+        tell(job.start(1), pause=0.15)
+        results = [result_of(member) for member in job.members[2:]]
+        assert_exact(results)
+        assert {result["size"] for result in results} == {3}
+        assert results[0]["sizes"] == results[2]["sizes"]  # of the state of those that were there
+
+
+@pytest.mark.timeout(60)
+def test_one_rank_that_is_left_goes_on_alone_and_grows_again() -> None:
+    with elastic_job(f"{BODIES}:count_rows", 2) as job:
+        tell(job.members[:1], die=(0, 3))
+        tell(job.members[1:], pause=0.15)
+        while job.members[1].expect()["size"] != 1:
+            pass
+        tell(job.start(1), pause=0.15)
+        results = [result_of(member) for member in job.members[1:]]
+        assert_exact(results)
+        assert {result["size"] for result in results} == {2}
+
+
+@pytest.mark.timeout(60)
+def test_members_that_are_removed_leave_at_a_commit_and_no_row_is_lost() -> None:
+    with elastic_job(f"{BODIES}:count_rows", 3) as job:
+        tell(job.members, pause=0.02)
+        for member in job.members:
+            member.expect()
+        time.sleep(0.2)
+        job.coordinator.remove(0, "its host is not there any more")
+        results = [result_of(member) for member in job.members[1:]]
+        assert_exact(results)
+        change = [job.next_change() for _ in range(2)][1].change
+        assert not change.sync  # all of them have the state
+        assert job.members[0].error()["kind"] == "SystemExit"
+
+
+@pytest.mark.timeout(60)
+def test_rows_that_are_repeated_make_ranks_equal_and_no_row_is_lost() -> None:
+    with elastic_job(f"{BODIES}:count_rows", 3) as job:
+        tell(job.members, repeat=True, rows=100, batch=1)  # 34 rows each: two more
+        results = [result_of(member) for member in job.members]
+        # A row that came twice counts twice.
+        assert results[0]["weights"] in ([3.0, 4.0], [3.0, 4.0, 5.0])
+
+
+def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
+    """Do something to a random member; return what."""
+    gone = {number for number in range(len(job.members)) if number in job.__dict__["gone"]}
+    left = [member for member in job.members if member.rank not in gone]
+    kind = dice.choice(["kill", "kill", "join", "remove"])
+    if kind == "join" or len(left) < 2:
+        if len(left) < 5:
+            tell(job.start(1), **plan)
+        return "join"
+    member = dice.choice(left)
+    job.__dict__["gone"].add(member.rank)
+    if kind == "kill":
+        member.kill(signal.SIGKILL)
+    else:
+        job.coordinator.remove(member.rank, "the test wants so")
+    return kind
+
+
+@pytest.mark.timeout(120 if not SOAK else 3600)
+def test_rows_are_exact_in_random_lives() -> None:
+    for number in range(amount(1, 200)):
+        dice = random.Random(f"{SEED} {number}")
+        first = dice.randint(2, 4)
+        plan = {
+            "rows": dice.choice([60, 101, 128]),
+            "epochs": 4,
+            "batch": dice.randint(1, 5),
+            "commit": dice.randint(1, 4),
+            "pause": 0.03,
+        }
+        with elastic_job(f"{BODIES}:count_rows", first) as job:
+            job.__dict__["gone"] = set()
+            tell(job.members, **plan)
+            for member in job.members:
+                member.expect()
+            done = []
+            for _ in range(dice.randint(2, 5)):
+                time.sleep(dice.random() * 0.5)
+                done.append(act(job, dice, plan))
+            left = [member for member in job.members if member.rank not in job.__dict__["gone"]]
+            results = []
+            for member in left:
+                try:
+                    results.append(result_of(member))
+                except AssertionError as error:  # it came when the others had finished
+                    assert "SystemExit: 0" in str(error), (SEED, number, done)  # noqa: PT017
+            assert results, (SEED, number, done)
+            assert_exact(results, 4)
