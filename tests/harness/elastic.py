@@ -12,6 +12,7 @@ from sparkhvd.elastic import Coordinator, Formed, Invitation, Limits
 from sparkhvd.elastic.messages import Refusal
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.settings import Settings
+from tests.harness import fork_server
 from tests.harness.rank_process import DEADLINE_S, RankProcess
 
 
@@ -58,6 +59,7 @@ class ElasticJob:
                         number,
                         listener,
                         self.settings,
+                        fork_server.running(),
                         invitation=invitation.to_dict(),
                     )
                 )

@@ -26,6 +26,7 @@ from sparkhvd.elastic import ElasticRendezvous, Invitation
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
+from tests.harness.fork_server import ForkedProcess, ForkServer
 
 DEADLINE_S = 30.0
 
@@ -39,19 +40,25 @@ class RankProcess:
         rank: int,
         listener: Listener,
         settings: Settings,
+        server: ForkServer | None = None,
         **start: Any,
     ) -> None:
         self.rank = rank
         filenos = listener.filenos()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.rank_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            pass_fds=[fd for fd in filenos if fd >= 0],
-            start_new_session=True,  # so that it goes with what it has forked
-        )
+        inherited = [fd for fd in filenos if fd >= 0]
+        self._process: ForkedProcess | subprocess.Popen[str]
+        if server is not None:
+            self._process = server.start(inherited)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.rank_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                pass_fds=inherited,
+                start_new_session=True,  # so that it goes with what it has forked
+            )
         self.tell(
             {
                 **start,
@@ -113,6 +120,8 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.stdout.close()
+        if isinstance(self._process, ForkedProcess):
+            self._process.close()
 
     def _read(self) -> None:
         assert self._process.stdout
@@ -178,11 +187,16 @@ def rank_processes(
             process.close()
 
 
-def main() -> None:
+def main(filenos: Sequence[int] | None = None) -> None:
+    """Run a rank.
+
+    Args:
+        filenos: descriptors of its listener; None for those that it was told.
+    """
     talk = Talk()
     start = talk.hear()
     endpoint = Endpoint.from_dict(start["endpoint"])
-    listener = Listener.from_filenos(*start["filenos"], endpoint)
+    listener = Listener.from_filenos(*(filenos or start["filenos"]), endpoint)
     settings = Settings.from_json(start["settings"])
     module, _, name = start["target"].partition(":")
     body = getattr(importlib.import_module(module), name)

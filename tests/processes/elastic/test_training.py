@@ -56,12 +56,12 @@ def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
 @pytest.mark.timeout(90)
 def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
     with elastic_job(f"{BODIES}:count_rows", 4) as job:
-        tell(job.members[:1], die=(0, 3), pause=0.15)
-        tell(job.members[1:2], die=(1, 2), pause=0.15)
-        tell(job.members[2:], pause=0.15)
+        tell(job.members[:1], die=(0, 3), pause=0.04)
+        tell(job.members[1:2], die=(1, 2), pause=0.04)
+        tell(job.members[2:], pause=0.04)
         for member in job.members:
             assert member.expect()["size"] == 4
-        tell(job.start(1), pause=0.15)
+        tell(job.start(1), pause=0.04)
         results = [result_of(member) for member in job.members[2:]]
         assert_exact(results)
         assert {result["size"] for result in results} == {3}
@@ -72,10 +72,10 @@ def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
 def test_one_rank_that_is_left_goes_on_alone_and_grows_again() -> None:
     with elastic_job(f"{BODIES}:count_rows", 2) as job:
         tell(job.members[:1], die=(0, 3))
-        tell(job.members[1:], pause=0.15)
+        tell(job.members[1:], pause=0.04)
         while job.members[1].expect()["size"] != 1:
             pass
-        tell(job.start(1), pause=0.15)
+        tell(job.start(1), pause=0.04)
         results = [result_of(member) for member in job.members[1:]]
         assert_exact(results)
         assert {result["size"] for result in results} == {2}

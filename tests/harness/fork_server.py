@@ -1,0 +1,147 @@
+"""A process that has imported torch, and forks members of elastic jobs: a fresh one would import it for seconds."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.harness.paths import ROOT
+
+# What a training needs; the first optimizer of a process imports torch's compiler.
+_MODULES = ("torch", "torch._dynamo", "sparkhvd.torch.elastic", "tests.harness.rank_process")
+_ANSWER_BYTES = 32
+_START_S = 120.0
+
+
+class ForkedProcess:
+    """A fork, with the part of `subprocess.Popen` that `RankProcess` uses."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin = os.fdopen(stdin, "w", buffering=1)
+        self.stdout = os.fdopen(stdout)
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class ForkServer:
+    """Starts processes that run `tests.harness.rank_process.main`; a context manager."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # none that a fork loses
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **variables},
+                cwd=ROOT,
+            )
+        self._socket.settimeout(_START_S)
+
+    def start(self, descriptors: Sequence[int]) -> ForkedProcess:
+        """Fork a process, which gets descriptors of a listener (TCP, Unix or none)."""
+        stdin, ours_in = os.pipe()
+        ours_out, stdout = os.pipe()
+        try:
+            socket.send_fds(self._socket, [b"!"], [stdin, stdout, *descriptors])
+            pid = int(self._socket.recv(_ANSWER_BYTES))
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        process = ForkedProcess(pid, ours_in, ours_out)
+        self._socket.send(b"!")  # it may end from now on
+        return process
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.wait(_START_S)
+
+
+_running: list[ForkServer] = []
+
+
+def running() -> ForkServer | None:
+    """Return the server of this test run; None where no test has asked for one."""
+    return _running[-1] if _running else None
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Processes of `tests.harness.elastic` are forks of one that has imported torch."""
+    with ForkServer() as server:
+        _running.append(server)
+        yield server
+        _running.clear()
+
+
+def main() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    server = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(server, 1, 4)
+        if not message:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a fork with threads
+            pid = os.fork()
+        if pid == 0:
+            _run(server, descriptors)
+        server.send(str(pid).encode())
+        server.recv(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _run(server: socket.socket, descriptors: list[int]) -> None:
+    """Be a rank, in the fork; never returns."""
+    from tests.harness import rank_process
+
+    server.close()
+    status = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stdin, stdout, *listener = descriptors
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.close(stdin)
+        os.close(stdout)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        rank_process.main([*listener, -1][:2])
+        atexit._run_exitfuncs()  # an engine says goodbye
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
