@@ -45,7 +45,13 @@ class RankSettings:
     """
 
     # Settings that have had their effect before the function begins.
-    _EARLY = ("keep_freed_memory", "nursery", "port_range", "start_timeout_s")
+    _EARLY = (
+        "elastic_patience_s",
+        "keep_freed_memory",
+        "nursery",
+        "port_range",
+        "start_timeout_s",
+    )
 
     def __init__(self, job: JobSettings) -> None:
         self._job = job

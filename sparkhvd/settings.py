@@ -33,6 +33,7 @@ __all__ = [
     "CONF_PREFIX",
     "ISAS",
     "Settings",
+    "conf_keys",
     "markdown_table",
     "read_variables",
 ]
@@ -259,6 +260,13 @@ class Settings:
         alias="HOROVOD_SPARK_START_TIMEOUT",
         limit=_DURATION,
     )
+    elastic_patience_s: float = knob(
+        30.0,
+        env="SPARKHVD_ELASTIC_PATIENCE_S",
+        unit="s",
+        doc="Longest wait of the ranks of an elastic job, while ranks change, for one that lives and does not answer; then they go on without it.",
+        limit=_DURATION,
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -280,12 +288,6 @@ class Settings:
     def given(self) -> tuple[str, ...]:
         """Names of the fields that differ from their defaults."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
-
-    @classmethod
-    def conf_keys(cls) -> list[str]:
-        """Return the keys of the Spark conf that hold settings."""
-        keys = [CONF_PREFIX + f.name for f in fields(cls)]
-        return keys + [_EXECUTOR_ENV + name for f in fields(cls) for name in variables_of(f)]
 
     @classmethod
     def resolve(
@@ -349,6 +351,12 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """Rebuild settings from `to_json`."""
         return cls(**json.loads(text))
+
+
+def conf_keys() -> list[str]:
+    """Return the keys of the Spark conf that hold settings."""
+    keys = [CONF_PREFIX + f.name for f in fields(Settings)]
+    return keys + [_EXECUTOR_ENV + name for f in fields(Settings) for name in variables_of(f)]
 
 
 def _of_conf(conf: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:

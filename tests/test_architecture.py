@@ -94,7 +94,10 @@ LAZY = {
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (6, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/command.py": (3, "ranks start without what the doctor and other hosts need"),
+    "sparkhvd/runner/command.py": (
+        6,
+        "ranks start without what the doctor, other hosts and elastic jobs need",
+    ),
     "sparkhvd/runner/child.py": (3, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),

@@ -16,9 +16,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sparkhvd.elastic.channel import FIRST_TURN, pack, party, take
-from sparkhvd.elastic.membership import Change, Limits, Membership
+from sparkhvd.elastic.membership import FINISHED, Change, Limits, Membership
 from sparkhvd.elastic.messages import Message, Refusal, Report
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.rendezvous.handshake import Turn
@@ -31,6 +32,7 @@ _READ_BYTES = 1 << 16
 _IDLE_S = 3600.0
 
 
+@dataclass(frozen=True)
 class Formed:
     """A change of the members that all of them have carried out.
 
@@ -40,10 +42,9 @@ class Formed:
         has_met: whether the members have met; False where another change came before.
     """
 
-    def __init__(self, change: Change, seconds: float, has_met: bool) -> None:
-        self.change = change
-        self.seconds = seconds
-        self.has_met = has_met
+    change: Change
+    seconds: float
+    has_met: bool
 
 
 class Coordinator:
@@ -107,8 +108,12 @@ class Coordinator:
 
     def finish(self, number: int) -> None:
         """Note that a member's process has ended well: nobody joins any more."""
-        report = Report("finished", 0)
-        self._call(lambda: self._membership.receive(number, report, time.monotonic()))
+
+        def note() -> None:
+            self._membership.receive(number, Report("finished", 0), time.monotonic())
+            self._membership.end(number, FINISHED, time.monotonic())
+
+        self._call(note)
 
     def remove(self, number: int, why: str) -> None:
         """Let a member leave at its next commit."""
@@ -161,6 +166,8 @@ class Coordinator:
             self._loop.run(lambda: self._is_closing)
         finally:
             self._loop.close()
+            for link in self._links.values():  # whatever ended this thread: members do not wait
+                link.close()
 
     def _hear(self) -> Task:
         """Do what other threads have asked for."""
@@ -251,9 +258,13 @@ class Coordinator:
             if isinstance(message, Refusal):
                 self._on_refused(number, message)
             if (link := self._links.get(number)) is not None:
-                # A member whose connection has just ended is noticed by the task that reads it.
-                with contextlib.suppress(OSError):
+                try:
                     send(link, pack(message))
+                except (
+                    OSError
+                ):  # it has ended, or is stopped and reads nothing: the task that reads it ends it
+                    with contextlib.suppress(OSError):
+                        link.shutdown(socket.SHUT_RDWR)
         while membership.changes:
             self._report(has_met=False)
             self._change = membership.changes.pop(0)

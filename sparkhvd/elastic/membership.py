@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 from sparkhvd.elastic.messages import Ask, Decision, Message, Refusal, Report, Update
 
-__all__ = ["Change", "Limits", "Membership"]
+__all__ = ["FINISHED", "Change", "Limits", "Membership"]
+
+FINISHED = "has finished"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ class Membership:
         generation: the current one; 0 before the first.
         members: of the current generation, by rank.
         failure: why the job cannot go on; "" while it can.
-        is_finished: whether a member's function has returned: nobody joins any more.
     """
 
     limits: Limits
@@ -86,7 +87,7 @@ class Membership:
     generation: int = 0
     members: tuple[int, ...] = ()
     failure: str = ""
-    is_finished: bool = False
+    _finished: set[int] = field(default_factory=set)
     _starting: set[int] = field(default_factory=set)
     _running: set[int] = field(default_factory=set)
     _asked: dict[int, Ask] = field(default_factory=dict)
@@ -108,8 +109,13 @@ class Membership:
         elif isinstance(message, Report) and message.kind == "synced":
             self._has_state = True
         elif isinstance(message, Report) and message.kind == "finished":
-            self.is_finished = True
-            self.end(number, "has finished", now)
+            self._finished.add(number)
+            self._running.discard(number)
+            self.step(now)
+        elif isinstance(message, Report) and message.kind == "running":
+            self._finished.discard(number)
+            if number in self.members and number not in self._gone:
+                self._running.add(number)
 
     def end(self, number: int, why: str, now: float) -> None:
         """Note that a member's process has ended, or will take no part any more; the first reason counts."""
@@ -161,9 +167,10 @@ class Membership:
             return self._began + self.limits.start_timeout_s
         return self._began + self._longest_wait_s
 
-    def is_gone(self, number: int) -> bool:
-        """Return True for a member that takes no part any more."""
-        return number in self._gone
+    @property
+    def is_finished(self) -> bool:
+        """Whether the function of a member has returned, and that member has not begun another one: nobody joins."""
+        return bool(self._finished)
 
     def waiting(self) -> tuple[int, ...]:
         """Return the members that have asked and have no answer."""
@@ -179,8 +186,8 @@ class Membership:
             text = f"it takes no part any more: {self._gone[number]}"
             self.outbox.append((number, Refusal("left out", text)))
             return
-        self._starting.discard(number)
-        self._running.discard(number)
+        for group in (self._starting, self._running, self._finished):
+            group.discard(number)
         self._asked[number] = ask
         self._has_state = self._has_state or ask.has_state
         for dead in ask.dead:  # the engines know before the launcher does
@@ -278,8 +285,8 @@ class Membership:
 
     def _too_few(self, found: int) -> str:
         return (
-            f"{found} ranks are there, and the job needs {self.limits.least} (--min-np, min_num_proc=); more did not come within "
-            f"{self._longest_wait_s:g} s (--elastic-timeout, elastic_timeout=)"
+            f"after {self._longest_wait_s:g} s (--elastic-timeout, elastic_timeout=) {found} of the {self.limits.least} ranks are there that it "
+            "needs (--min-np, min_num_proc=)"
         )
 
     def _form(self, members: tuple[int, ...]) -> None:
@@ -314,5 +321,7 @@ class Membership:
         self, former: tuple[int, ...], members: tuple[int, ...]
     ) -> Iterator[tuple[int, str]]:
         for number in former:
-            if number not in members:
+            if number in self._finished:
+                yield number, FINISHED
+            elif number not in members:
                 yield number, self._gone.get(number, "waits for a place")

@@ -81,7 +81,8 @@ class Report:
     """News from a member.
 
     Attributes:
-        kind: "formed" (it has met the others), "synced" (it has the training's state) or "finished" (its function has returned).
+        kind: "formed" (it has met the others), "synced" (it has the training's state), "finished" (its function has returned) or "running"
+            (after that it has begun another one).
         generation: the member's.
     """
 

@@ -72,6 +72,7 @@ class ElasticRendezvous:
         self._num_threads = num_threads
         self._link = Link(invitation)
         self._decision: Decision | None = None
+        self._has_finished = False
         # Its own, for forks: a child closes what a rendezvous has open.
         self._sockets: SocketRendezvous | None = None
 
@@ -142,7 +143,14 @@ class ElasticRendezvous:
 
     def finish(self) -> None:
         """Tell that this member's function has returned: nobody joins any more."""
+        self._has_finished = True
         self._link.report("finished", self.generation)
+
+    def begin(self) -> None:
+        """Tell that this member has begun a function, if another one has returned before."""
+        if self._has_finished:
+            self._has_finished = False
+            self._link.report("running", self.generation)
 
     def close(self) -> None:
         """Leave the job: stop listening, and end the connection to the coordinator."""

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from sparkhvd import rank_context
+from sparkhvd.elastic import ElasticRendezvous, Invitation
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.meeting import mark
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
@@ -23,11 +24,12 @@ class Handover:
     """Everything that a rank needs. Holds the key, so its repr leaves the job out.
 
     Attributes:
-        job: `Job.to_json()`.
+        job: `Job.to_json()`; of a member of an elastic job its invitation, as JSON.
         endpoint: of the rank's listener, as `Endpoint.to_dict` gives it.
         listener: inherited descriptors of the bound listener (TCP, Unix or -1).
         local_rank: index among this host's ranks.
         num_threads: threads that the rank may use.
+        is_elastic: whether the rank is a member of an elastic job.
     """
 
     job: str = field(repr=False)
@@ -35,6 +37,7 @@ class Handover:
     listener: tuple[int, int]
     local_rank: int
     num_threads: int
+    is_elastic: bool = False
 
     def to_descriptor(self) -> int:
         """Return a descriptor of memory from which `receive` reads this once."""
@@ -68,9 +71,15 @@ def receive() -> Rendezvous | None:
     os.close(descriptor)
     mark()
     handover = Handover(**values)
-    job = Job.from_json(handover.job)
     endpoint = Endpoint.from_dict(handover.endpoint)
     listener = Listener.from_filenos(*handover.listener, endpoint)
+    if handover.is_elastic:
+        invitation = Invitation.from_dict(json.loads(handover.job))
+        # Its rank is known when it meets the others.
+        member = ElasticRendezvous(invitation, listener, Settings.resolve, handover.num_threads)
+        install(member)
+        return member
+    job = Job.from_json(handover.job)
     # Variables that the script sets before init() count.
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)

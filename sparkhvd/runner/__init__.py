@@ -74,6 +74,7 @@ Each module imports only those above it:
     watching    wait for them, and end them together
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`
+    elastic     the user's command on ranks that come and go
     command     the command line: `sparkhvdrun`
     live_output  live output, or the last lines, of an attempt on the driver
     task        executor's side of a launch under Spark

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sparkhvd import __version__, as_horovod
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
@@ -76,18 +77,44 @@ _WITHOUT_EFFECT = {
     "--autotune-bayes-opt-max-samples": 1,
     "--autotune-gaussian-process-noise": 1,
 }
-# Of horovodrun's elastic jobs.
-_ELASTIC = (
-    "--min-np",
-    "--min-num-proc",
-    "--max-np",
-    "--max-num-proc",
-    "--host-discovery-script",
-    "--slots-per-host",
-    "--elastic-timeout",
-    "--reset-limit",
-    "--blacklist-cooldown-range",
-)
+# Flags of elastic jobs, each with its options for the parser.
+_ELASTIC: dict[tuple[str, ...], dict[str, Any]] = {
+    ("--min-np", "--min-num-proc"): {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks without which there is no training (-np)",
+    },
+    ("--max-np", "--max-num-proc"): {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks that are never exceeded (as many as there are slots)",
+    },
+    ("--host-discovery-script",): {
+        "metavar": "PROGRAM",
+        "help": "prints a line `host` or `host:slots` for each host that is there; run every second",
+    },
+    ("--slots-per-host",): {
+        "type": int,
+        "metavar": "N",
+        "help": "of a host whose line has none",
+    },
+    ("--elastic-timeout",): {
+        "type": float,
+        "metavar": "S",
+        "help": "longest wait for the smallest number of ranks (600)",
+    },
+    ("--reset-limit",): {
+        "type": int,
+        "metavar": "N",
+        "help": "changes of the ranks, of which one more ends the job",
+    },
+    ("--blacklist-cooldown-range",): {
+        "nargs": 2,
+        "type": float,
+        "metavar": "S",
+        "help": "shortest and longest time for which a host is left out after failures (1 600)",
+    },
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,35 +200,26 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
         else:
             add(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
-    for flag in _ELASTIC:
-        add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
+    group = parser.add_argument_group("ranks that come and go")
+    for flags, options in _ELASTIC.items():
+        group.add_argument(*flags, **options)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="such as: python train.py")
     return parser
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if elastic := [flag for flag in _ELASTIC if getattr(parsed, flag) is not None]:
-        raise InvalidArgumentError(
-            f"{elastic[0]} is of elastic jobs, and sparkhvdrun starts a fixed number of ranks. Give -np and the hosts (-H, "
-            "--hostfile), and let the script go on from its last checkpoint after a loss."
-        )
+    if any(getattr(parsed, _name_of(flags[0])) is not None for flags in _ELASTIC):
+        return _run_elastic(parsed)
     if parsed.num_proc is None or parsed.num_proc < 1:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
     launching.check_start_timeout("--start-timeout", parsed.start_timeout)
-    hosts = [Host("localhost", parsed.num_proc)]
-    if parsed.hostfile is not None:
-        hosts = read_hostfile(parsed.hostfile)
-    elif parsed.hosts is not None:
-        hosts = parse_hosts(parsed.hosts)
-    places = place_ranks(hosts, parsed.num_proc)
+    places = place_ranks(_hosts(parsed, parsed.num_proc), parsed.num_proc)
     command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
-    for flag in _WITHOUT_EFFECT:
-        if getattr(parsed, flag):
-            sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
+    _tell_flags_without_effect(parsed)
     if parsed.verbose:
         where = ", ".join(f"{place.count} on {place.host}" for place in places)
         sys.stderr.write(f"sparkhvdrun: {' '.join(command)}: {where}\n")
@@ -225,6 +243,71 @@ def _run(parsed: argparse.Namespace) -> int:
     reach = Reach(*ssh, parsed.start_timeout)
     env = {**forwarded(environ), **given}
     return run_script_on_hosts(command, places, env, settings, reach, output)
+
+
+def _run_elastic(parsed: argparse.Namespace) -> int:
+    """Run the command on ranks that come and go."""
+    from sparkhvd.runner.elastic.discovery import DiscoveryScript
+    from sparkhvd.runner.elastic.options import ElasticOptions
+    from sparkhvd.runner.elastic.script import run_elastic_script
+
+    given_limits = {
+        "timeout_s": parsed.elastic_timeout,
+        "cooldown_s": parsed.blacklist_cooldown_range and tuple(parsed.blacklist_cooldown_range),
+    }
+    options = ElasticOptions(
+        num_proc=parsed.num_proc,
+        least=parsed.min_np,
+        most=parsed.max_np,
+        reset_limit=parsed.reset_limit,
+        **{name: value for name, value in given_limits.items() if value is not None},
+    )
+    command = as_horovod.command(words_of(parsed.command))
+    environ = launching.environ()
+    given = {**_variables(parsed), **given_variables(parsed.x, environ)}
+    _tell_flags_without_effect(parsed)
+    check_command(command, {**environ, **given})
+    discovery = None
+    if parsed.host_discovery_script is not None:
+        if parsed.hosts is not None or parsed.hostfile is not None:
+            raise InvalidArgumentError(
+                "--host-discovery-script tells the hosts, and so do -H and --hostfile. Give one of them."
+            )
+        slots = parsed.slots_per_host
+        discovery = DiscoveryScript(parsed.host_discovery_script, slots, environ)
+        hosts = list(discovery.first())
+    elif parsed.slots_per_host is not None:
+        raise InvalidArgumentError(
+            "--slots-per-host is for the hosts of --host-discovery-script. Give slots with the hosts: -H a:4,b:4"
+        )
+    else:
+        hosts = _hosts(parsed, options.most or options.first)
+    if others := [host.name for host in hosts if not is_here(host.name)]:
+        raise InvalidArgumentError(
+            f"{', '.join(others)} are other hosts, and ranks that come and go run on this one alone. Leave them out."
+        )
+    output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
+    return run_elastic_script(command, hosts, discovery, options, {**environ, **given}, output)
+
+
+def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
+    """Return the hosts of the flags; this one with so many slots where they name none."""
+    if parsed.hostfile is not None:
+        return read_hostfile(parsed.hostfile)
+    if parsed.hosts is not None:
+        return parse_hosts(parsed.hosts)
+    return [Host("localhost", slots)]
+
+
+def _tell_flags_without_effect(parsed: argparse.Namespace) -> None:
+    for flag in _WITHOUT_EFFECT:
+        if getattr(parsed, flag):
+            sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
+
+
+def _name_of(flag: str) -> str:
+    """Return the name of a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _variables(parsed: argparse.Namespace) -> dict[str, str]:

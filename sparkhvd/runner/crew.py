@@ -83,14 +83,15 @@ class Crew:
         ]
         self._waiting.append(_thread(self._wait, rank, process, readers))
 
-    def send(self, number: int) -> None:
-        """Send a signal to the groups of all ranks that run; SIGKILL goes to all that they have started."""
+    def send(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to the groups of all ranks that run, or of one; SIGKILL goes to all that they have started."""
         with self._lock:
-            for process in self._running.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+            for each, process in self._running.items():
+                if rank in (None, each):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
         if number == signal.SIGKILL:  # the guard may have been killed
-            leftovers.kill(self._mark)
+            leftovers.kill(self._mark if rank is None else f"{self._mark}.{rank}")
 
     def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
         with pipe:

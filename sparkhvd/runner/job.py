@@ -45,7 +45,7 @@ from sparkhvd.runner.payload import carried
 from sparkhvd.runner.pickling import dumps
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.sessions import active_session
-from sparkhvd.settings import Settings
+from sparkhvd.settings import Settings, conf_keys
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _settings(
     if isinstance(given, JobSettings):
         chosen = given
     else:
-        conf = shim.conf(Settings.conf_keys()) if given is None else {}
+        conf = shim.conf(conf_keys()) if given is None else {}
         chosen = launching.choose_settings(given, env, conf)
     if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
         # Its memory would count against the container, and nobody has tried how they end it.

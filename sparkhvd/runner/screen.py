@@ -35,23 +35,36 @@ class Screen:
     """Shows ranks' lines, whole and with the rank in front, from any thread; a context manager."""
 
     def __init__(self, output: Output, size: int) -> None:
+        self._folder = output.folder
         self._timestamps = output.timestamps
         self._lock = threading.Lock()
-        self._tails = [Tail(_TAIL_LINES) for _ in range(size)]
+        self._tails: dict[int, Tail] = {}
         self._files: dict[tuple[int, str], BinaryIO] = {}
-        if output.folder is None:
+        try:
+            for rank in range(size):
+                self.add(rank)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def add(self, rank: int) -> None:
+        """Prepare for one more rank.
+
+        Raises:
+            InvalidArgumentError: its files cannot be written.
+        """
+        self._tails[rank] = Tail(_TAIL_LINES)
+        if self._folder is None:
             return
-        for rank in range(size):
-            folder = output.folder / f"rank.{rank}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                for stream in ("stdout", "stderr"):
-                    self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
-            except OSError as error:
-                self.__exit__()
-                raise InvalidArgumentError(
-                    f"--output-filename {str(output.folder)!r} cannot be written: {error}. Give a folder that may be made there."
-                ) from error
+        folder = self._folder / f"rank.{rank}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in ("stdout", "stderr"):
+                self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"--output-filename {str(self._folder)!r} cannot be written: {error}. Give a folder that may be made there."
+            ) from error
 
     def show(self, rank: int, stream: str, line: bytes) -> None:
         """Pass a line on, with its end or cut."""

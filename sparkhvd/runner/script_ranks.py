@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkhvd import processors
+from sparkhvd.elastic import Invitation
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.handover import VARIABLE, Handover
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.topology import Topology, topology
 
-__all__ = ["HandedOver", "check_command", "hand_over", "words_of"]
+__all__ = ["HandedOver", "check_command", "hand_over", "hand_over_member", "words_of"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,46 @@ def hand_over(
             finally:
                 os.close(descriptor)
                 listener.close()
+
+
+@contextlib.contextmanager
+def hand_over_member(
+    listener: Listener,
+    invitation: Invitation,
+    env: Mapping[str, str],
+    slot: int,
+    num_threads: int,
+) -> Iterator[HandedOver]:
+    """Give what a member of an elastic job gets, for the block; its listener is closed here behind it.
+
+    Args:
+        listener: of the member.
+        invitation: to the job.
+        env: variables of all members.
+        slot: of its host, from 0 on; no other living member has it.
+        num_threads: threads that it may use.
+    """
+    with listener:
+        handover = Handover(
+            json.dumps(invitation.to_dict()),
+            listener.endpoint().to_dict(),
+            listener.filenos(),
+            slot,
+            num_threads,
+            is_elastic=True,
+        )
+        descriptor = handover.to_descriptor()
+        try:
+            # Its rank changes with the others; its slot, and so its GPU, does not.
+            variables = {
+                **{"OMP_NUM_THREADS": str(num_threads), **env},
+                **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
+                **{"PYTHONUNBUFFERED": "1", VARIABLE: str(descriptor)},
+            }
+            sockets = [fd for fd in listener.filenos() if fd >= 0]
+            yield HandedOver(invitation.number, variables, [descriptor, *sockets])
+        finally:
+            os.close(descriptor)
 
 
 def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:

@@ -13,12 +13,25 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from sparkhvd.runner.screen import Screen
 
-__all__ = ["Ended", "Event", "Lost", "Signalled", "signals", "watch"]
+__all__ = [
+    "Ended",
+    "Ending",
+    "Event",
+    "Events",
+    "Lost",
+    "Signalled",
+    "ended_how",
+    "first_cause",
+    "signals",
+    "tell",
+    "watch",
+]
 
 GRACE_S = 2.5
 KILL_S = 0.5
@@ -26,7 +39,9 @@ KILL_S = 0.5
 SIGNAL_S = 3.0
 # Of ssh, too, where it fails itself.
 _STATUS_LOST = 255
-_CONSEQUENCE = re.compile(r"sparkhvd\.errors\.(CollectiveError|PeerLostError): ")
+_CONSEQUENCE = re.compile(
+    r"sparkhvd\.errors\.(CollectiveError|PeerLostError|ElasticError|LeftOutError): "
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,10 +71,11 @@ class Lost:
 
 Event = Ended | Signalled | Lost
 Events = queue.SimpleQueue[Event]
+F = TypeVar("F", bound=Ended | Lost)
 
 
 @contextlib.contextmanager
-def signals(events: Events) -> Iterator[None]:
+def signals(events: queue.SimpleQueue[Any]) -> Iterator[None]:
     """Make events of the signals to this process, while the block runs.
 
     Those that it ignores, as under nohup, stay ignored.
@@ -93,7 +109,7 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
     running = set(range(size))
     failed: list[Ended | Lost] = []
     received = 0
-    ending = _Ending(send)
+    ending = Ending(send)
     while running:
         event: Event | None = None
         with contextlib.suppress(queue.Empty):
@@ -115,8 +131,13 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
         return 128 + received
     if not failed:
         return 0
-    cause = next((one for one in failed if not _is_consequence(one, screen)), failed[0])
-    return _tell_loss(cause) if isinstance(cause, Lost) else _tell(cause, screen)
+    cause = first_cause(failed, screen)
+    return _tell_loss(cause) if isinstance(cause, Lost) else tell(cause, screen)
+
+
+def first_cause(failed: Sequence[F], screen: Screen) -> F:
+    """Return the first failure that is no consequence of another one; or else the first."""
+    return next((one for one in failed if not _is_consequence(one, screen)), failed[0])
 
 
 def _is_consequence(failure: Ended | Lost, screen: Screen) -> bool:
@@ -126,12 +147,18 @@ def _is_consequence(failure: Ended | Lost, screen: Screen) -> bool:
     )
 
 
-def _tell(ended: Ended, screen: Screen) -> int:
+def ended_how(status: int) -> str:
+    """Return how a process has ended, as in "was ended by SIGKILL"."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+
+
+def tell(ended: Ended, screen: Screen) -> int:
     """Show how the rank that failed first has ended, and its last lines; return the exit status."""
     status, rank = ended.status, ended.rank
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
     lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
-    sys.stderr.write(f"sparkhvdrun: rank {rank} {how} first. Its last lines:\n{lines}")
+    sys.stderr.write(
+        f"sparkhvdrun: rank {rank} {ended_how(status)} first. Its last lines:\n{lines}"
+    )
     sys.stderr.flush()
     return 128 - status if status < 0 else status
 
@@ -145,7 +172,7 @@ def _tell_loss(lost: Lost) -> int:
     return _STATUS_LOST
 
 
-class _Ending:
+class Ending:
     """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
@@ -174,9 +201,19 @@ class _Ending:
             self._send(number)
             self._steps.append((time.monotonic() + SIGNAL_S, signal.SIGKILL))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the ranks have been told to end, or will be."""
+        return bool(self._steps)
+
+    def next_step_at(self) -> float | None:
+        """Return when `step` has something to do; None for never."""
+        return self._steps[0][0] if self._steps else None
+
     def next_step_s(self) -> float | None:
         """Return the time until `step` has something to do; None for never."""
-        return max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None
+        at = self.next_step_at()
+        return None if at is None else max(0.0, at - time.monotonic())
 
     def step(self) -> None:
         """Do what is due."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from sparkhvd import launchers, rank_context
+from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers import communicator
 from sparkhvd.rendezvous import Rendezvous, SingleRendezvous, SocketRendezvous
@@ -80,6 +81,10 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
     """Return the rendezvous of some ranks of the launcher's job, as a job of their own."""
     world = _launched()
     what = f"init(comm={ranks})"
+    if isinstance(world, ElasticRendezvous):
+        raise InvalidArgumentError(
+            f"{what}: the ranks of an elastic job change. Leave comm out: all of them take part."
+        )
     if ranks == list(range(world.size)):
         return world
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.size:

@@ -59,6 +59,7 @@ class ForkServer:
                 cwd=ROOT,
             )
         self._socket.settimeout(_START_S)
+        assert self._socket.recv(1) == b"!", "it did not start"
 
     def start(self, descriptors: Sequence[int]) -> ForkedProcess:
         """Fork a process, which gets descriptors of a listener (TCP, Unix or none)."""
@@ -104,6 +105,7 @@ def main() -> None:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     server = socket.socket(fileno=int(sys.argv[1]))
+    server.send(b"!")
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, 1, 4)
         if not message:

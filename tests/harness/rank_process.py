@@ -151,15 +151,19 @@ def rank_processes(
     settings: Settings | None = None,
     tcp_only: bool = False,
     hosts: Sequence[int] | None = None,
+    with_engine: bool = True,
+    server: ForkServer | None = None,
 ) -> Iterator[list[RankProcess]]:
     """Start `size` ranks of `target` ("module:function"); at the end all are killed.
 
     Args:
-        target: called as fn(engine, talk).
+        target: called as fn(engine, talk); with `with_engine=False` as fn(rendezvous, talk).
         size: number of ranks.
         settings: for all.
         tcp_only: as if every rank were on a host of its own.
         hosts: index of the host of each rank, to simulate several; None puts all on one.
+        with_engine: whether the rank makes an engine before it calls `target`.
+        server: forks the ranks; None for fresh processes.
     """
     settings = settings or Settings(connect_timeout_s=DEADLINE_S)
     listeners = [Listener.bind("127.0.0.1", settings) for _ in range(size)]
@@ -176,7 +180,8 @@ def rank_processes(
         key = secrets.token_bytes(32)
         for rank, listener in enumerate(listeners):
             job = Job(key, "test", 0, rank, size, endpoints)
-            ranks.append(RankProcess(target, rank, listener, settings, job=job.to_json()))
+            start = {"job": job.to_json(), "with_engine": with_engine}
+            ranks.append(RankProcess(target, rank, listener, settings, server, **start))
         for listener in listeners:  # only the rank itself keeps its port open
             listener.close()
         yield ranks
@@ -207,6 +212,9 @@ def main(filenos: Sequence[int] | None = None) -> None:
             talk.say(body(ElasticRendezvous(invitation, listener, lambda: settings), talk))
             return
         rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)
+        if not start["with_engine"]:
+            talk.say(body(rendezvous, talk))
+            return
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
     except BaseException as error:  # noqa: BLE001 - it is the outcome

@@ -9,7 +9,7 @@ import pytest
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rank_settings import JobSettings, RankSettings
-from sparkhvd.settings import Settings, markdown_table
+from sparkhvd.settings import Settings, conf_keys, markdown_table
 
 
 def test_defaults_hold_when_nothing_is_given() -> None:
@@ -138,7 +138,7 @@ def test_variables_of_executors_in_the_conf_count_between_conf_and_environment()
     }
     found = Settings.resolve(environ, conf=conf)
     assert (found.bucket_bytes, found.spin_us) == (2, 9)
-    assert set(conf) <= set(Settings.conf_keys())
+    assert set(conf) <= set(conf_keys())
 
 
 def test_later_variables_win_but_not_over_what_was_given_in_code() -> None:

@@ -20,7 +20,7 @@ from sparkhvd.estimator.params.table import Row, rows_of
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.gpu import decide, probe, profiles
-from sparkhvd.settings import CONF_PREFIX, Settings
+from sparkhvd.settings import CONF_PREFIX, conf_keys
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
         InvalidArgumentError: an argument or a conf is wrong (the message has its name).
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
-    keys = [CONF_PREFIX + name for name in _rows_in_conf()] + Settings.conf_keys()
+    keys = [CONF_PREFIX + name for name in _rows_in_conf()] + conf_keys()
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)

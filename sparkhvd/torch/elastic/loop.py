@@ -49,6 +49,8 @@ def run_fn(
     @functools.wraps(func)
     def loop(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         must_sync, must_reset = True, False
+        if (member := rendezvous()) is not None:
+            member.begin()
         while True:
             try:
                 if must_reset:
@@ -67,6 +69,8 @@ def run_fn(
             except CollectiveError as error:
                 if isinstance(error, NotInitializedError):  # a wrong call, by Horovod's name
                     raise
+                if must_reset and not isinstance(_former().rendezvous, ElasticRendezvous):
+                    raise  # a rank is lost, and no other set of ranks can be
                 must_sync = True
                 if not must_reset:
                     _stop_reducing()

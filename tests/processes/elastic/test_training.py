@@ -12,7 +12,8 @@ import pytest
 
 from sparkhvd.elastic import Limits
 from tests.harness.elastic import ElasticJob, elastic_job
-from tests.harness.rank_process import RankProcess
+from tests.harness.fork_server import ForkServer
+from tests.harness.rank_process import RankProcess, rank_processes
 from tests.harness.soak import SOAK, amount
 
 BODIES = "tests.processes.elastic.training_bodies"
@@ -103,6 +104,32 @@ def test_rows_that_are_repeated_make_ranks_equal_and_no_row_is_lost() -> None:
         results = [result_of(member) for member in job.members]
         # A row that came twice counts twice.
         assert results[0]["weights"] in ([3.0, 4.0], [3.0, 4.0, 5.0])
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_rank_ends_a_job_whose_ranks_cannot_change(fork_server: ForkServer) -> None:
+    target = f"{BODIES}:reduce_for_ever"
+    with rank_processes(target, 2, with_engine=False, server=fork_server) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "reduces"
+        began = time.monotonic()
+        ranks[1].kill(signal.SIGKILL)
+        error = ranks[0].error()
+        assert error["kind"] == "PeerLostError"
+        assert "rank 1" in error["text"]
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.timeout(60)
+def test_a_second_run_goes_on_after_a_death_too() -> None:
+    with elastic_job(f"{BODIES}:run_twice", 3) as job:
+        results = []
+        for member in job.members:
+            try:
+                results.append(member.expect())
+            except AssertionError as error:
+                assert "ended without a word" in str(error)  # noqa: PT017 - the one that was killed
+        assert results == [{"sizes": [3, 2]}] * 2
 
 
 def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:

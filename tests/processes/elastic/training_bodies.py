@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import sparkhvd.torch as hvd
 from sparkhvd.elastic import ElasticRendezvous
+from sparkhvd.rendezvous import SocketRendezvous
 from sparkhvd.torch import elastic
 from tests.harness.rank_process import Talk
 
@@ -77,6 +78,40 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
         "sizes": state.sizes,
         "same": torch.equal(hvd.allreduce(model.weight.detach(), op=hvd.Max), model.weight),
     }
+
+
+def reduce_for_ever(rendezvous: SocketRendezvous, talk: Talk) -> None:
+    """Reduce in a job whose ranks cannot change, until it fails."""
+    hvd.init(comm=rendezvous)
+
+    @elastic.run
+    def train(state: elastic.ObjectState) -> None:
+        talk.say("reduces")
+        while True:
+            hvd.allreduce(torch.ones(1))
+            state.commit()
+
+    train(elastic.ObjectState(step=0))
+
+
+def run_twice(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
+    """Run a function that has finished once more; rank 0 dies in the second run."""
+    hvd.init(comm=rendezvous)
+
+    @elastic.run
+    def train(state: elastic.ObjectState, *, dies: bool) -> int:
+        while state.step < 20:
+            state.step += 1
+            if dies and state.step == 10 and hvd.size() == 3 and hvd.rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.allreduce(torch.ones(1))
+            state.commit()
+        return hvd.size()
+
+    first = train(elastic.ObjectState(step=0), dies=False)
+    second = train(elastic.ObjectState(step=0), dies=True)
+    del talk
+    return {"sizes": [first, second]}
 
 
 def fault(plan: dict[str, Any], state: elastic.TorchState, number: int) -> None:

@@ -1,0 +1,106 @@
+"""`sparkhvdrun` of an elastic job, whose lines a test waits for: `with elastic_run(folder, "-np", "2") as job: job.ranks(2)`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from tests.harness.paths import ROOT
+from tests.harness.waiting import wait_until
+
+SCRIPT = ROOT / "tests" / "processes" / "launchers" / "elastic_script.py"
+
+
+class ElasticRun:
+    """A launcher that runs.
+
+    Attributes:
+        stop: the script ends when this file is there.
+        hosts: file of the discovery script.
+        lines: of the launcher's two streams.
+    """
+
+    def __init__(self, folder: Path, flags: tuple[str, ...], script: tuple[str, ...]) -> None:
+        self.stop = folder / "stop"
+        self.lines: list[str] = []
+        command = [sys.executable, "-m", "sparkhvd.runner.command", *flags]
+        self.process = subprocess.Popen(
+            [*command, sys.executable, str(SCRIPT), str(self.stop), *script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), name="test-reader")
+            for stream in (self.process.stdout, self.process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """Wait until so many lines have the pattern; return the matches."""
+
+        def found() -> list[re.Match[str]]:
+            matches = [match for line in list(self.lines) if (match := re.search(pattern, line))]
+            return matches if len(matches) >= count else []
+
+        try:
+            return wait_until(found, pattern, within_s=20)
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(error), *self.lines])) from error
+
+    def ranks(self, size: int, count: int | None = None) -> dict[int, int]:
+        """Wait until ranks of a generation of so many work; return their processes by number of the member."""
+        pattern = rf"^\[(\d+)\] rank \d+ of {size} pid (\d+)"
+        matches = self.wait_for(pattern, size if count is None else count)
+        return {int(match[1]): int(match[2]) for match in matches}
+
+    def end(self) -> int:
+        """Let the script stop; return the status of the launcher."""
+        self.stop.touch()
+        return self.wait()
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """Wait for the end of the launcher; return its status."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError("\n".join(["the launcher has not ended", *self.lines])) from None
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def changes(self) -> list[str]:
+        """Return the launcher's lines about changes."""
+        return [
+            line.partition(": ")[2]
+            for line in self.lines
+            if re.match(r"sparkhvdrun: \d+ (ranks?|->) ", line)
+        ]
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self.lines.append(line.rstrip("\n"))  # noqa: PERF401 - one after the other
+
+
+@contextlib.contextmanager
+def elastic_run(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Iterator[ElasticRun]:
+    """Start a job; at the end it is killed if it still runs."""
+    run = ElasticRun(folder, flags, script)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            run.wait()
