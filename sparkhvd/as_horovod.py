@@ -42,8 +42,7 @@ _HOMES = (
     ("horovod.torch", "sparkhvd.torch"),
     ("horovod.common.process_sets", "sparkhvd.torch.process_sets"),
     ("horovod.spark.runner", "sparkhvd.horovod.spark"),
-    ("horovod.torch.elastic.sampler", "sparkhvd.horovod.torch.elastic"),
-    ("horovod.torch.elastic.state", "sparkhvd.horovod.torch.elastic"),
+    ("horovod.torch.elastic.state", "sparkhvd.torch.elastic.states"),
 )
 _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
@@ -55,12 +54,12 @@ _ABSENT = {
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
     "horovod.spark.keras.bare": _OLD_KERAS,
     "horovod.spark.keras.tensorflow": _OLD_KERAS,
-    "horovod.spark.conf": "Its settings of Spark are for a number of ranks that changes, which this version has not. Leave them out",
+    "horovod.spark.conf": "Its settings of Spark are for a number of ranks that changes, which this version has not on Spark. Leave them out",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
 _DATA_PATH = "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read"
-_FIXED_RANKS = "the number of ranks does not change in this version. Train without it"
+_ELASTIC = "it is of Horovod's launcher. Start ranks with sparkhvdrun --host-discovery-script, and train with horovod.torch.elastic"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
 _LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
 # Modules of Horovod's launcher, by package.
@@ -82,18 +81,18 @@ _OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit nee
 _SAVING = "call save() and load() of the estimator or the model"
 # Modules whose names that sparkhvd has not got are stubs, and what there is instead.
 STUBS = {
-    "horovod.common.elastic": _FIXED_RANKS,
+    "horovod.common.elastic": "train a loop of your own with horovod.torch.elastic",
     "horovod.common.exceptions": "nothing has two parts whose versions differ. Leave it out",
     "horovod.common.basics": "call the functions of horovod.torch",
     "horovod.common.util": _GRADIENTS,
     "horovod.data": _LOADERS,
     "horovod.data.data_loader_base": _LOADERS,
-    "horovod.keras.elastic": _FIXED_RANKS,
-    "horovod.runner.elastic": _FIXED_RANKS,
-    "horovod.runner.elastic.discovery": _FIXED_RANKS,
-    "horovod.runner.elastic.driver": _FIXED_RANKS,
-    "horovod.runner.elastic.settings": _FIXED_RANKS,
-    "horovod.runner.elastic.worker": _FIXED_RANKS,
+    "horovod.keras.elastic": "train a loop of your own with horovod.torch.elastic",
+    "horovod.runner.elastic": _ELASTIC,
+    "horovod.runner.elastic.discovery": _ELASTIC,
+    "horovod.runner.elastic.driver": _ELASTIC,
+    "horovod.runner.elastic.settings": _ELASTIC,
+    "horovod.runner.elastic.worker": _ELASTIC,
     "horovod.spark.common.cache": _DATA_PATH,
     "horovod.spark.common.codec": _SAVING,
     "horovod.spark.common.datamodule": _BATCHES,

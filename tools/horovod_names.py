@@ -21,7 +21,7 @@ BEGIN, END = (
     "<!-- end of names -->\n",
 )
 
-_ELASTIC = "the number of ranks does not change in this version"
+_ELASTIC = "the number of ranks does not change on Spark in this version"
 
 NAMES: dict[str, str] = {
     "horovod": "run __version__",
@@ -131,19 +131,16 @@ NAMES: dict[str, str] = {
 NOTES: dict[str, str] = {
     "horovod.run": "arguments for a number of ranks that changes, and `output_filename`, are errors",
     "horovod.runner.run": "as `horovod.run`",
-    "horovod.torch.elastic": _ELASTIC,
-    "horovod.torch.elastic.state": _ELASTIC,
-    "horovod.torch.elastic.sampler": _ELASTIC,
-    "horovod.common.elastic": _ELASTIC,
+    "horovod.torch.elastic.ElasticSampler": "also `batches(size)`, which repeats no row",
+    "horovod.torch.elastic.sampler.ElasticSampler": "the same",
     "horovod.spark.run_elastic": _ELASTIC,
     "horovod.spark.runner.run_elastic": _ELASTIC,
-    "horovod.spark.conf": "for a number of ranks that changes, which this version has not: leave them out",
+    "horovod.spark.conf": "for a number of ranks that changes, which this version has not on Spark: leave them out",
     "horovod.spark.elastic": _ELASTIC,
     "horovod.torch.HorovodInternalError": "of `PeerLostError` and its like; a mismatch between ranks is a `MismatchError`",
     "horovod.torch.synchronize": "a handle is a `Handle`; a second call gives the result again",
     "horovod.torch.reducescatter": "also Min, Max, Product",
     "horovod.torch.broadcast_optimizer_state": "steps nothing; every class of `torch.optim`",
-    "horovod.common.exceptions.HostsUpdatedInterrupt": "nothing raises it in this version",
     "horovod.common.exceptions.HorovodVersionMismatchError": "nothing raises it: there is one part",
     "horovod.spark.torch": "predictions are not rounded; `train_minibatch_fn` is an error that names `train_step`; exact rows and resume are ours",
     "horovod.spark.lightning": "as sparkhvd.lightning's, with Horovod's hooks, Params and values; a run that stopped goes on exactly",

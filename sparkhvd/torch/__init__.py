@@ -29,7 +29,7 @@ Each module imports only those above it:
     sync_batch_norm  `SyncBatchNorm`
     compression      `Compression`
     optimizer        `DistributedOptimizer`
-    elastic          training whose ranks change; not public while no launcher starts such jobs
+    elastic          training whose ranks change
     functions        Horovod's module of that name
     mpi_ops          Horovod's module of that name
 """
@@ -40,7 +40,6 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 import torch
 
@@ -59,7 +58,7 @@ from sparkhvd.launchers import horovod
 from sparkhvd.launchers.communicator import Communicator, is_communicator
 from sparkhvd.observe import timeline
 from sparkhvd.rank_messages import log_to_driver
-from sparkhvd.torch import collectives, context, joining, own_gpu
+from sparkhvd.torch import collectives, context, elastic, joining, own_gpu
 from sparkhvd.torch.broadcast import (
     allgather_object,
     broadcast_object,
@@ -97,6 +96,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "elastic",
     "ddl_built",
     "global_process_set",
     "gloo_built",
@@ -121,15 +121,6 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
-
-
-# Horovod's names that this version does not have.
-_LATER = frozenset({"elastic"})
-
-
-def __getattr__(name: str) -> NoReturn:
-    later = " It is Horovod's, and not in this version of sparkhvd." if name in _LATER else ""
-    raise AttributeError(f"module 'sparkhvd.torch' has no attribute {name!r}.{later}")
 
 
 def init(

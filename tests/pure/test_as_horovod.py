@@ -38,13 +38,15 @@ from horovod.spark.torch import TorchEstimator, TorchModel
 assert horovod.__version__ == "0.28.1"
 assert hvd is sparkhvd.horovod.torch
 assert hvd.__spec__.name == "sparkhvd.horovod.torch"
-for name in ("run", "TorchState", "ElasticSampler"):
-    try:
-        getattr(hvd.elastic, name)(None)
-    except NotImplementedError as e:
-        assert f"elastic.{name}: the number of ranks" in str(e), e
-    else:
-        raise AssertionError(name)
+import horovod.torch.elastic.sampler
+import horovod.torch.elastic.state
+import sparkhvd.torch.elastic
+
+assert hvd.elastic is sparkhvd.torch.elastic
+assert horovod.torch.elastic.state.TorchState is hvd.elastic.TorchState
+assert horovod.torch.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
+assert horovod.common.elastic.State is hvd.elastic.State
+assert HostsUpdatedInterrupt(skip_sync=True).skip_sync
 assert horovod.torch.mpi_ops is sparkhvd.torch.mpi_ops
 assert issubclass(TorchEstimator, sparkhvd.TorchEstimator)
 assert issubclass(TorchModel, sparkhvd.TorchModel)

@@ -1,20 +1,9 @@
 """Horovod's `horovod.common.exceptions`."""
 
+from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
 from sparkhvd.errors import HorovodInternalError
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed; nothing in this version raises it.
-
-    Attributes:
-        skip_sync: whether the state need not be sent anew.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("the set of hosts has changed")
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

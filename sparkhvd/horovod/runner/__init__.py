@@ -74,7 +74,8 @@ def run(
     given = {**locals()}
     if elastic := [name for name in _ELASTIC if given[name] is not None]:
         raise NotImplementedError(
-            f"horovod.run({', '.join(elastic)}): the number of ranks does not change in this version of sparkhvd. Give num_proc alone."
+            f"horovod.run({', '.join(elastic)}): the number of ranks of a function does not change in this version of sparkhvd. Give num_proc "
+            "alone, or start a script with sparkhvdrun --min-np."
         )
     if output_filename is not None:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Training whose ranks change, with Horovod's names. Not public yet: no launcher starts elastic jobs, only tests do.
+"""Training whose ranks change, with Horovod's names; `sparkhvdrun --min-np` starts it (docs/elastic.md).
 
     batches = sampler.batches(32)  # of an ElasticSampler
     loader = DataLoader(dataset, batch_sampler=batches)

@@ -76,7 +76,7 @@ def _check_epochs(columns: Tensor, present: Tensor) -> None:
         if epoch != epochs[first]:
             raise MismatchError(
                 f"ElasticSampler: rank {first} is in epoch {epochs[first]}, rank {rank} in epoch {epoch}. One had a batch more than the "
-                "other: give the loader batch_sampler=sampler.batches(...) and take its num_steps on every rank, or give ElasticSampler(repeat=True)."
+                "other: give the loader batch_sampler=sampler.batches(...) and take its num_steps on every rank, or give it the sampler and a batch size."
             )
 
 

@@ -45,15 +45,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """Sampler that gives each rank its part of the rows that are left of an epoch.
 
     Rows are divided anew when ranks come or go: what was committed (`TorchState.commit`) is not given again, and what a lost rank had
-    not committed is. Ranks differ by at most one row, so a loader with a batch size may have a batch more on some of them, for which
-    the others would have to step, too: give a loader `batches(...)` instead, which says how many steps there are, or
-    `repeat=True`, which gives some rows twice, as Horovod does. Record every batch behind its step.
+    not committed is. A loader that takes this sampler and a batch size has equally many rows on every rank, up to size - 1 of them twice, as
+    with Horovod. One that takes `batches(...)` has every row once: then ranks may differ by a row, and `num_steps` says how many steps
+    there are. Record every batch behind its step.
 
     Args:
         dataset: whose length counts.
         shuffle: whether rows come in a random order, the same on every rank, another one in each epoch.
         seed: of that order.
-        repeat: give up to size - 1 rows a second time, so that every rank has equally many.
+        repeat: whether up to size - 1 rows come twice, so that every rank has equally many; None: until `batches` is called.
 
     Attributes:
         epoch: the current one.
@@ -65,7 +65,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(
-        self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, repeat: bool = False
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        repeat: bool | None = None,
     ) -> None:
         if not isinstance(dataset, Sized):
             raise InvalidArgumentError(
@@ -77,7 +82,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         self.remaining_indices: list[int] = []
         self.num_replicas, self.rank = 1, 0
-        self._repeat = repeat
+        self._repeat = repeat is not False
+        self._repeats_always = repeat is True
         self._before: frozenset[int] = frozenset()  # recorded before the rows were divided
         self._marks = bytearray()  # of this rank's rows
         self._agreed: Progress | None = None  # of all ranks, since then
@@ -159,7 +165,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         Raises:
             InvalidArgumentError: the size is no whole number of at least 1.
         """
-        return ElasticBatches(self, batch_size)
+        made = ElasticBatches(self, batch_size)
+        if self._repeat and not self._repeats_always:
+            self._repeat = False
+            self.reset()
+        return made
 
     def reset(self) -> None:
         """Divide the rows that are left among the ranks as they are now."""

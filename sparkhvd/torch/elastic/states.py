@@ -22,8 +22,8 @@ _REMOVED = 1
 class State:
     """State of a training, in memory. A subclass says what is saved, restored and sent."""
 
-    def __init__(self, **kwargs: object) -> None:
-        del kwargs
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        del args, kwargs  # Horovod's, how objects are sent
         self._reset_callbacks: list[Callable[[], object]] = []
         self._updates: list[int] = []
         self._version = 0  # of the last save; the same on all ranks after `sync`

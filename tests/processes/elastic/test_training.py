@@ -132,6 +132,33 @@ def test_a_second_run_goes_on_after_a_death_too() -> None:
         assert results == [{"sizes": [3, 2]}] * 2
 
 
+def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
+    return [dict(member.expect()) for member in job.members if member.rank != killed]
+
+
+@pytest.mark.timeout(60)
+def test_the_script_of_the_page_goes_on_after_a_death() -> None:
+    with elastic_job(f"{BODIES}:run_page", 3) as job:
+        results = of_survivors(job, 1)
+        assert [result["size"] for result in results] == [2, 2]
+        assert results[0]["weights"] == results[1]["weights"]
+
+
+@pytest.mark.timeout(60)
+def test_a_script_of_horovods_goes_on_after_the_death_of_rank_0() -> None:
+    with elastic_job(f"{BODIES}:run_horovod_script", 3) as job:
+        results = of_survivors(job, 0)
+        for result in results:
+            assert result["size"] == 2
+            # 50 rows among three: 17 for each, one of them twice.
+            assert result["lengths"][:2] == [[17, 51]] * 2
+            assert result["lengths"][-1] == [25, 50]
+            # Every row in every epoch; one is repeated by the first division, others by that of the rest.
+            assert result["weights"][0] == 3.0
+            assert result["weights"][-1] <= 5.0
+            assert sum(result["weights"]) <= 3 * 50 + 4
+
+
 def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
     """Do something to a random member; return what."""
     gone = {number for number in range(len(job.members)) if number in job.__dict__["gone"]}

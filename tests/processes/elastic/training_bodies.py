@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+import sparkhvd
 import sparkhvd.torch as hvd
 from sparkhvd.elastic import ElasticRendezvous
-from sparkhvd.rendezvous import SocketRendezvous
+from sparkhvd.rendezvous import SocketRendezvous, install
 from sparkhvd.torch import elastic
+from tests.harness.paths import ROOT
 from tests.harness.rank_process import Talk
 
 
@@ -120,3 +122,63 @@ def fault(plan: dict[str, Any], state: elastic.TorchState, number: int) -> None:
     if at is not None and (state.epoch, number) == tuple(at):
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_page(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
+    """Run the script of docs/elastic.md, in which rank 1 of 3 dies in the second epoch."""
+    page = (ROOT / "docs" / "elastic.md").read_text()
+    install(rendezvous)
+    script = page.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"__name__": "train"}
+    steps = []
+
+    def record(batches: elastic.ElasticBatches, step: int) -> None:
+        original(batches, step)
+        steps.append(step)
+        if len(steps) == 7 and hvd.rank() == 1 and hvd.size() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    original, elastic.ElasticBatches.record = elastic.ElasticBatches.record, record  # type: ignore[method-assign]
+    exec(compile(script, "docs/elastic.md", "exec"), names)  # noqa: S102 - ours
+    del talk
+    return {"size": hvd.size(), "weights": names["model"].weight.tolist()}
+
+
+def run_horovod_script(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
+    """Train as Horovod's examples do, by its own names; rank 0 of 3 dies."""
+    sparkhvd.install_as_horovod()
+    install(rendezvous)
+    import horovod.torch as horovod
+
+    horovod.init()
+    rows = torch.arange(50)
+    sampler = horovod.elastic.ElasticSampler(rows, shuffle=False)
+    loader = DataLoader(rows, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    model = Counter(50)
+    optimizer = horovod.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), op=horovod.Sum
+    )
+    lengths = []
+
+    @horovod.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        while state.epoch < 3:
+            lengths.append((len(sampler), sampler.total_size))
+            for number, batch in enumerate(loader):
+                if state.epoch == 1 and number == 2 and horovod.rank() == 0 and horovod.size() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                state.model(batch).backward()
+                state.optimizer.step()
+                state.sampler.record_batch(number, 4)
+                if number % 2 == 0:
+                    state.commit()
+                else:
+                    state.check_host_updates()
+            state.epoch += 1
+            state.sampler.set_epoch(state.epoch)
+            state.commit()
+
+    train(horovod.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0))
+    del talk
+    return {"size": horovod.size(), "lengths": lengths, "weights": sorted(model.weight.tolist())}

@@ -135,9 +135,3 @@ def test_settings_reach_the_engine() -> None:
         return context().engine.settings.bucket_bytes
 
     assert on_ranks(2, body, settings=settings) == [123, 123]
-
-
-def test_names_of_horovod_that_are_missing_say_so() -> None:
-    with pytest.raises(AttributeError, match="It is Horovod's, and not in this version"):
-        hvd.elastic  # noqa: B018 - the access is the test
-    assert not hasattr(hvd, "no_such_name")
