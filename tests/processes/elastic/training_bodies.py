@@ -37,7 +37,7 @@ class Counter(torch.nn.Module):
 def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     """Train for some epochs; return the distinct weights."""
     plan = {"rows": 101, "epochs": 3, "batch": 4, "commit": 1, "pause": 0.0, **talk.hear()}
-    hvd.init(comm=rendezvous)
+    hvd.init(comm=rendezvous, process_sets=plan.get("sets"))
     model = Counter(plan["rows"])
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
@@ -48,8 +48,10 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     sampler = elastic.ElasticSampler(range(plan["rows"]), repeat=plan.get("repeat", False))
     batches = sampler.batches(plan["batch"])
     loader = DataLoader(sampler.dataset, batch_sampler=batches)  # type: ignore[arg-type]
-    state = elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, sizes=[], starts=0)
+    state = Faulty(model, optimizer, sampler=sampler, epoch=0, sizes=[], starts=0)
+    state.plan, state.rendezvous = plan, rendezvous
     state.register_reset_callbacks([lambda: state.sizes.append(-hvd.size())])
+    state.register_reset_callbacks([lambda: state.die("reset")])
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
@@ -116,8 +118,33 @@ def run_twice(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     return {"sizes": [first, second]}
 
 
+class Faulty(elastic.TorchState):
+    """State of a rank that dies in a method, in a generation, as its plan says: `{"die_in": ("sync", 2)}`."""
+
+    plan: dict[str, Any]
+    rendezvous: ElasticRendezvous
+
+    def die(self, where: str) -> None:
+        if tuple(self.plan.get("die_in", ())) == (where, self.rendezvous.generation):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sync(self) -> None:
+        self.die("sync")
+        super().sync()
+        self.die("synced")
+
+    def check_host_updates(self) -> None:
+        self.die("commit")
+        super().check_host_updates()
+
+
 def fault(plan: dict[str, Any], state: elastic.TorchState, number: int) -> None:
     """Die where the plan says so."""
+    here = [state.epoch, number]
+    if plan.get("leave") == here:
+        sys.exit(0)
+    if "update" in plan and here == [1, 2] and hvd.size() == 3:
+        state.on_hosts_updated(update_res=plan["update"])
     at = plan.get("die")
     if at is not None and (state.epoch, number) == tuple(at):
         sys.stdout.flush()

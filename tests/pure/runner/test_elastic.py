@@ -1,0 +1,65 @@
+"""Parts of the elastic launcher that need no processes: hosts that are left out, slots, lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparkhvd.elastic import Change, Formed
+from sparkhvd.runner.elastic.cooldown import Cooldown
+from sparkhvd.runner.elastic.report import Report
+from sparkhvd.runner.elastic.slots import Slot, slots_to_fill, surplus
+from sparkhvd.runner.host_names import Host
+
+HOSTS = [Host("a", 2), Host("b", 2)]
+
+
+def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
+    cooldown = Cooldown(1.0, 5.0)
+    assert cooldown.next_end(0.0) is None
+    now = 0.0
+    for seconds in (1.0, 2.0, 4.0, 5.0, 5.0):
+        assert cooldown.fail("a", now) == seconds
+        assert (
+            cooldown.fail("a", now + seconds / 2) == seconds / 2
+        )  # the same failure's consequence
+        assert cooldown.is_left_out("a", now + seconds * 0.99)
+        assert not cooldown.is_left_out("b", now)
+        assert cooldown.next_end(now) == now + seconds
+        now += seconds
+        assert not cooldown.is_left_out("a", now)
+    assert cooldown.fail("a", now + 5.1) == 1.0  # it was well for as long as the longest
+
+
+def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() -> None:
+    every = [Slot("a", 0), Slot("a", 1), Slot("b", 0), Slot("b", 1)]
+    assert slots_to_fill(HOSTS, [], 8, []) == every
+    assert slots_to_fill(HOSTS, [Slot("a", 0)], 3, []) == every[1:3]
+    assert slots_to_fill(HOSTS, [Slot("a", 0)], 3, ["a"]) == every[2:]
+    assert slots_to_fill(HOSTS, [Slot("c", 0), Slot("c", 1)], 2, []) == []
+
+
+def test_processes_whose_slots_are_gone_are_surplus() -> None:
+    taken = {0: Slot("a", 0), 1: Slot("a", 1), 2: Slot("b", 0), 5: Slot("c", 0)}
+    assert surplus(HOSTS, taken) == [5]
+    assert surplus([Host("a", 1)], taken) == [1, 2, 5]
+    assert surplus([], taken) == [0, 1, 2, 5]
+
+
+def change(generation: int, before: int, members: tuple[int, ...], **more: Any) -> Change:
+    given = {"lost": {}, "joined": (), "asked_at": 0.0, "why": "", "sync": True}
+    return Change(generation=generation, before=before, members=members, **{**given, **more})
+
+
+def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    report = Report()
+    first = Formed(change(1, 0, (0, 1, 2), joined=(0, 1, 2)), 1.0, has_met=True)
+    assert report.line(first, hosts, {}) == "3 ranks in 1.00 s: 2 on a, 1 on b"
+    overtaken = Formed(change(2, 3, (0, 1), lost={2: "has died"}), 0.5, has_met=False)
+    assert report.line(overtaken, hosts, {}) == ""
+    last = Formed(change(3, 2, (1, 3), lost={0: "has died"}, joined=(3,)), 0.25, has_met=True)
+    assert report.line(last, hosts, {0: "was ended by SIGKILL"}) == (
+        "3 -> 2 ranks in 0.75 s: process 0 on a was ended by SIGKILL; process 2 on b has died; process 3 on b joined as rank 1"
+    )
+    same = Formed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)
+    assert report.line(same, hosts, {}) == "2 -> 2 ranks in 0.10 s: a timeout"
