@@ -95,7 +95,7 @@ LAZY = {
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (6, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/command.py": (
-        6,
+        7,
         "ranks start without what the doctor, other hosts and elastic jobs need",
     ),
     "sparkhvd/runner/child.py": (3, "a trainer is there before what it does not need yet"),

@@ -250,6 +250,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
     from sparkhvd.runner.elastic.discovery import DiscoveryScript
     from sparkhvd.runner.elastic.options import ElasticOptions
     from sparkhvd.runner.elastic.script import run_elastic_script
+    from sparkhvd.runner.hosts.connection import Reach
 
     given_limits = {
         "timeout_s": parsed.elastic_timeout,
@@ -266,7 +267,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
     _tell_flags_without_effect(parsed)
-    check_command(command, {**environ, **given})
+    launching.check_start_timeout("--start-timeout", parsed.start_timeout)
     discovery = None
     if parsed.host_discovery_script is not None:
         if parsed.hosts is not None or parsed.hostfile is not None:
@@ -282,12 +283,17 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
         )
     else:
         hosts = _hosts(parsed, options.most or options.first)
-    if others := [host.name for host in hosts if not is_here(host.name)]:
-        raise InvalidArgumentError(
-            f"{', '.join(others)} are other hosts, and ranks that come and go run on this one alone. Leave them out."
-        )
+    settings = Settings.resolve({**environ, **given})
+    reach = Reach(
+        settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file, parsed.start_timeout
+    )
+    if all(reach.is_here(host.name) for host in hosts):
+        check_command(command, {**environ, **given})
+        env = {**environ, **given}
+    else:
+        env = {**forwarded(environ), **given}
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
-    return run_elastic_script(command, hosts, discovery, options, {**environ, **given}, output)
+    return run_elastic_script(command, hosts, discovery, options, env, settings, reach, output)
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -28,7 +28,13 @@ class ElasticRun:
         lines: of the launcher's two streams.
     """
 
-    def __init__(self, folder: Path, flags: tuple[str, ...], script: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: tuple[str, ...],
+        script: tuple[str, ...],
+        variables: Mapping[str, str],
+    ) -> None:
         self.stop = folder / "stop"
         self.lines: list[str] = []
         command = [sys.executable, "-m", "sparkhvd.runner.command", *flags]
@@ -38,7 +44,7 @@ class ElasticRun:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         )
         self._readers = [
             threading.Thread(target=self._read, args=(stream,), name="test-reader")
@@ -95,9 +101,11 @@ class ElasticRun:
 
 
 @contextlib.contextmanager
-def elastic_run(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Iterator[ElasticRun]:
+def elastic_run(
+    folder: Path, *flags: str, script: tuple[str, ...] = (), **variables: str
+) -> Iterator[ElasticRun]:
     """Start a job; at the end it is killed if it still runs."""
-    run = ElasticRun(folder, flags, script)
+    run = ElasticRun(folder, flags, script, variables)
     try:
         yield run
     finally:

@@ -18,5 +18,6 @@ Each module imports only those above it:
     slots      which processes to start and to remove; pure
     report     a line for each change
     hosts      processes of members on this host and on others
+    launcher   what to start and to remove
     script     the user's command on ranks that come and go
 """

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
-import signal
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from sparkhvd.elastic import Coordinator, Formed, Invitation, Limits
-from sparkhvd.elastic.messages import Refusal
-from sparkhvd.errors import SparkhvdError
-from sparkhvd.interfaces import LOOPBACK
+from sparkhvd.elastic import Coordinator, Invitation, Limits
+from sparkhvd.interfaces import LOOPBACK, own_address
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.crew import Crew
-from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.discovery import Discovered, DiscoveryScript
-from sparkhvd.runner.elastic.hosts import LocalProcesses, Processes
+from sparkhvd.runner.elastic.hosts import Agents, Here, Processes
+from sparkhvd.runner.elastic.launcher import Event, Launcher, Told
 from sparkhvd.runner.elastic.options import ElasticOptions
-from sparkhvd.runner.elastic.report import Report, say
-from sparkhvd.runner.elastic.slots import Slot, slots_to_fill, surplus
+from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.hosts.connection import Reach
+from sparkhvd.runner.hosts.launch import bare, loopback_addresses
+from sparkhvd.runner.hosts.members import Members
+from sparkhvd.runner.hosts.order import Order
 from sparkhvd.runner.screen import Output, Screen
-from sparkhvd.runner.watching import (
-    Ended,
-    Ending,
-    Lost,
-    Signalled,
-    ended_how,
-    first_cause,
-    signals,
-    tell,
-)
+from sparkhvd.runner.watching import Ended, signals
 from sparkhvd.settings import Settings
 
 __all__ = ["run_elastic_script"]
 
-# A process that was left out has so long to end by itself, once it runs again.
-LEFT_OUT_S = 30.0
-# How long a line waits for the statuses of those that it names.
-_REPORT_S = 0.5
 # Above the coordinator's own waits, which tell why they end.
 _MARGIN_S = 60.0
-_FAILED = 1
-
-
-@dataclass(frozen=True)
-class _Told:
-    """News that a member takes no part any more."""
-
-    number: int
-    refusal: Refusal
-
-
-Event = Ended | Signalled | Lost | Discovered | Formed | _Told
 
 
 def run_elastic_script(
@@ -65,21 +39,92 @@ def run_elastic_script(
     discovery: DiscoveryScript | None,
     options: ElasticOptions,
     env: Mapping[str, str],
+    settings: Settings,
+    reach: Reach,
     output: Output,
 ) -> int:
     """Run a command on ranks that come and go; return the exit status for the shell.
 
     Args:
         command: program and arguments.
-        hosts: with slots, at the begin.
+        hosts: with slots, at the begin. If all of them are this host, so must those be that come later.
         discovery: tells of others later; None if these stay.
         options: limits of the job.
-        env: variables of the ranks, all of them.
+        env: variables of the ranks: all of them on this host alone, else those on top of what a login by ssh gives.
+        settings: of the launch.
+        reach: how other hosts are reached.
         output: where their output goes.
+
+    Raises:
+        PreflightError: this process cannot listen.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    settings = Settings.resolve(env)
-    limits = Limits(
+    others = [host.name for host in hosts if not reach.is_here(host.name)]
+    loopback = loopback_addresses([host.name for host in hosts], reach)
+    address = LOOPBACK
+    if others and not loopback:
+        address = own_address(settings.interfaces, bare(others[0]))
+    key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        screen = stack.enter_context(Screen(output, 0))
+
+        def order(host: str) -> Order:
+            towards = bare(others[0]) if reach.is_here(host) else ""
+            return Order(
+                first=0,
+                count=0,
+                cwd=os.getcwd(),
+                env=dict(env),
+                settings=JobSettings(settings).to_json(),
+                address=loopback.get(host, ""),
+                towards=towards,
+                command=list(command),
+                is_elastic=True,
+            )
+
+        processes: Processes
+        if others:
+            guard = stack.enter_context(Guard())
+            agents = Agents(reach, guard, order, screen.show, events.put)
+            processes = stack.enter_context(agents)
+        else:
+            crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
+            members = Members(stack.enter_context(crew), command, env, settings, address)
+            processes = Here(members)
+        stack.enter_context(signals(events))
+        coordinator = stack.enter_context(
+            Coordinator(
+                key,
+                job_id,
+                Listener.bind(address, settings),
+                _limits(options, settings),
+                on_formed=events.put,
+                on_refused=lambda number, refusal: events.put(Told(number, refusal)),
+            )
+        )
+
+        def invite(number: int) -> Invitation:
+            coordinator.expect(number)
+            patience_s = settings.elastic_patience_s
+            wait_s = options.timeout_s + patience_s + _MARGIN_S
+            return Invitation(key, job_id, number, coordinator.endpoint, wait_s, patience_s)
+
+        def discover(found: Discovered) -> None:
+            new = [host.name for host in found.hosts or () if not reach.is_here(host.name)]
+            if new and not others:
+                text = f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts."
+                found = Discovered(None, text)
+            events.put(found)
+
+        launcher = Launcher(options, hosts, processes, coordinator, screen, invite)
+        if discovery is not None:
+            stack.enter_context(discovery)
+            discovery.follow(hosts, discover)
+        return launcher.run(events)
+
+
+def _limits(options: ElasticOptions, settings: Settings) -> Limits:
+    return Limits(
         first=options.first,
         least=options.smallest,
         most=options.largest,
@@ -88,235 +133,3 @@ def run_elastic_script(
         timeout_s=options.timeout_s,
         patience_s=settings.elastic_patience_s,
     )
-    key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
-    with contextlib.ExitStack() as stack:
-        screen = stack.enter_context(Screen(output, 0))
-        crew = stack.enter_context(
-            Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
-        )
-        stack.enter_context(signals(events))
-        coordinator = stack.enter_context(
-            Coordinator(
-                key,
-                job_id,
-                Listener.bind(LOOPBACK, settings),
-                limits,
-                on_formed=events.put,
-                on_refused=lambda number, refusal: events.put(_Told(number, refusal)),
-            )
-        )
-
-        def invite(number: int) -> Invitation:
-            coordinator.expect(number)
-            wait_s = options.timeout_s + limits.patience_s + _MARGIN_S
-            place = coordinator.endpoint
-            return Invitation(key, job_id, number, place, wait_s, limits.patience_s)
-
-        processes = LocalProcesses(crew, command, env, settings, LOOPBACK)
-        launcher = _Launcher(options, hosts, processes, coordinator, screen, invite)
-        if discovery is not None:
-            stack.enter_context(discovery)
-            discovery.follow(hosts, events.put)
-        return launcher.run(events)
-
-
-@dataclass
-class _Process:
-    """Process that runs.
-
-    Attributes:
-        slot: its place.
-        refusal: why it takes no part any more; None while it does.
-        kill_at: when it is killed; None for never.
-        is_surplus: whether it was told to leave.
-    """
-
-    slot: Slot
-    refusal: Refusal | None = None
-    kill_at: float | None = None
-    is_surplus: bool = False
-
-
-class _Launcher:
-    """Decides what to start; all methods are called by the main thread."""
-
-    def __init__(
-        self,
-        options: ElasticOptions,
-        hosts: Sequence[Host],
-        processes: Processes,
-        coordinator: Coordinator,
-        screen: Screen,
-        invite: Callable[[int], Invitation],
-    ) -> None:
-        self._options = options
-        self._hosts = tuple(hosts)
-        self._processes = processes
-        self._coordinator = coordinator
-        self._screen = screen
-        self._invite = invite
-        self._cooldown = Cooldown(*options.cooldown_s)
-        self._ending = Ending(processes.send)
-        self._report = Report()
-        self._lines: deque[tuple[float, Formed]] = deque()
-        self._running: dict[int, _Process] = {}
-        self._places: dict[int, str] = {}  # hosts of all processes that there were
-        self._ends: dict[int, str] = {}
-        self._have_met: set[int] = set()
-        self._failed: list[Ended] = []  # since the ranks have met
-        self._has_finished = False
-        self._problem = ""  # why the job cannot go on
-        self._received = 0  # signal to this process
-        self._deadline = time.monotonic() + options.timeout_s  # for a first process
-
-    def run(self, events: queue.SimpleQueue[Event]) -> int:
-        """Run the job to its end; return the exit status."""
-        self._fill()
-        while self._goes_on():
-            with contextlib.suppress(queue.Empty):
-                self._take(events.get(timeout=self._next_step_s()))
-            self._ending.step()
-            self._kill_those_left_out()
-            self._write_lines()
-            self._fill()
-        self._write_lines(at_once=True)
-        return self._status()
-
-    def _goes_on(self) -> bool:
-        if any(process.refusal is None for process in self._running.values()):
-            return True
-        if self._has_finished or self._received or self._problem:
-            # Those that were left out end with this process.
-            return any(process.kill_at is None for process in self._running.values())
-        return not self._places and time.monotonic() < self._deadline
-
-    def _status(self) -> int:
-        if self._received:
-            return 128 + self._received
-        if self._has_finished:
-            return 0
-        if not self._places:
-            self._problem = (
-                f"no host is there after {self._options.timeout_s:g} s (--elastic-timeout)"
-            )
-        elif not self._problem and not self._failed:
-            self._problem = "no host is left, and with their ranks the training's state is gone"
-        if self._problem:
-            say(f"the elastic job cannot go on: {self._problem}.")
-            return _FAILED
-        return tell(first_cause(self._failed, self._screen), self._screen)
-
-    # --- Events. ---
-
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Signalled):
-            self._received = self._received or event.number
-            self._ending.interrupt(event.number)
-        elif isinstance(event, Ended):
-            self._note_end(event)
-        elif isinstance(event, Formed):
-            self._lines.append((time.monotonic() + _REPORT_S, event))
-            if event.has_met:
-                self._failed.clear()
-                self._have_met.update(event.change.members)
-        elif isinstance(event, _Told):
-            self._note_refusal(event)
-        elif isinstance(event, Discovered):
-            if event.hosts is None:
-                say(f"{event.problem} The hosts that were known are kept.")
-            else:
-                self._hosts = event.hosts
-
-    def _note_end(self, ended: Ended) -> None:
-        process = self._running.pop(ended.rank)
-        number, refusal = ended.rank, process.refusal
-        self._ends[number] = refusal.text if refusal is not None else ended_how(ended.status)
-        if ended.status == 0 and refusal is None:
-            self._has_finished = True
-            self._coordinator.finish(number)
-            return
-        self._coordinator.end(number, self._ends[number])
-        if ended.status == 0 or self._ending.has_begun:
-            return
-        self._failed.append(ended)
-        host = process.slot.host
-        if number not in self._have_met:  # no line of a change will tell
-            say(f"process {number} on {host} {ended_how(ended.status)} before it was a rank")
-        seconds = self._cooldown.fail(host, time.monotonic())
-        if seconds > self._options.cooldown_s[0]:
-            say(
-                f"{host} is left out for {seconds:.0f} s: process {number} there {ended_how(ended.status)}, and others before."
-            )
-
-    def _note_refusal(self, told: _Told) -> None:
-        if (process := self._running.get(told.number)) is None:
-            return
-        process.refusal = told.refusal
-        if told.refusal.kind == "left out":
-            process.kill_at = time.monotonic() + LEFT_OUT_S
-        elif told.refusal.kind == "over":
-            self._has_finished = True
-        elif told.refusal.kind == "failed" and not self._problem:
-            self._problem = told.refusal.text
-            self._ending.begin()
-
-    # --- What is due. ---
-
-    def _next_step_s(self) -> float:
-        now = time.monotonic()
-        due = [process.kill_at for process in self._running.values()]
-        due += [self._cooldown.next_end(now), self._ending.next_step_at()]
-        due += [at for at, _ in self._lines]
-        if not self._places:
-            due.append(self._deadline)
-        return max(0.0, min((at for at in due if at is not None), default=now + 3600.0) - now)
-
-    def _fill(self) -> None:
-        """Start and remove processes, by the hosts that are there."""
-        if self._ending.has_begun or self._has_finished or self._problem:
-            return
-        taken = {number: process.slot for number, process in self._running.items()}
-        for number in surplus(self._hosts, taken):
-            if not self._running[number].is_surplus:
-                self._running[number].is_surplus = True
-                self._coordinator.remove(number, "left: its slot is not there any more")
-        now = time.monotonic()
-        left_out = {host.name for host in self._hosts if self._cooldown.is_left_out(host.name, now)}
-        if self._places and not self._running:
-            return  # all that there was is gone, and so is the job
-        slots = {host.name: host.slots for host in self._hosts}
-        for slot in slots_to_fill(
-            self._hosts, set(taken.values()), self._options.largest, left_out
-        ):
-            self._start(slot, slots[slot.host])
-
-    def _start(self, slot: Slot, slots: int) -> None:
-        number = len(self._places)
-        self._screen.add(number)
-        self._places[number] = slot.host
-        self._running[number] = _Process(slot)
-        try:
-            self._processes.start(slot, self._invite(number), slots)
-        except (OSError, SparkhvdError) as error:
-            if number == 0:  # nothing has begun
-                raise
-            say(f"process {number} cannot be started on {slot.host}: {error}")
-            self._note_end(Ended(number, _FAILED))
-
-    def _kill_those_left_out(self) -> None:
-        now = time.monotonic()
-        for number, process in self._running.items():
-            if process.kill_at is not None and process.kill_at <= now:
-                self._processes.send(signal.SIGKILL, number)
-                process.kill_at = now + LEFT_OUT_S
-
-    def _write_lines(self, *, at_once: bool = False) -> None:
-        """Write the lines of changes, once it is known how those that they name have ended."""
-        while self._lines:
-            at, formed = self._lines[0]
-            is_known = all(number in self._ends for number in formed.change.lost)
-            if not (is_known or at_once or time.monotonic() >= at):
-                return
-            self._lines.popleft()
-            if line := self._report.line(formed, self._places, self._ends):
-                say(line)

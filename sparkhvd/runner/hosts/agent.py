@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from sparkhvd import __version__
+from sparkhvd.elastic import Invitation
 from sparkhvd.errors import InternalError, SparkhvdError
 from sparkhvd.interfaces import address_on, is_loopback, own_address
 from sparkhvd.rank_settings import JobSettings
@@ -27,6 +28,7 @@ from sparkhvd.rendezvous.loop import Loop, Task, open_connection
 from sparkhvd.runner import launching
 from sparkhvd.runner.crew import Crew
 from sparkhvd.runner.hosts.channel import Channel, Message
+from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
 from sparkhvd.runner.script_ranks import check_command, hand_over
 from sparkhvd.runner.trainer import interrupt
@@ -98,6 +100,8 @@ def _serve(channel: Channel) -> None:
         raise OSError(f"the working directory {order.cwd!r} cannot be entered: {error}") from error
     settings = JobSettings.from_json(order.settings)
     address = _address(order, settings.values)
+    if order.is_elastic:
+        _serve_elastic(order, settings.values, address, channel)
     with contextlib.ExitStack() as stack:
         ranks: _Ranks
         if order.command is None:
@@ -119,6 +123,33 @@ def _serve(channel: Channel) -> None:
             ranks.send(int(message.values["number"]))
         ranks.send(signal.SIGKILL)
         os._exit(0)
+
+
+def _serve_elastic(order: Order, settings: Settings, address: str, channel: Channel) -> NoReturn:
+    """Start processes when the launcher says so, until its end."""
+    env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
+    command = order.command or []
+    check_command(command, env)
+
+    def show(number: int, stream: str, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            channel.send("line", line, rank=number, stream=stream)
+
+    def end(number: int, status: int) -> None:
+        with contextlib.suppress(OSError):
+            channel.send("ended", rank=number, status=status)
+
+    with Crew(show, end) as crew:
+        members = Members(crew, command, env, settings, address)
+        channel.send("ready")
+        while message := _receive(channel):
+            values = message.values
+            if message.kind == "start":
+                invitation = Invitation.from_dict(values["invitation"])
+                members.start(invitation, int(values["slot"]), int(values["slots"]))
+            else:
+                members.send(int(values["number"]), values["member"])
+    os._exit(0)
 
 
 def _receive(channel: Channel) -> Message | None:

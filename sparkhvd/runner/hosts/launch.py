@@ -24,7 +24,7 @@ from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
 from sparkhvd.runner.hosts.order import Order
 
-__all__ = ["Hosts"]
+__all__ = ["Hosts", "bare", "loopback_addresses"]
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Hosts:
             PreflightError: some hosts cannot run their ranks, or hosts do not reach each other; all of them are listed.
         """
         timeout_s = self._reach.start_timeout_s
-        loopback = self._loopback_addresses()
+        loopback = loopback_addresses([place.host for place in self.places], self._reach)
 
         def bind(each: Connection) -> dict[str, Any]:
             others = [place.host for place in self.places if place.host != each.host]
@@ -90,7 +90,7 @@ class Hosts:
                 env=dict(env),
                 settings=settings.to_json(),
                 address=loopback.get(each.host, ""),
-                towards=_bare(others[0] if others else each.host),
+                towards=bare(others[0] if others else each.host),
                 **ordered,  # type: ignore[arg-type]
             )
             each.send("order", program, **vars(order))
@@ -202,21 +202,22 @@ class Hosts:
         thread.start()
         self._threads.append(thread)
 
-    def _loopback_addresses(self) -> dict[str, str]:
-        """Return the loopback addresses of the hosts, if all of them are names of this machine; else nothing."""
-        found = {}
-        for place in self.places:
-            if self._reach.is_here(place.host):
-                found[place.host] = "127.0.0.1"
-                continue
-            with contextlib.suppress(OSError):  # a name that only ssh knows
-                address = str(socket.getaddrinfo(_bare(place.host), None)[0][4][0])
-                if is_loopback(address):
-                    found[place.host] = address
-        return found if len(found) == len(self.places) else {}
+
+def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
+    """Return the loopback addresses of hosts, if all of them are names of this machine; else nothing."""
+    found = {}
+    for host in hosts:
+        if reach.is_here(host):
+            found[host] = "127.0.0.1"
+            continue
+        with contextlib.suppress(OSError):  # a name that only ssh knows
+            address = str(socket.getaddrinfo(bare(host), None)[0][4][0])
+            if is_loopback(address):
+                found[host] = address
+    return found if len(found) == len(hosts) else {}
 
 
-def _bare(host: str) -> str:
+def bare(host: str) -> str:
     """Return a host's name without the user for ssh."""
     return host.rpartition("@")[2]
 

@@ -22,6 +22,7 @@ class Order:
         command: of a script; None for a function, whose pickled call goes with the order.
         sys_path: of the launcher, for a function.
         use_gpu: of `run_hosts`.
+        is_elastic: whether processes are started one by one, when the launcher says so.
     """
 
     first: int
@@ -34,3 +35,4 @@ class Order:
     command: list[str] | None = None
     sys_path: list[str] = field(default_factory=list)
     use_gpu: bool | None = None
+    is_elastic: bool = False

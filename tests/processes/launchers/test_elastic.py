@@ -13,10 +13,12 @@ import pytest
 
 from sparkhvd.runner.command import main
 from sparkhvd.runner.elastic import discovery
+from tests.harness import sshd
 from tests.harness.elastic_run import ElasticRun, elastic_run
-from tests.harness.processes import wait_until_gone
+from tests.harness.processes import find, wait_until_gone
 
 pytestmark = pytest.mark.timeout(60)
+A, B = "127.0.0.2", "127.0.0.3"
 
 
 @pytest.fixture
@@ -131,6 +133,42 @@ def test_ranks_that_all_fail_end_the_job_with_their_status(tmp_path: Path) -> No
         assert job.wait() == 4
         job.wait_for(r"rank \d exited with 4 first\. Its last lines:")
     assert time.monotonic() - began < 15
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Server]:
+    if reason := sshd.why_not():
+        pytest.skip(f"sshd: {reason}")
+    with sshd.serving(tmp_path_factory.mktemp("sshd"), (A, B)) as started:
+        yield started
+
+
+def test_a_host_that_is_lost_is_asked_again_and_the_others_go_on(
+    server: sshd.Server, tmp_path: Path
+) -> None:
+    hosts = ("-np", "3", "--min-np", "1", "-H", f"{A}:2,{B}:1")
+    with elastic_run(tmp_path, *hosts, SPARKHVD_SSH=server.ssh) as job:
+        first = job.ranks(3)
+        (client,) = find(f"{B} exec")
+        os.kill(client, signal.SIGKILL)
+        job.wait_for(rf"3 -> 2 ranks in .*: process \d on {B} was lost with its host")
+        job.wait_for(rf"2 -> 3 ranks in .*: process 3 on {B} joined as rank 2")
+        found = job.ranks(3, 6)
+        assert [found[number] for number in (0, 1)] == [first[number] for number in (0, 1)]
+        os.kill(first[0], signal.SIGKILL)
+        job.wait_for(rf"process 4 on {A} joined as rank 2")
+        assert job.end() == 0
+        assert wait_until_gone({*first.values(), *found.values()}, 5) == set()
+
+
+def test_a_host_that_cannot_be_reached_leaves_the_others_alone(
+    server: sshd.Server, tmp_path: Path
+) -> None:
+    hosts = ("-np", "2", "--min-np", "1", "-H", f"{A}:1,127.0.0.77:1")
+    with elastic_run(tmp_path, *hosts, SPARKHVD_SSH=server.ssh) as job:
+        job.wait_for(r"process 1 on 127\.0\.0\.77 was lost with its host: .*before it was a rank")
+        job.ranks(1)
+        assert job.end() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -1,0 +1,261 @@
+"""Launcher of an elastic job: decides what to start and to remove, by what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparkhvd.elastic import Coordinator, Formed, Invitation
+from sparkhvd.elastic.messages import Refusal
+from sparkhvd.errors import SparkhvdError
+from sparkhvd.runner.elastic.cooldown import Cooldown
+from sparkhvd.runner.elastic.discovery import Discovered
+from sparkhvd.runner.elastic.hosts import Processes
+from sparkhvd.runner.elastic.options import ElasticOptions
+from sparkhvd.runner.elastic.report import Report, say
+from sparkhvd.runner.elastic.slots import Slot, slots_to_fill, surplus
+from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.screen import Screen
+from sparkhvd.runner.watching import (
+    Ended,
+    Ending,
+    Lost,
+    Signalled,
+    ended_how,
+    first_cause,
+    tell,
+)
+
+__all__ = ["Event", "Launcher", "Told"]
+
+# A process that was left out has so long to end by itself, once it runs again.
+LEFT_OUT_S = 30.0
+# How long a line waits for the statuses of those that it names.
+_REPORT_S = 0.5
+_FAILED = 1
+# Of a process that is lost with its host, as of ssh.
+_LOST = 255
+
+
+@dataclass(frozen=True)
+class Told:
+    """News that a member takes no part any more."""
+
+    number: int
+    refusal: Refusal
+
+
+Event = Ended | Signalled | Lost | Discovered | Formed | Told
+
+
+@dataclass
+class _Process:
+    """Process that runs.
+
+    Attributes:
+        slot: its place.
+        refusal: why it takes no part any more; None while it does.
+        kill_at: when it is killed; None for never.
+        is_surplus: whether it was told to leave.
+    """
+
+    slot: Slot
+    refusal: Refusal | None = None
+    kill_at: float | None = None
+    is_surplus: bool = False
+
+
+class Launcher:
+    """Decides what to start; all methods are called by the main thread."""
+
+    def __init__(
+        self,
+        options: ElasticOptions,
+        hosts: Sequence[Host],
+        processes: Processes,
+        coordinator: Coordinator,
+        screen: Screen,
+        invite: Callable[[int], Invitation],
+    ) -> None:
+        self._options = options
+        self._hosts = tuple(hosts)
+        self._processes = processes
+        self._coordinator = coordinator
+        self._screen = screen
+        self._invite = invite
+        self._cooldown = Cooldown(*options.cooldown_s)
+        self._ending = Ending(processes.send)
+        self._report = Report()
+        self._lines: deque[tuple[float, Formed]] = deque()
+        self._running: dict[int, _Process] = {}
+        self._places: dict[int, str] = {}  # hosts of all processes that there were
+        self._ends: dict[int, str] = {}
+        self._have_met: set[int] = set()
+        self._failed: list[Ended] = []  # since the ranks have met
+        self._has_finished = False
+        self._problem = ""  # why the job cannot go on
+        self._received = 0  # signal to this process
+        self._deadline = time.monotonic() + options.timeout_s  # for a first process
+
+    def run(self, events: queue.SimpleQueue[Event]) -> int:
+        """Run the job to its end; return the exit status."""
+        self._fill()
+        while self._goes_on():
+            with contextlib.suppress(queue.Empty):
+                self._take(events.get(timeout=self._next_step_s()))
+            self._ending.step()
+            self._kill_those_left_out()
+            self._write_lines()
+            self._fill()
+        self._write_lines(at_once=True)
+        return self._status()
+
+    def _goes_on(self) -> bool:
+        if any(process.refusal is None for process in self._running.values()):
+            return True
+        if self._has_finished or self._received or self._problem:
+            # Those that were left out end with this process.
+            return any(process.kill_at is None for process in self._running.values())
+        return not self._places and time.monotonic() < self._deadline
+
+    def _status(self) -> int:
+        if self._received:
+            return 128 + self._received
+        if self._has_finished:
+            return 0
+        if not self._places:
+            self._problem = (
+                f"no host is there after {self._options.timeout_s:g} s (--elastic-timeout)"
+            )
+        elif not self._problem and not self._failed:
+            self._problem = "no host is left, and with their ranks the training's state is gone"
+        if self._problem:
+            say(f"the elastic job cannot go on: {self._problem}.")
+            return _FAILED
+        return tell(first_cause(self._failed, self._screen), self._screen)
+
+    # --- Events. ---
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Signalled):
+            self._received = self._received or event.number
+            self._ending.interrupt(event.number)
+        elif isinstance(event, Ended):
+            self._note_end(event)
+        elif isinstance(event, Lost):
+            if not event.ranks:
+                say(f"the connection to {event.host} was lost: {event.why}")
+            for number in event.ranks:
+                self._note_end(Ended(number, _LOST), f"was lost with its host: {event.why}")
+        elif isinstance(event, Formed):
+            self._lines.append((time.monotonic() + _REPORT_S, event))
+            if event.has_met:
+                self._failed.clear()
+                self._have_met.update(event.change.members)
+        elif isinstance(event, Told):
+            self._note_refusal(event)
+        elif isinstance(event, Discovered):
+            if event.hosts is None:
+                say(f"{event.problem} The hosts that were known are kept.")
+            else:
+                self._hosts = event.hosts
+
+    def _note_end(self, ended: Ended, how: str = "") -> None:
+        process = self._running.pop(ended.rank)
+        number, refusal = ended.rank, process.refusal
+        how = how or ended_how(ended.status)
+        self._ends[number] = how if refusal is None else refusal.text
+        if ended.status == 0 and refusal is None:
+            self._has_finished = True
+            self._coordinator.finish(number)
+            return
+        self._coordinator.end(number, self._ends[number])
+        if ended.status == 0 or self._ending.has_begun:
+            return
+        self._failed.append(ended)
+        host = process.slot.host
+        if number not in self._have_met:  # no line of a change will tell
+            say(f"process {number} on {host} {how} before it was a rank")
+        seconds = self._cooldown.fail(host, time.monotonic())
+        if seconds > self._options.cooldown_s[0]:
+            say(
+                f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and others before."
+            )
+
+    def _note_refusal(self, told: Told) -> None:
+        if (process := self._running.get(told.number)) is None:
+            return
+        process.refusal = told.refusal
+        if told.refusal.kind == "left out":
+            process.kill_at = time.monotonic() + LEFT_OUT_S
+        elif told.refusal.kind == "over":
+            self._has_finished = True
+        elif told.refusal.kind == "failed" and not self._problem:
+            self._problem = told.refusal.text
+            self._ending.begin()
+
+    # --- What is due. ---
+
+    def _next_step_s(self) -> float:
+        now = time.monotonic()
+        due = [process.kill_at for process in self._running.values()]
+        due += [self._cooldown.next_end(now), self._ending.next_step_at()]
+        due += [at for at, _ in self._lines]
+        if not self._places:
+            due.append(self._deadline)
+        return max(0.0, min((at for at in due if at is not None), default=now + 3600.0) - now)
+
+    def _fill(self) -> None:
+        """Start and remove processes, by the hosts that are there."""
+        if self._ending.has_begun or self._has_finished or self._problem:
+            return
+        taken = {number: process.slot for number, process in self._running.items()}
+        for number in surplus(self._hosts, taken):
+            if not self._running[number].is_surplus:
+                self._running[number].is_surplus = True
+                self._coordinator.remove(number, "left: its slot is not there any more")
+        now = time.monotonic()
+        left_out = {host.name for host in self._hosts if self._cooldown.is_left_out(host.name, now)}
+        if self._places and not self._running:
+            return  # all that there was is gone, and so is the job
+        slots = {host.name: host.slots for host in self._hosts}
+        for slot in slots_to_fill(
+            self._hosts, set(taken.values()), self._options.largest, left_out
+        ):
+            self._start(slot, slots[slot.host])
+
+    def _start(self, slot: Slot, slots: int) -> None:
+        number = len(self._places)
+        self._screen.add(number)
+        self._places[number] = slot.host
+        self._running[number] = _Process(slot)
+        try:
+            self._processes.start(slot, self._invite(number), slots)
+        except (OSError, SparkhvdError) as error:
+            if number == 0:  # nothing has begun
+                raise
+            say(f"process {number} cannot be started on {slot.host}: {error}")
+            self._note_end(Ended(number, _FAILED))
+
+    def _kill_those_left_out(self) -> None:
+        now = time.monotonic()
+        for number, process in self._running.items():
+            if process.kill_at is not None and process.kill_at <= now:
+                self._processes.send(signal.SIGKILL, number)
+                process.kill_at = now + LEFT_OUT_S
+
+    def _write_lines(self, *, at_once: bool = False) -> None:
+        """Write the lines of changes, once it is known how those that they name have ended."""
+        while self._lines:
+            at, formed = self._lines[0]
+            is_known = all(number in self._ends for number in formed.change.lost)
+            if not (is_known or at_once or time.monotonic() >= at):
+                return
+            self._lines.popleft()
+            if line := self._report.line(formed, self._places, self._ends):
+                say(line)
