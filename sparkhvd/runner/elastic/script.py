@@ -7,6 +7,7 @@ import os
 import queue
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sparkhvd.elastic import Coordinator, Invitation, Limits
 from sparkhvd.interfaces import LOOPBACK, own_address
@@ -59,38 +60,12 @@ def run_elastic_script(
         PreflightError: this process cannot listen.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    others = [host.name for host in hosts if not reach.is_here(host.name)]
-    loopback = loopback_addresses([host.name for host in hosts], reach)
-    address = LOOPBACK
-    if others and not loopback:
-        address = own_address(settings.interfaces, bare(others[0]))
+    launch = _Launch(command, env, settings, reach, tuple(host.name for host in hosts))
+    address = launch.address()
     key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         screen = stack.enter_context(Screen(output, 0))
-
-        def order(host: str) -> Order:
-            towards = bare(others[0]) if reach.is_here(host) else ""
-            return Order(
-                first=0,
-                count=0,
-                cwd=os.getcwd(),
-                env=dict(env),
-                settings=JobSettings(settings).to_json(),
-                address=loopback.get(host, ""),
-                towards=towards,
-                command=list(command),
-                is_elastic=True,
-            )
-
-        processes: Processes
-        if others:
-            guard = stack.enter_context(Guard())
-            agents = Agents(reach, guard, order, screen.show, events.put)
-            processes = stack.enter_context(agents)
-        else:
-            crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
-            members = Members(stack.enter_context(crew), command, env, settings, address)
-            processes = Here(members)
+        processes = launch.processes(stack, screen, events, address)
         stack.enter_context(signals(events))
         coordinator = stack.enter_context(
             Coordinator(
@@ -109,18 +84,81 @@ def run_elastic_script(
             wait_s = options.timeout_s + patience_s + _MARGIN_S
             return Invitation(key, job_id, number, coordinator.endpoint, wait_s, patience_s)
 
-        def discover(found: Discovered) -> None:
-            new = [host.name for host in found.hosts or () if not reach.is_here(host.name)]
-            if new and not others:
-                text = f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts."
-                found = Discovered(None, text)
-            events.put(found)
-
         launcher = Launcher(options, hosts, processes, coordinator, screen, invite)
         if discovery is not None:
             stack.enter_context(discovery)
-            discovery.follow(hosts, discover)
+            discovery.follow(hosts, lambda found: events.put(launch.checked(found)))
         return launcher.run(events)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What does not change while the job runs.
+
+    Attributes:
+        command: program and arguments.
+        env: variables of the ranks.
+        settings: of the launch.
+        reach: how other hosts are reached.
+        hosts: names of those that were there at the begin.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(repr=False)
+    settings: Settings
+    reach: Reach
+    hosts: tuple[str, ...]
+
+    @property
+    def others(self) -> list[str]:
+        """The hosts that are not this one."""
+        return [host for host in self.hosts if not self.reach.is_here(host)]
+
+    def address(self) -> str:
+        """Return the address of this host at which all processes reach it."""
+        if not self.others or loopback_addresses(self.hosts, self.reach):
+            return LOOPBACK
+        return own_address(self.settings.interfaces, bare(self.others[0]))
+
+    def order(self, host: str) -> Order:
+        """Return what the agent of a host is asked for."""
+        return Order(
+            first=0,
+            count=0,
+            cwd=os.getcwd(),
+            env=dict(self.env),
+            settings=JobSettings(self.settings).to_json(),
+            address=loopback_addresses(self.hosts, self.reach).get(host, ""),
+            towards=bare(self.others[0]),
+            command=list(self.command),
+            is_elastic=True,
+        )
+
+    def processes(
+        self,
+        stack: contextlib.ExitStack,
+        screen: Screen,
+        events: queue.SimpleQueue[Event],
+        address: str,
+    ) -> Processes:
+        """Prepare for processes, before this process has threads; they end with the stack."""
+        if self.others:
+            guard = stack.enter_context(Guard())
+            agents = Agents(self.reach, guard, self.order, screen.show, events.put)
+            return stack.enter_context(agents)
+        crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
+        stack.enter_context(crew)
+        return Here(Members(crew, self.command, self.env, self.settings, address))
+
+    def checked(self, found: Discovered) -> Discovered:
+        """Return what was discovered, or the problem with it."""
+        new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
+        if self.others or not new:
+            return found
+        return Discovered(
+            None,
+            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
+        )
 
 
 def _limits(options: ElasticOptions, settings: Settings) -> Limits:
