@@ -14,7 +14,7 @@ from tests.harness.elastic import ElasticJob, elastic_job
 from tests.harness.rank_process import RankProcess
 
 BODIES = "tests.processes.elastic.bodies"
-# The figure is for a quiet machine; this is for one that is busy with other tests.
+# For a machine that is busy with other tests; a quiet one needs a tenth of it.
 WITHIN_S = 3.0
 
 
