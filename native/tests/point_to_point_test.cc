@@ -54,9 +54,11 @@ TestWork send(TestEngine& engine, std::int32_t to, std::int64_t tag, const Float
 }
 
 TestWork receive(TestEngine& engine, std::int32_t from, std::int64_t tag, Floats& data,
-                 double timeout_s = -1) {
+                 double timeout_s = -1, bool takes_shorter = false) {
   Request request(SPARKHVD_RECEIVE, next_name());
-  request.tensor(nullptr, data.data(), {static_cast<std::int64_t>(data.size())}).numbers({tag});
+  request.tensor(nullptr, data.data(), {static_cast<std::int64_t>(data.size())});
+  request.numbers(takes_shorter ? std::vector<std::int64_t>{tag, 1}
+                                : std::vector<std::int64_t>{tag});
   request.raw().root_rank = from;
   request.raw().timeout_s = timeout_s;
   return engine.submit(request.raw());
@@ -311,7 +313,7 @@ constexpr std::size_t kWithdrawnCount = 300000;
 /// `between` runs on rank 0 before it waits for that, `rank_0` and `rank_1` behind it, on rank 1 perhaps earlier.
 void after_a_withdrawal(Relay& control, const std::function<void(TestEngine&)>& between,
                         const std::function<void(TestEngine&)>& rank_0,
-                        const std::function<void(TestEngine&)>& rank_1) {
+                        const std::function<void(TestEngine&)>& rank_1, Relay* tensors = nullptr) {
   run_ranks(
       world({0, 1}),
       [&](TestEngine& engine, std::int32_t rank) {
@@ -329,7 +331,10 @@ void after_a_withdrawal(Relay& control, const std::function<void(TestEngine&)>& 
           rank_1(engine);
         }
       },
-      [&](auto& sockets) { control.join(sockets[0][1], sockets[1][0]); });
+      [&](auto& sockets) {
+        control.join(sockets[0][1], sockets[1][0]);
+        if (tensors != nullptr) tensors->join(sockets[0][3], sockets[1][2]);
+      });
 }
 
 TEST(a_receive_does_not_take_what_fills_the_place_of_a_withdrawn_message) {
@@ -420,6 +425,90 @@ TEST(receives_keep_their_order_when_the_message_of_the_first_is_withdrawn) {
         for (auto& work : receives) check(work);
         for (int i = 0; i < 3; ++i) CHECK(data[i] == messages[i]);
       });
+}
+
+TEST(a_small_message_keeps_its_place_behind_one_that_is_withdrawn) {
+  Relay control;
+  std::vector<TestWork> works;
+  const Floats first = numbers(5, 1);
+  const Floats second{};
+  after_a_withdrawal(
+      control,
+      [&](TestEngine& engine) {
+        works.push_back(send(engine, 1, 4, first));
+        works.push_back(send(engine, 1, 6, Floats{1}));
+      },
+      [&](TestEngine& engine) {
+        works.push_back(send(engine, 1, 4, second));
+        works.push_back(send(engine, 1, 7, Floats{1}));
+        for (auto& work : works) check(work);
+      },
+      [&](TestEngine& engine) {
+        Floats one(1);
+        TestWork announced = receive(engine, 0, 6, one);
+        check(announced);
+        control.let_pass(1, 0);
+        // The first accepts what is withdrawn, and waits for the first small one; so does the second, meanwhile.
+        Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
+        std::vector<TestWork> receives;
+        for (auto& each : data) receives.push_back(receive(engine, 0, 4, each, -1, true));
+        TestWork withdrawn = receive(engine, 0, 7, one);
+        check(withdrawn);
+        control.let_pass(1, Relay::kAnyPace);
+        for (auto& work : receives) check(work);
+        CHECK_EQUAL(result_of(receives[0]).rows.at(2), std::int64_t{5 * sizeof(float)});
+        CHECK(std::ranges::equal(std::span(data[0]).first(5), first));
+        CHECK_EQUAL(result_of(receives[1]).rows.at(2), 0);
+      });
+}
+
+TEST(a_receive_whose_message_goes_to_an_earlier_one_gets_the_next_while_the_bytes_move) {
+  Relay control;
+  Relay tensors;
+  std::vector<TestWork> works;
+  const Floats large = numbers(kWithdrawnCount, 1);
+  const Floats small = numbers(5, 2);
+  const Floats empty{};
+  after_a_withdrawal(
+      control,
+      [&](TestEngine& engine) {
+        works.push_back(send(engine, 1, 4, large));
+        works.push_back(send(engine, 1, 6, Floats{1}));
+      },
+      [&](TestEngine& engine) {
+        works.push_back(send(engine, 1, 7, Floats{1}));
+        Floats one(1);
+        TestWork accepted = receive(engine, 1, 8, one);
+        check(accepted);
+        works.push_back(send(engine, 1, 4, small));
+        works.push_back(send(engine, 1, 4, empty));
+        works.push_back(send(engine, 1, 9, Floats{1}));
+        for (auto& work : works) check(work);
+      },
+      [&](TestEngine& engine) {
+        Floats one(1);
+        TestWork announced = receive(engine, 0, 6, one);
+        check(announced);
+        control.let_pass(1, 0);
+        tensors.let_pass(0, 0);
+        Floats data[] = {Floats(kWithdrawnCount), Floats(kWithdrawnCount), Floats(kWithdrawnCount)};
+        std::vector<TestWork> receives;
+        for (auto& each : data) receives.push_back(receive(engine, 0, 4, each, -1, true));
+        TestWork withdrawn = receive(engine, 0, 7, one);
+        check(withdrawn);
+        TestWork accepted = send(engine, 0, 8, Floats{1});
+        control.let_pass(1, Relay::kAnyPace);
+        TestWork small_ones = receive(engine, 0, 9, one);
+        check(small_ones);
+        tensors.let_pass(0, Relay::kAnyPace);
+        for (auto& work : receives) check(work);
+        check(accepted);
+        CHECK(data[0] == large);
+        CHECK_EQUAL(result_of(receives[1]).rows.at(2), std::int64_t{5 * sizeof(float)});
+        CHECK(std::ranges::equal(std::span(data[1]).first(5), small));
+        CHECK_EQUAL(result_of(receives[2]).rows.at(2), 0);
+      },
+      &tensors);
 }
 
 TEST(what_moves_slowly_takes_longer_than_its_timeout) {

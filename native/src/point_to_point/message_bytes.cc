@@ -115,7 +115,7 @@ void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
   if (!incoming.left.empty()) return;
   Incoming done = std::move(incoming);
   source.incoming.pop_front();
-  finish_incoming(rank_of(source), std::move(done));
+  complete(*done.receive.operation, rank_of(source), done.bytes);
 }
 
 bool PointToPoint::send_records(Peer& target) {
@@ -167,9 +167,9 @@ bool PointToPoint::finish_transfers(Rank rank, Peer& other) {
     moved = true;
     if (!incoming.receive.operation) continue;
     if (incoming.mark == kWhole) {
-      finish_incoming(rank, std::move(incoming));
+      complete(*incoming.receive.operation, rank, incoming.bytes);
     } else {
-      give_up_place(rank, std::move(incoming));
+      take_next(rank, std::move(incoming.receive));
     }
   }
   return moved;

@@ -102,11 +102,9 @@ void PointToPoint::check_time(TimePoint now) {
       check(*outgoing.operation, rank, other.writer ? other.sent_at : data_link(rank).written_at());
     }
     for (const auto& incoming : other.incoming) {
-      for (const Receive* receive : {&incoming.receive, &incoming.heir}) {
-        if (!receive->operation) continue;
-        check(*receive->operation, rank,
-              other.reader ? other.received_at : data_link(rank).read_at());
-      }
+      if (!incoming.receive.operation) continue;
+      check(*incoming.receive.operation, rank,
+            other.reader ? other.received_at : data_link(rank).read_at());
     }
   }
 }
@@ -118,9 +116,7 @@ void PointToPoint::note_life(Rank rank, TimePoint moved_at) {
   Peer& other = peer(rank);
   for (const auto& outgoing : other.outgoing) note(*outgoing.operation);
   for (const auto& incoming : other.incoming) {
-    for (const Receive* receive : {&incoming.receive, &incoming.heir}) {
-      if (receive->operation) note(*receive->operation);
-    }
+    if (incoming.receive.operation) note(*incoming.receive.operation);
   }
 }
 
@@ -169,7 +165,6 @@ void PointToPoint::end_transfers(Peer& left) {
   }
   for (const auto& incoming : std::exchange(left.incoming, {})) {
     if (incoming.receive.operation) end(*incoming.receive.operation, SPARKHVD_SHUT_DOWN, gone);
-    if (incoming.heir.operation) put_in_line(incoming.heir);
   }
 }
 

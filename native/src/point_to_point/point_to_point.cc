@@ -71,12 +71,19 @@ void PointToPoint::watch(const Operation& operation) {
   next_deadline_ = std::min(next_deadline_, operation.timeout.deadline());
 }
 
-bool PointToPoint::goes_at_once(const Peer& peer, std::size_t bytes) const noexcept {
+bool PointToPoint::goes_at_once(const Peer& peer, const Operation& send) const noexcept {
+  const std::uint64_t bytes = send.pieces.bytes();
   // A frame has fields before its bytes.
   const std::size_t most =
       peer.writer ? std::min(kEagerBytes, peer.writer->max_record() - kMessageCost) : kEagerBytes;
-  return bytes <= most &&
-         peer.eager_sent - peer.eager_taken + bytes + kMessageCost <= kEagerInFlight;
+  if (bytes > most || peer.eager_sent - peer.eager_taken + bytes + kMessageCost > kEagerInFlight) {
+    return false;
+  }
+  // One that is announced before it may be withdrawn while its receive accepts it: the next message is for that
+  // receive, and must not have ended a later one.
+  return std::ranges::none_of(peer.announced, [&](const auto& entry) {
+    return entry.second->process_set == send.process_set && tag_of(*entry.second) == tag_of(send);
+  });
 }
 
 void PointToPoint::send(std::shared_ptr<Operation> operation) {
@@ -95,7 +102,7 @@ void PointToPoint::send(std::shared_ptr<Operation> operation) {
     return arrive({operation->process_set, to, tag_of(*operation)}, std::move(message));
   }
   const std::uint64_t number = target.next_number++;
-  if (goes_at_once(target, input.size())) {
+  if (goes_at_once(target, *operation)) {
     target.eager_sent += input.size() + kMessageCost;
     Point point = point_of(PointKind::kEager, *operation, number);
     point.payload = input;
@@ -324,53 +331,47 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   Peer& source = peer(from);
   const auto entry = std::ranges::find(source.incoming, number, &Incoming::number);
   if (entry == source.incoming.end()) return;
-  Incoming withdrawn;
-  withdrawn.receive = std::exchange(entry->receive, {});
-  withdrawn.heir = std::exchange(entry->heir, {});
+  Receive receive = std::exchange(entry->receive, {});
   if (source.reader) {
     source.incoming.erase(entry);
   } else {
     // The receive is in line again before the sender's next message comes.
     data_link(from).discard(entry->body);
   }
-  give_up_place(from, std::move(withdrawn));
+  if (receive.operation) take_next(from, std::move(receive));
 }
 
-/// Receives of a message that was withdrawn.
-void PointToPoint::give_up_place(Rank from, Incoming incoming) {
-  if (incoming.heir.operation) take_next(from, std::move(incoming.heir));
-  if (incoming.receive.operation) take_next(from, std::move(incoming.receive));
-}
-
-/// A receive whose message was withdrawn, or has gone to one that was in line before: it gets the next message of this
-/// sender, which a later receive may have got already, and so on. The tensor of the one that accepted takes the bytes
-/// all the same, for they may be under way.
+/// A receive whose message was withdrawn: it gets the next message of this sender. A later receive may have got that
+/// already, and gets the next in turn.
 void PointToPoint::take_next(Rank from, Receive receive) {
   for (Incoming& next : peer(from).incoming) {
     if (!next.receive.operation) continue;
     const Operation& operation = *receive.operation;
     const Operation& other = *next.receive.operation;
     const Rank root = operation.descriptor.root;
-    const Receive& owner = next.heir.operation ? next.heir : next.receive;
-    if (receive.place > owner.place || operation.process_set != other.process_set ||
+    if (receive.place > next.receive.place || operation.process_set != other.process_set ||
         tag_of(operation) != tag_of(other) || (root != from && root != kAnyRank) ||
         !fits(other.descriptor.dtype, next.bytes, operation)) {
       continue;
     }
-    std::swap(next.heir, receive);
-    if (!receive.operation) return;
+    redirect(from, next, operation);
+    std::swap(next.receive, receive);
   }
   put_in_line(std::move(receive));
 }
 
-/// All bytes of a message have come.
-void PointToPoint::finish_incoming(Rank from, Incoming incoming) {
-  if (!incoming.heir.operation) return complete(*incoming.receive.operation, from, incoming.bytes);
-  Operation& heir = *incoming.heir.operation;
-  std::ranges::copy(output_of(*incoming.receive.operation).first(incoming.bytes),
-                    output_of(heir).begin());
-  complete(heir, from, incoming.bytes);
-  take_next(from, std::move(incoming.receive));
+/// The bytes of a message go to another receive, also those that have come: its tensor is free at once, for the next.
+void PointToPoint::redirect(Rank from, Incoming& incoming, const Operation& receive) {
+  DataLink* const link = peer(from).reader ? nullptr : &data_link(from);
+  const std::size_t missing = link == nullptr ? incoming.left.size() : link->missing(incoming.body);
+  const auto target = output_of(receive).first(incoming.bytes);
+  const auto come = output_of(*incoming.receive.operation).first(incoming.bytes - missing);
+  std::ranges::copy(come, target.begin());
+  if (link == nullptr) {
+    incoming.left = target.last(missing);
+  } else {
+    link->redirect(incoming.body, target.last(missing));
+  }
 }
 
 }  // namespace sparkhvd

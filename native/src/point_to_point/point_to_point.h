@@ -99,8 +99,7 @@ class PointToPoint {
     std::span<std::byte> left = {};  // through shared memory
     DataLink::Ticket body = 0;       // between hosts
     DataLink::Ticket end = 0;
-    std::byte mark{};   // behind the bytes: what they are
-    Receive heir = {};  // gets the message, if there is one: it was in line before
+    std::byte mark{};  // behind the bytes: what they are
   };
   struct Outgoing {
     std::shared_ptr<Operation> operation;
@@ -141,7 +140,7 @@ class PointToPoint {
   Rank rank_of(const Peer& peer) const;
   void make_busy(Rank rank);
   DataLink& data_link(Rank rank) { return world_.data_link(rank, 0); }
-  bool goes_at_once(const Peer& peer, std::size_t bytes) const noexcept;
+  bool goes_at_once(const Peer& peer, const Operation& send) const noexcept;
   void send(std::shared_ptr<Operation> operation);
   void receive_into(std::shared_ptr<Operation> operation, std::span<const Rank> members);
   void arrive(const Address& address, Message message);
@@ -152,8 +151,7 @@ class PointToPoint {
   void accept(Rank from, const Message& message, Receive receive);
   void put_in_line(Receive receive);
   void take_next(Rank from, Receive receive);
-  void give_up_place(Rank from, Incoming incoming);
-  void finish_incoming(Rank from, Incoming incoming);
+  void redirect(Rank from, Incoming& incoming, const Operation& receive);
   void fill(Rank to, std::uint64_t bytes);
   void on_accept(Rank from, std::uint64_t number);
   void on_withdraw(Rank from, std::uint64_t number);

@@ -109,6 +109,14 @@ void DataLink::discard(Ticket ticket) {
   if (!received(ticket)) receives_.at(ticket).is_discarded = true;
 }
 
+std::size_t DataLink::missing(Ticket ticket) noexcept {
+  return received(ticket) ? 0 : receives_.at(ticket).left.size();
+}
+
+void DataLink::redirect(Ticket ticket, std::span<std::byte> target) {
+  if (!received(ticket)) receives_.at(ticket).left = target.first(missing(ticket));
+}
+
 void DataLink::copy(const Receive& receive, std::span<const std::byte> bytes) {
   if (!receive.is_discarded) std::memcpy(receive.left.data(), bytes.data(), bytes.size());
 }

@@ -50,6 +50,10 @@ class DataLink : public Link {
   bool received(Ticket ticket) const noexcept { return receives_.is_done(ticket); }
   /// What is still to come of this receive goes nowhere; its memory is not lent any more.
   void discard(Ticket ticket);
+  /// Bytes of this receive that have not come.
+  std::size_t missing(Ticket ticket) noexcept;
+  /// They go to `target` instead, which has room for them; the former memory is not lent any more.
+  void redirect(Ticket ticket, std::span<std::byte> target);
   /// What the peer has to be told after new receives: how many bytes of `stream` it may send; nothing
   /// if it can go on for a while.
   std::optional<std::uint64_t> take_credit(std::int32_t stream);
