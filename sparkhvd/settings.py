@@ -189,7 +189,7 @@ class Settings:
         15.0,
         env="SPARKHVD_HOST_LOSS_S",
         unit="s",
-        doc="Longest time without an acknowledgement before a host is lost; at least 3.",
+        doc="Longest time without an acknowledgement before a host is lost; at least 3, and above the longest round trip: bytes that queue in front of a slow link count.",
         limit=(lambda value: value >= 3, "at least 3"),
     )
     connect_timeout_s: float = knob(

@@ -89,7 +89,8 @@ class Collective(IntEnum):
         of the process set, none for equal parts; the other ranks bring a tensor of 0 rows. CPU only, like the two above.
     SEND, RECEIVE: a message from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. No
         collectives: nobody else takes part, and names need only be unique on their rank. Numbers: the tag; of a receive
-        also 1 behind it, if shorter messages fit, too. `Work.output().rows` of a receive: sender, tag, bytes. CPU only.
+        also 1 behind it, if shorter messages fit, too; the tensor is undefined behind their bytes. `Work.output().rows` of a receive:
+        sender, tag, bytes. CPU only.
     JOIN, ADD_PROCESS_SET, REMOVE_PROCESS_SET, REGISTER, CONFIGURE: see `Engine.join`, `add_process_set`,
         `remove_process_set`, `allocate` and `configure`.
 
