@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sparkhvd import rank_context
 from sparkhvd.data.columns.decoders import Decoder, RowFunctions
 from sparkhvd.data.columns.features import Argument
-from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.subset import SUBSETS
 from sparkhvd.errors import InvalidArgumentError
@@ -86,26 +85,32 @@ def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def _checked_subset(subset: str | None, validation: float | None, schema: DataSchema) -> str:
-    """Return the subset that a loader reads, or refuse what the data have not."""
-    if validation is not None:
-        is_number = isinstance(validation, (int, float)) and not isinstance(validation, bool)
-        if not is_number or not 0 <= validation < 1:
-            raise InvalidArgumentError(
-                f"loader: validation is {validation!r:.100}; it must be a fraction of at least 0 and less than 1."
-            )
-        if schema.validation is not None:
-            raise InvalidArgumentError(
-                f"loader: validation is {validation!r}, and column {schema.validation.name!r} of the data marks validation rows. Leave "
-                "validation out, or prepare the data without the column."
-            )
+def _check_fraction(schema: DataSchema, validation: float | None) -> None:
+    """Refuse what is no fraction, or is one of data that have validation rows."""
+    if validation is None:
+        return
+    is_number = isinstance(validation, (int, float)) and not isinstance(validation, bool)
+    if not is_number or not 0 <= validation < 1:
+        raise InvalidArgumentError(
+            f"loader: validation is {validation!r:.100}; it must be a fraction of at least 0 and less than 1."
+        )
+    if schema.validation is not None:
+        raise InvalidArgumentError(
+            f"loader: validation is {validation!r}, and column {schema.validation.name!r} of the data marks validation rows. Leave "
+            "validation out, or prepare the data without the column."
+        )
+
+
+def _known_subset(schema: DataSchema, subset: str | None, validation: float | None) -> str:
+    """Return the subset that is given, or else the one for training."""
+    has_validation = schema.validation is not None or bool(validation)
     if subset is None:
-        subset = "all" if schema.validation is None and not validation else "train"
+        return "train" if has_validation else "all"
     if subset not in SUBSETS:
         raise InvalidArgumentError(
             f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
         )
-    if subset == "validation" and schema.validation is None and not validation:
+    if subset == "validation" and not has_validation:
         raise InvalidArgumentError(
             "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>), or give the "
             "loader a fraction: validation=0.2."
@@ -203,13 +208,14 @@ class Loader(IterableDataset[Any]):
         functions = RowFunctions(decoders or {}, collate or {})
         names = dataset.columns if columns is None else _names(columns)
         _check_columns(dataset.schema, names, functions)
+        _check_fraction(dataset.schema, validation)
         self.dataset, self.batch_size = dataset, batch_size
         self._is_tuple = batch_format == "tuple"
         self._options: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
-            "subset": _checked_subset(subset, validation, dataset.schema),
+            "subset": _known_subset(dataset.schema, subset, validation),
             "validation": validation,
             "columns": names,
             "functions": functions,
