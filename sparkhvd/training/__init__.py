@@ -31,11 +31,12 @@ Each module imports only those above it:
     device            the rank's device
     precision         mixed precision
     compile           torch.compile
+    waits             time in which the ranks of an epoch waited for each other
+    profile           where the time of a training goes
     checkpoints       checkpoints, and resuming from them
     schedule          steps of the scheduler
     step              one optimizer step
     progress          how far an epoch is, for the driver
-    waits             time in which the ranks of an epoch waited for each other
     train_fn          the user's own training loop
     train             the loop
 """

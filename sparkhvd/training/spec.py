@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import LabelBinding
@@ -133,6 +134,7 @@ class TrainResult:
         skipped: rows that `handle_invalid` has left out, and rows in all, of "training" and "validation", where ranks have checked them.
         warning: damaged checkpoints, and the training that was repeated therefore; "" if none. Of rank 0.
         widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.trial`).
+        profile: where the time went, see `Profile.gather`; {} on all ranks but rank 0.
     """
 
     history: History
@@ -142,3 +144,4 @@ class TrainResult:
     skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     warning: str = ""
     widths: tuple[int, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)

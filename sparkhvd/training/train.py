@@ -46,6 +46,7 @@ from sparkhvd.training.model import build_model
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.precision import loss_scaler
+from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import Program, load_program
 from sparkhvd.training.progress import Progress
 from sparkhvd.training.schedule import Schedule
@@ -59,7 +60,6 @@ from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
 from sparkhvd.training.user_code.context import Moment
 from sparkhvd.training.user_code.logs import Logs
 from sparkhvd.training.user_step import StepContext, UserStep
-from sparkhvd.training.waits import waits
 
 __all__ = ["train"]
 
@@ -73,6 +73,7 @@ def train(spec: TrainSpec) -> TrainResult:
             not finite where `terminate_on_nan` asks for an end.
         CollectiveError: another rank was lost. The last checkpoint is whole.
     """
+    profile = Profile()
     if (place := context()) is not None:
         torch.set_num_threads(place.num_threads)
     device, problem = choose_device(place, looks=spec.looks_for_gpu)
@@ -80,6 +81,7 @@ def train(spec: TrainSpec) -> TrainResult:
         torch.cuda.set_device(device)  # before anything makes a context on another one
     hvd.init()
     agree(device, problem)
+    profile.lap("connect")
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     model = build_model(program.model, spec.seed)
     assert isinstance(model, nn.Module)
@@ -92,12 +94,15 @@ def train(spec: TrainSpec) -> TrainResult:
         start = find_start(spec, checkpoints, program.model)
         data.prepare(*start.position)
         load_compression(program.compression, start.compression, device)
-        state, schedule = build(spec, program, data)
+        state, schedule = build(spec, program, data, profile)
         moment = Moment()
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
         state.callbacks = callbacks
         position = resume(start, state)
         history = position.history
+        if history and hvd.rank() == 0:
+            profile.resume(checkpoints.profile(), len(history))
+        profile.lap("load")
         stopped = ""
         with Saver(spec, checkpoints, state) as saver:
             if program.user.train_fn is not None:
@@ -114,9 +119,13 @@ def train(spec: TrainSpec) -> TrainResult:
             epoch = best_epoch(history, spec.monitor, saved)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
+    gathered = profile.gather(device)
+    if state.optimizer is not None and hvd.rank() == 0:
+        gathered["buckets"] = state.optimizer.describe_buckets()
     hvd.barrier()  # no rank ends before the last checkpoint is written
     hvd.shutdown()
-    return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning, widths)
+    warning = checkpoints.warning
+    return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)
 
 
 def tried_widths(
@@ -160,7 +169,8 @@ def train_epochs(
         callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position)
         broadcast_module_state(step.model)
-        record |= validate(step, data)
+        with step.state.profile.phase("validate"):
+            record |= validate(step, data)
         asked = callbacks.epoch_end(record)
         # Decisions by the record must be equal, and ranks may compute on different machines.
         record = hvd.broadcast_object(record, 0, name="record")
@@ -174,7 +184,9 @@ def train_epochs(
     return stopped if len(history) < spec.epochs else ""
 
 
-def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState, Schedule]:
+def build(
+    spec: TrainSpec, program: Program, data: Data, profile: Profile
+) -> tuple[TrainingState, Schedule]:
     """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
     optimizer: Distributed | None = None
@@ -204,7 +216,12 @@ def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState,
     )
     scaler = loss_scaler(spec.precision, next(model.parameters()).device)
     state = TrainingState(
-        model, optimizer, schedule.scheduler, scaler, compression=program.compression
+        model,
+        optimizer,
+        schedule.scheduler,
+        scaler,
+        compression=program.compression,
+        profile=profile,
     )
     return state, schedule
 
@@ -222,6 +239,8 @@ def train_epoch(
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
     step.waited_s = 0.0
+    profile = step.state.profile
+    profile.begin_epoch()
     progress = Progress(epoch + 1, step.spec.epochs, data.num_steps)
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step):
@@ -231,10 +250,19 @@ def train_epoch(
         progress.step(plan.number + 1, plan.num_rows)
         callbacks.step_end(*step.last_loss)
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
+        profile.step()
+    own_rows, own_seconds = totals.num_rows, time.monotonic() - began
     totals.combine()
     if not step.user.takes(is_training=True):
         check_weights(step.spec, totals, "training", step.spec.train_steps_per_epoch)
     seconds = time.monotonic() - began
+    waited = profile.end_epoch(
+        epoch + 1,
+        rows=own_rows,
+        seconds=own_seconds,
+        data_wait_s=data.waited_s,
+        gradient_wait_s=step.waited_s,
+    )
     return {
         "epoch": epoch + 1,
         **totals.means(),
@@ -243,7 +271,7 @@ def train_epoch(
         "seconds": seconds,
         "rows_per_s": totals.num_rows / max(seconds, 1e-9),
         "data_wait_s": data.waited_s,
-        **waits(step.waited_s),
+        **waited,
         "lr": learning_rate(step.optimizer),
     }
 

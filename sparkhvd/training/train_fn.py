@@ -95,9 +95,13 @@ class Loader:
 
         The first one of a run that was interrupted inside an epoch is the rest of that.
         """
+        profile = self._ctx._profile
+        profile.begin_epoch()
         for begin, tensors in self.ahead():
             begin()
             yield tensors
+            if self._is_training:
+                profile.step()
 
     def ahead(self) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
         """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead."""
@@ -154,6 +158,8 @@ class TrainFnContext(Context):
         self._checkpoints = Checkpoints(spec.store, spec.run_dir)
         self._saver = saver
         self._kept, self._known = state.kept, kept
+        self._profile = state.profile
+        self._rows = 0  # of this rank, since the last record
         self._rank_state = position.rank_state
         self._is_saved = False
         self._began = time.monotonic()
@@ -178,6 +184,7 @@ class TrainFnContext(Context):
             steps = len(self.train_loader)
             self.moment.epoch, self.moment.step = epoch + 1, epoch * steps + batch.step + 1
             self._steps_done = batch.step + 1
+            self._rows += batch.num_rows
             self._is_saved = False
             # The optimizer averages over ranks: this makes the average one over rows.
             self._share = self.num_rows * self.size / max(1, self.num_global_rows)
@@ -218,8 +225,9 @@ class TrainFnContext(Context):
         checked = hvd.broadcast_object(checked, 0, name="train_fn.log")
         if isinstance(checked, str):
             raise InvalidArgumentError(checked)
-        self._began = now
         self.history.append(checked)
+        self._profile.end_epoch(len(self.history), rows=self._rows, seconds=now - self._began)
+        self._began, self._rows = now, 0
         self._is_saved = False
         if self.rank == 0:
             self._saver.wait()  # it writes this file too

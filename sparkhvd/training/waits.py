@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import torch
-
-import sparkhvd.torch as hvd
+from torch import Tensor
 
 __all__ = ["waits"]
 
 
-def waits(waited_s: float) -> dict[str, float | int]:
-    """Return what the ranks waited for in an epoch; every rank must call it.
+def waits(waited_s: Tensor) -> dict[str, float | int]:
+    """Return what the ranks waited for in an epoch.
 
     The rank that is last to a reduction waits for the bytes alone: what the others wait longer, they wait for it.
 
     Args:
-        waited_s: seconds that this rank has waited for reduced gradients.
+        waited_s: (ranks,) seconds that each has waited for reduced gradients.
 
     Returns:
         "comm_wait_s": seconds of the rank that waited least; "rank_wait_s": how much longer the one waited that waited most;
         "slowest_rank": the former.
     """
-    found = hvd.allgather(torch.tensor([waited_s], dtype=torch.float64), name="epoch.waits")
-    least, most = float(found.min()), float(found.max())
+    least, most = float(waited_s.min()), float(waited_s.max())
     return {
         "comm_wait_s": least,
         "rank_wait_s": most - least,
-        "slowest_rank": int(found.argmin()),
+        "slowest_rank": int(waited_s.argmin()),
     }

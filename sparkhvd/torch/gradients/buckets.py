@@ -32,6 +32,18 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._all)
 
+    def describe(self) -> list[dict[str, str | int]]:
+        """Return of each bucket the `name` of its operation, its `kind`, its number of `parameters`, and its `bytes` as they are sent."""
+        return [
+            {
+                "name": bucket.name,
+                "kind": type(bucket).__name__.removesuffix("Bucket"),
+                "parameters": len(bucket.entries),
+                "bytes": sum(entry.num_bytes for entry in bucket.entries),
+            }
+            for bucket in self._all
+        ]
+
     def divide(self, order: Sequence[int], parked: set[int]) -> None:
         """Divide the parameters anew.
 

@@ -70,6 +70,7 @@ class Reducer:
         options: of the reduction.
         number: of this reducer, counted as reducers are built.
         cycle: state of the running cycle.
+        buckets: those that the gradients are divided into now.
         siblings: returns all reducers of the optimizer: their cycles end together, or ranks that use different parts of a
             model would wait for different ones.
     """
@@ -95,12 +96,12 @@ class Reducer:
         self._overlaps = self._planner.device is not None or is_worth_overlapping(
             context.engine, options.ranks
         )
-        self._buckets = Buckets(self._planner, context.engine)
+        self.buckets = Buckets(self._planner, context.engine)
         self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
         self._plan()
         # None once the order of gradients is final.
         self._ready: ReadyOrder | None = None
-        if len(self._buckets) > 1 and not options.groups:
+        if len(self.buckets) > 1 and not options.groups:
             self._ready = ReadyOrder(context, label, options, len(self._entries))
         hooks = [
             entry.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), entry))
@@ -113,7 +114,7 @@ class Reducer:
         """Set gradients that live in registered memory to zero."""
         self._planner.zero_views()
         if self.options.as_views:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if isinstance(bucket, DeviceBucket):
                     bucket.zero()
 
@@ -245,8 +246,8 @@ class Reducer:
                 self._plan()
         elif settlement.undecided:
             settlement.start_vote()
-        self._buckets.give_memory(is_registered=settlement.is_settled)
-        for bucket in self._buckets:
+        self.buckets.give_memory(is_registered=settlement.is_settled)
+        for bucket in self.buckets:
             if bucket.work is None:
                 self._submit(bucket)
         if self._ready is not None:
@@ -261,10 +262,10 @@ class Reducer:
                 another. Everything that was submitted has ended, so the next cycle works.
         """
         self.submit_all()
-        changed = self._buckets.find_changed()
+        changed = self.buckets.find_changed()
         try:
-            self._buckets.wait()
-            self._settlement.reduce_late(self._buckets)
+            self.buckets.wait()
+            self._settlement.reduce_late(self.buckets)
             self._follow_order()
             if self._planner.count_step():
                 self._plan_anew()
@@ -294,7 +295,7 @@ class Reducer:
         if not self.cycle.is_open:
             return
         try:
-            self._buckets.wait_for_engine()
+            self.buckets.wait_for_engine()
             self._settlement.wait_for_vote()
             self._follow_order()
         finally:
@@ -307,23 +308,23 @@ class Reducer:
             self._plan()
 
     def _submit(self, bucket: Bucket) -> None:
-        self._buckets.submit(bucket)
+        self.buckets.submit(bucket)
         self.cycle.send()
 
     def _reset(self) -> None:
         self.cycle.reset()
         if self._ready is not None:
             self._ready.seen = []
-        self._buckets.reset()
+        self.buckets.reset()
         self._settlement.reset()
 
     # --- The plan. ---
 
     def _plan(self) -> None:
         """Divide the gradients into buckets."""
-        self._buckets.divide(self._gradient_order, self._settlement.parked)
+        self.buckets.divide(self._gradient_order, self._settlement.parked)
         if self._settlement.is_settled:
-            self._buckets.give_memory(is_registered=True)
+            self.buckets.give_memory(is_registered=True)
 
     def _plan_anew(self) -> None:
         self._reset()

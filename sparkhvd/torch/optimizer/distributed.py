@@ -240,6 +240,10 @@ class Distributed(torch.optim.Optimizer):
             for cycle, before in cycles:
                 cycle.is_held = before
 
+    def describe_buckets(self) -> list[dict[str, str | int]]:
+        """Return the buckets that gradients are reduced in: `name` of the operation, `kind`, `parameters`, `bytes` as they are sent."""
+        return [facts for reducer in self._reducers for facts in reducer.buckets.describe()]
+
     def detach(self) -> None:
         """Stop reducing: the gradients of later backward passes are this rank's own, and `step()` is an error."""
         for reducer in self._reducers:

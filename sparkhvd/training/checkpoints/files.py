@@ -5,6 +5,7 @@
     runs/<run_id>/checkpoints/frozen-<sha256>.pt       parameters that no step changes, of all of these
     runs/<run_id>/checkpoints/latest.json              the pointer to the newest
     runs/<run_id>/metrics.jsonl                        one JSON line per epoch
+    runs/<run_id>/profile.json                         where their time went
     runs/<run_id>/attempts/writer                      the attempt that writes them: the last that began
 
 At the end of an epoch all ranks hold the same state, and random numbers are seeded anew from (seed, epoch, rank).
@@ -59,6 +60,7 @@ class Checkpoints:
         self._store = store
         self._folder = f"{run_dir}/checkpoints"
         self._metrics = f"{run_dir}/metrics.jsonl"
+        self._profile = f"{run_dir}/profile.json"
         self._writer = f"{run_dir}/attempts/writer"
         self._token = secrets.token_hex(16).encode()
         # Files in the folder, by position; None until the first is written.
@@ -163,6 +165,18 @@ class Checkpoints:
         """Write the metrics file."""
         lines = "".join(json.dumps(record) + "\n" for record in history)
         self._store.write_bytes(self._metrics, lines.encode())
+
+    def write_profile(self, state: Mapping[str, Any]) -> None:
+        """Write where the time of the epochs went."""
+        self._store.write_bytes(self._profile, json.dumps(state).encode())
+
+    def profile(self) -> dict[str, Any]:
+        """Return what `write_profile` wrote last; {} if that is nothing, or damaged."""
+        try:
+            state = json.loads(self._store.read_bytes(self._profile))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
 
     def latest_epoch(self) -> int:
         """Return the epochs of the newest checkpoint; 0 if there is none."""

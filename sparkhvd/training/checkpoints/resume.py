@@ -25,6 +25,7 @@ from sparkhvd.training.checkpoints.module_state import (
 )
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
 from sparkhvd.training.metrics import Totals
+from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
 from sparkhvd.training.types import Compression, History, State, Stateful
@@ -52,6 +53,7 @@ class TrainingState:
         callbacks: the user's; some have a state.
         compression: of gradients; some have a state.
         kept: objects of a `train_fn`, by name.
+        profile: where the time goes; beside checkpoints, not in them.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class TrainingState:
     callbacks: Callbacks | None = None
     compression: Compression | None = None
     kept: dict[str, Stateful] = field(default_factory=dict)
+    profile: Profile = field(default_factory=Profile)
 
 
 class Resumed(TypedDict):

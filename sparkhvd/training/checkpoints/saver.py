@@ -18,7 +18,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -82,7 +82,8 @@ class Saver:
 
     def after_epoch(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
-        self._take(history)
+        with self._state.profile.phase("checkpoint"):
+            self._take(history)
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         compression = gather_compression(self._state.compression)
@@ -121,7 +122,8 @@ class Saver:
         self._cadence.taken(taken)
         self._path = self._checkpoints.path(*checkpoint.position)
         self._writing = Future()
-        arguments = (self._writing, copied, left_out, keep, taken)
+        profile = self._state.profile.state()
+        arguments = (self._writing, copied, left_out, keep, taken, profile)
         threading.Thread(
             target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
         ).start()
@@ -133,6 +135,7 @@ class Saver:
         left_out: list[str],
         keep: Choice | None,
         taken: float,
+        profile: Mapping[str, Any],
     ) -> None:
         try:
             frozen = self._frozen.record(left_out, self._checkpoints.write_frozen)
@@ -140,6 +143,9 @@ class Saver:
             num_epochs = self._spec.num_checkpoints
             self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
             self._cadence.written(time.monotonic() - taken)
+            if not checkpoint.step:
+                with contextlib.suppress(StoreError):  # a report lacks it, no training does
+                    self._checkpoints.write_profile(profile)
         except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)
         else:

@@ -85,7 +85,7 @@ def train(steps: int) -> tuple[torch.Tensor, set[int]]:
         optimizer.zero_grad()
         (model(x) - x).square().mean().backward()
         optimizer.step()
-        numbers.add(len(optimizer._reducers[0]._buckets))
+        numbers.add(len(optimizer._reducers[0].buckets))
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), numbers
 
 

@@ -139,7 +139,7 @@ def test_groups_of_parameters_share_a_bucket() -> None:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), groups=[[p[0], p[5]], [p[1]]]
         )
-        return [[e.index for e in b.entries] for b in optimizer._reducers[0]._buckets]
+        return [[e.index for e in b.entries] for b in optimizer._reducers[0].buckets]
 
     for plan in on_ranks(2, body, settings=Settings(bucket_bytes=1)):
         assert sorted(plan) == [[1], [2], [3], [4], [5, 0]]
@@ -226,7 +226,7 @@ def test_the_order_of_the_first_backward_becomes_the_order_of_buckets() -> None:
         plans = []
         for step in range(3):
             reducer = optimizer._reducers[0]
-            plans.append([e.index for b in reducer._buckets for e in b.entries])
+            plans.append([e.index for b in reducer.buckets for e in b.entries])
             model(batch(step, torch.float32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -559,7 +559,7 @@ def test_gradients_are_reduced_where_they_lie() -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loss_of(model, mine(batch(0))).backward()
         reducer = optimizer._reducers[0]
-        assert all(not bucket.sent for bucket in reducer._buckets)
+        assert all(not bucket.sent for bucket in reducer.buckets)
         before = [p.grad for p in model.parameters()]
         addresses = [g.data_ptr() for g in before]
         optimizer.synchronize()

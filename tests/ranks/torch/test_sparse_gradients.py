@@ -225,7 +225,7 @@ def test_a_dense_parameter_that_is_used_late_is_reduced_at_once_and_from_then_on
         in_flight = []
         optimizer.zero_grad()
         (used.sum() + late.sum()).backward()
-        in_flight = [bucket.work is not None for bucket in optimizer._reducers[0]._buckets]
+        in_flight = [bucket.work is not None for bucket in optimizer._reducers[0].buckets]
         optimizer.step()
         return used.tolist(), late.tolist(), in_flight
 
@@ -246,7 +246,7 @@ def test_it_is_submitted_while_backward_runs() -> None:
             hook = model.out[0].weight.register_post_accumulate_grad_hook(lambda _: None)
             loss.backward()
             hook.remove()
-            seen.append([bucket.work is not None for bucket in optimizer._reducers[0]._buckets])
+            seen.append([bucket.work is not None for bucket in optimizer._reducers[0].buckets])
             optimizer.step()
         # The first time the ranks agree in step() on what there is.
         return all(all(each) and len(each) >= 3 for each in seen[1:])
