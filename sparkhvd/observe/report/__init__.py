@@ -1,0 +1,14 @@
+"""Report of a fit: one JSON document, an HTML page made of it, and the comparison of two. Pure: nothing here reads or writes a file.
+
+    runs/<run_id>/report.json    the document
+    runs/<run_id>/report.html    the page: no script, no network, light and dark, for the screen and for paper
+
+Trust: every text of a document is escaped, and the page forbids scripts and addresses by a content security policy.
+
+Each module imports only those above it:
+
+    document  the document and its JSON
+    charts    charts as SVG
+    page      a document as a page
+    compare   two documents side by side
+"""

@@ -1,0 +1,217 @@
+"""Charts as SVG, whose colours are those of the page's style: `--c0` and so on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["Series", "bars", "format_number", "format_seconds", "histogram", "lines", "waterfall"]
+
+NUM_COLOURS = 8
+_WIDTH, _HEIGHT = 440, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 34
+# Quotient of the largest and the smallest value from which on an axis is logarithmic.
+_LOGARITHMIC = 100.0
+# With more points no markers, whose circles would cover the line.
+_MOST_MARKERS = 60
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart: `ys[i]` at `xs[i]`; a value that is not finite is a gap."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+def format_number(value: float) -> str:
+    """Format a number with about four digits: "12,345", "0.1234", "1.2e-05", "nan"."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def format_seconds(value: float) -> str:
+    """Format a duration: "250 us", "12 ms", "3.42 s", "2 min 5 s", "3 h 10 min"."""
+    if not math.isfinite(value):
+        return "not known"
+    if value < 1:
+        return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
+    if value < 60:
+        return f"{value:.3g} s"
+    minutes, seconds = divmod(round(value), 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    )
+
+
+def _ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round numbers from `low` to `high`, at most `count` or so."""
+    step = 10 ** math.floor(math.log10((high - low) / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _frame(label: str, axis: str, content: str) -> str:
+    """Return the SVG of a chart; `label` is read out in its place."""
+    bottom = f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(axis)}</text>'
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{content}{bottom}</svg>'
+
+
+def _horizontal(y: float, text: str) -> str:
+    return (
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="axis" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(text)}</text>'
+    )
+
+
+def _below(x: float, text: str) -> str:
+    return f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - 19}" text-anchor="middle">{escape(text)}</text>'
+
+
+def lines(label: str, series: Sequence[Series], *, from_zero: bool = False) -> str:
+    """Draw lines over epochs, with a legend where there are several; "" without a finite value.
+
+    Positive values of more than two orders of magnitude have a logarithmic axis.
+
+    Args:
+        label: what is drawn.
+        series: at most 8 lines.
+        from_zero: begin the vertical axis at 0.
+    """
+    points = [(x, y) for s in series for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
+    if not points:
+        return ""
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    is_log = not from_zero and low > 0 and high / low > _LOGARITHMIC
+    if is_log:
+        low, high = math.log10(low), math.log10(high)
+    low = min(low, 0.0) if from_zero else low
+    if high == low:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def across(x: float) -> float:
+        return _LEFT + width * ((x - left) / (right - left) if right > left else 0.5)
+
+    def down(y: float) -> float:
+        place = math.log10(y) if is_log else y
+        return _TOP + height * (1 - (place - low) / (high - low))
+
+    ticks = _ticks(low, high)
+    if is_log:
+        ticks = [10.0**tick for tick in ticks if tick == int(tick)]
+    drawn = [_horizontal(down(tick), format_number(tick)) for tick in ticks]
+    epochs = _ticks(left, right, 8) if right > left else [left]
+    drawn += [_below(across(tick), format_number(tick)) for tick in epochs if tick == int(tick)]
+    has_markers = max(len(s.xs) for s in series) <= _MOST_MARKERS
+    for colour, each in enumerate(series):
+        pieces: list[list[str]] = [[]]
+        for x, y in zip(each.xs, each.ys, strict=True):
+            if not math.isfinite(y):
+                pieces.append([])
+                continue
+            pieces[-1].append(f"{across(x):.1f},{down(y):.1f}")
+            if has_markers:
+                title = f"{each.name}, epoch {format_number(x)}: {format_number(y)}"
+                drawn.append(
+                    f'<circle class="f{colour}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5"><title>{escape(title)}</title></circle>'
+                )
+        drawn += [
+            f'<polyline class="s{colour}" points="{" ".join(piece)}"/>'
+            for piece in pieces
+            if len(piece) > 1
+        ]
+    names = [each.name for each in series] if len(series) > 1 else []
+    return legend(names) + _frame(
+        label, "epoch; vertical axis logarithmic" if is_log else "epoch", "".join(drawn)
+    )
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return the names with their colours."""
+    keys = (f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+    return f'<div class="legend">{"".join(keys)}</div>' if names else ""
+
+
+def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> str:
+    """Draw counts between durations in seconds, on a logarithmic axis; "" without a count.
+
+    Args:
+        label: what is drawn.
+        counts: of the bins.
+        edges: one more than `counts`.
+    """
+    used = [i for i, count in enumerate(counts) if count]
+    if not used:
+        return ""
+    first, last = used[0], used[-1] + 1
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    each, most = width / (last - first), max(counts)
+    drawn = [
+        _horizontal(_TOP + height * (1 - tick / most), format_number(tick))
+        for tick in _ticks(0, most, 4)
+    ]
+    for i in range(first, last):
+        tall = height * counts[i] / most
+        title = f"{format_seconds(edges[i])} to {format_seconds(edges[i + 1])}: {format_number(counts[i])} steps"
+        drawn.append(
+            f'<rect class="f0" x="{_LEFT + each * (i - first) + 0.5:.1f}" y="{_TOP + height - tall:.1f}" '
+            f'width="{max(1.0, each - 1):.1f}" height="{tall:.1f}"><title>{escape(title)}</title></rect>'
+        )
+    every = max(1, math.ceil((last - first) / 5))
+    drawn += [
+        _below(_LEFT + each * (i - first), format_seconds(edges[i]))
+        for i in range(first, last + 1, every)
+    ]
+    return _frame(label, "duration of a step", "".join(drawn))
+
+
+def bars(names: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
+    """Draw a bar per row, divided into parts in seconds, with a legend; "" if all are 0.
+
+    Args:
+        names: of the rows.
+        parts: names of the parts.
+        rows: (rows, parts) seconds.
+    """
+    longest = max((sum(row) for row in rows), default=0.0)
+    if longest <= 0:
+        return ""
+    drawn = []
+    for name, row in zip(names, rows, strict=True):
+        cells = "".join(
+            f'<i class="b{i % NUM_COLOURS}" style="width:{100 * value / longest:.2f}%" '
+            f'title="{escape(f"{part}: {format_seconds(value)}, {value / max(sum(row), 1e-12):.0%}")}"></i>'
+            for i, (part, value) in enumerate(zip(parts, row, strict=True))
+            if value > 0
+        )
+        drawn.append(
+            f'<div class="row"><b>{escape(name)}</b><div class="bar">{cells}</div><span>{format_seconds(sum(row))}</span></div>'
+        )
+    return legend(parts) + "".join(drawn)
+
+
+def waterfall(parts: Sequence[tuple[str, float]]) -> str:
+    """Draw parts that follow each other, in seconds, a row for each; "" if all are 0."""
+    whole = sum(seconds for _, seconds in parts)
+    if not whole > 0:
+        return ""
+    drawn, before = [], 0.0
+    for name, seconds in parts:
+        left, width = 100 * before / whole, 100 * seconds / whole
+        drawn.append(
+            f'<div class="row"><b>{escape(name)}</b><div class="bar"><i class="b0" style="margin-left:{left:.2f}%;width:{width:.2f}%"></i></div>'
+            f"<span>{format_seconds(seconds)}, {seconds / whole:.0%}</span></div>"
+        )
+        before += seconds
+    return "".join(drawn)

@@ -1,0 +1,103 @@
+"""Comparison of the reports of two runs: settings that differ, final metrics, times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from sparkhvd.observe.report.charts import format_number, format_seconds
+from sparkhvd.observe.report.document import Document, number, total
+from sparkhvd.observe.report.page import measures
+
+__all__ = ["compare", "format_table"]
+
+_MISSING = "-"
+
+
+def compare(first: Document, second: Document) -> str:
+    """Return what distinguishes two runs, as text: one table per subject, and no table where nothing differs."""
+    names = [str(each.get("run_id") or "") for each in (first, second)]
+    tables = (
+        ("settings that differ", _different(first, second)),
+        ("at the end", _at_the_end(first, second)),
+        ("best", _best(first, second)),
+        ("time", _times(first, second)),
+    )
+    parts = [format_table([title, *names], rows) for title, rows in tables if rows]
+    return "\n\n".join(parts)
+
+
+def _different(first: Document, second: Document) -> list[list[str]]:
+    rows = []
+    for kind in ("params", "settings", "versions"):
+        found: list[Mapping[str, object]] = [each.get(kind) or {} for each in (first, second)]
+        for name in sorted({*found[0], *found[1]}):
+            values = [str(each.get(name, _MISSING)) for each in found]
+            if values[0] != values[1]:
+                rows.append([name, *values])
+    return rows
+
+
+def _row(name: str, values: Sequence[float], form: object = format_number) -> list[str]:
+    """Return a row: both numbers, and the second as a change of the first."""
+    assert callable(form)
+    shown = [form(v) if math.isfinite(v) else _MISSING for v in values]
+    if all(math.isfinite(v) for v in values) and values[0]:
+        change = values[1] / values[0] - 1
+        shown[1] += f"  ({change:+.1%})" if change else "  (equal)"
+    return [name, *shown]
+
+
+def _measured(first: Document, second: Document) -> list[str]:
+    return list(dict.fromkeys([*measures(first), *measures(second)]))
+
+
+def _at_the_end(first: Document, second: Document) -> list[list[str]]:
+    ends = [(each.get("history") or [{}])[-1] for each in (first, second)]
+    epochs = [float(len(each.get("history") or ())) for each in (first, second)]
+    rows = [[number(end.get(name)) for end in ends] for name in _measured(first, second)]
+    named = zip(_measured(first, second), rows, strict=True)
+    return [_row("epochs", epochs), *(_row(name, values) for name, values in named)]
+
+
+def _best(first: Document, second: Document) -> list[list[str]]:
+    """Return the lowest losses, with their epochs."""
+    rows = []
+    for name in ("loss", "val_loss"):
+        cells = []
+        for each in (first, second):
+            found = [(number(r.get(name)), r.get("epoch")) for r in each.get("history") or ()]
+            finite = [pair for pair in found if math.isfinite(pair[0])]
+            best = min(finite, key=lambda pair: pair[0], default=None)
+            cells.append(
+                f"{format_number(best[0])} in epoch {best[1]}" if best is not None else _MISSING
+            )
+        if cells != [_MISSING, _MISSING]:
+            rows.append([f"lowest {name}", *cells])
+    return rows
+
+
+def _times(first: Document, second: Document) -> list[list[str]]:
+    both = (first, second)
+    phases = [{p["name"]: number(p["seconds"]) for p in each.get("phases") or ()} for each in both]
+    rows = [_row("whole fit", [number(each.get("seconds")) for each in both], format_seconds)]
+    for name in dict.fromkeys([*phases[0], *phases[1]]):
+        rows.append(_row(name, [p.get(name, math.nan) for p in phases], format_seconds))
+    rates = []
+    for each in both:
+        history = each.get("history") or ()
+        rows_trained = total([r.get("rows") for r in history])
+        seconds = total([r.get("seconds") for r in history])
+        rates.append(round(rows_trained / seconds) if seconds else math.nan)
+    return [*rows, _row("rows/s in training", rates)]
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of aligned columns."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in padded)

@@ -1,0 +1,339 @@
+"""Page of a report: `render` makes HTML of a document, and of nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sparkhvd.observe.report.charts import (
+    NUM_COLOURS,
+    Series,
+    bars,
+    format_number,
+    format_seconds,
+    histogram,
+    lines,
+    waterfall,
+)
+from sparkhvd.observe.report.document import Document, number, total
+
+__all__ = ["measures", "render"]
+
+# Columns of a record that say how the epoch went, not what it learned.
+_OF_EPOCH = frozenset(
+    [
+        "epoch",
+        "rows",
+        "seconds",
+        "rows_per_s",
+        "data_wait_s",
+        "comm_wait_s",
+        "rank_wait_s",
+        "slowest_rank",
+        "lr",
+    ]
+)
+# Epochs and ranks that a table or chart shows of more.
+_MOST_EPOCHS, _MOST_RANKS = 40, 16
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fcfcfb;--fg:#1b1b1a;--dim:#63625d;--line:#dedcd6;--card:#f3f2ee;--bad:#b3261e;
+--c0:#2a78d6;--c1:#eb6834;--c2:#1baf7a;--c3:#eda100;--c4:#e87ba4;--c5:#4a3aa7;--c6:#008300;--c7:#8a8984}
+@media screen and (prefers-color-scheme:dark){:root{--bg:#1a1a19;--fg:#f4f3ef;--dim:#aaa9a2;--line:#3a3a37;--card:#252523;--bad:#ff8a80;
+--c0:#3987e5;--c1:#d95926;--c2:#199e70;--c3:#c98500;--c4:#d55181;--c5:#9085e9;--c6:#2fa82f;--c7:#8f8e88}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1000px;padding:24px;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif}
+h1{font-size:22px;margin:0;overflow-wrap:anywhere}h2{font-size:16px;margin:32px 0 8px}h3{font-size:13px;margin:0 0 4px}
+p{margin:4px 0 8px}.dim,.axis,figcaption{color:var(--dim)}.bad{color:var(--bad)}
+.tiles,.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));margin-top:16px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:20px}
+.tile{background:var(--card);border-radius:6px;padding:8px 12px}.tile b{display:block;font-size:20px;font-weight:600}.tile span{color:var(--dim)}
+figure{margin:0;break-inside:avoid}svg{display:block;width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
+.grid{stroke:var(--line)}polyline{fill:none;stroke-width:2;stroke-linejoin:round}
+.legend{display:flex;flex-wrap:wrap;gap:2px 14px;margin-bottom:4px;color:var(--dim)}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
+.row{display:flex;align-items:center;gap:8px;margin:3px 0}.row b{flex:0 0 130px;font-weight:400;overflow-wrap:anywhere}.row span{flex:0 0 90px}
+.bar{flex:1;display:flex;gap:1px;height:16px}.bar i{height:100%;min-width:1px}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
+th{font-weight:600}th,td{white-space:nowrap}td:last-child{white-space:normal}.n{text-align:right}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
+@media print{body{max-width:none;padding:0;font-size:11px}h2{break-after:avoid}tr{break-inside:avoid}i,.tile{print-color-adjust:exact}.wide{overflow:visible}}
+""" + "".join(
+    f".s{i}{{stroke:var(--c{i})}}.f{i}{{fill:var(--c{i})}}.b{i}{{background:var(--c{i})}}\n"
+    for i in range(NUM_COLOURS)
+)
+_HEAD = (
+    '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+)
+
+
+def render(document: Document) -> str:
+    """Return the page of a document; what the document lacks, the page lacks."""
+    name = escape(str(document.get("run_id") or "fit"))
+    sections = (
+        _header(document),
+        _section("Time of the fit", _phases(document)),
+        _section("Losses and metrics", _curves(document), kind="charts"),
+        _section("Throughput", _throughput(document), kind="charts"),
+        _section("Why it took so long", _waits(document)),
+        _section("Epochs", _epochs(document)),
+        _section("Relaunches", _relaunches(document)),
+        _section("Collectives of rank 0", _collectives(document)),
+        _section("Buckets of gradients", _buckets(document)),
+        _section("Ranks", _ranks(document)),
+        *(
+            _section(name.capitalize(), _names(document.get(name)))
+            for name in ("params", "settings", "versions")
+        ),
+    )
+    return f"{_HEAD}<title>{name}</title><style>{_STYLE}</style></head><body>{''.join(sections)}</body></html>\n"
+
+
+def _section(title: str, content: str, kind: str = "") -> str:
+    if not content:
+        return ""
+    return f'<section><h2>{escape(title)}</h2><div class="{kind}">{content}</div></section>'
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; numbers stand at the right, as `format_number` shows them."""
+    body = list(rows)
+    if not body:
+        return ""
+    aligned = ["n" if isinstance(cell, (int, float)) else "" for cell in body[0]]
+    head = "".join(
+        f'<th class="{a}">{escape(h)}</th>' for a, h in zip(aligned, header, strict=True)
+    )
+    lines_ = []
+    for row in body:
+        texts = (format_number(c) if isinstance(c, (int, float)) else str(c) for c in row)
+        cells = (
+            f'<td class="{a}">{escape(text)}</td>' for a, text in zip(aligned, texts, strict=True)
+        )
+        lines_.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines_)}</tbody></table></div>'
+
+
+def _history(document: Document) -> list[Mapping[str, Any]]:
+    return list(document.get("history") or ())
+
+
+def measures(document: Document) -> list[str]:
+    """Return the names of losses, metrics and logged numbers in the history, those of validation rows too."""
+    history = _history(document)
+    names = dict.fromkeys(name for record in history for name in record)
+    return [
+        name
+        for name in names
+        if name not in _OF_EPOCH and any(math.isfinite(number(r.get(name))) for r in history)
+    ]
+
+
+def _header(document: Document) -> str:
+    history, state = _history(document), str(document.get("state") or "")
+    facts = [state, str(document.get("began") or ""), str(document.get("store") or "")]
+    shown = f'<p class="dim">{escape("  ·  ".join(filter(None, facts)))}</p>'
+    if error := document.get("error"):
+        shown += f'<pre class="bad">{escape(str(error))}</pre>'
+    tiles = [("epochs", format_number(len(history)))]
+    last = history[-1] if history else {}
+    tiles += [(name, format_number(number(last.get(name)))) for name in measures(document)[:4]]
+    if rows := total([r.get("rows") for r in history]):
+        seconds = total([r.get("seconds") for r in history])
+        tiles.append(("rows/s in training", format_number(round(rows / max(seconds, 1e-9)))))
+    if "seconds" in document:
+        tiles.append(("whole fit", format_seconds(number(document["seconds"]))))
+    if ranks := document.get("ranks"):
+        tiles.append(("ranks", format_number(len(ranks))))
+    if relaunches := document.get("relaunches"):
+        tiles.append(("relaunches", format_number(len(relaunches))))
+    cells = "".join(
+        f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for n, v in tiles
+    )
+    return f'<h1>{escape(str(document.get("run_id") or "fit"))}</h1>{shown}<div class="tiles">{cells}</div>'
+
+
+def _phases(document: Document) -> str:
+    phases = [(str(p["name"]), number(p["seconds"])) for p in document.get("phases") or ()]
+    return waterfall(phases)
+
+
+def _figure(title: str, chart: str, note: str = "") -> str:
+    if not chart:
+        return ""
+    caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
+    return f"<figure><h3>{escape(title)}</h3>{chart}{caption}</figure>"
+
+
+def _curves(document: Document) -> str:
+    history = _history(document)
+    epochs = [number(record.get("epoch")) for record in history]
+    names = measures(document)
+    figures = []
+    for name in names:
+        if name.startswith("val_") and name[4:] in names:
+            continue  # beside the curve of the training rows
+        pair = [(name, "training" if f"val_{name}" in names else name)]
+        pair += [(f"val_{name}", "validation")] if f"val_{name}" in names else []
+        series = [Series(text, epochs, [number(r.get(n)) for r in history]) for n, text in pair]
+        figures.append(_figure(name, lines(name, series)))
+    rates = [number(record.get("lr")) for record in history]
+    if len(set(rates)) > 1:
+        figures.append(_figure("lr", lines("lr", [Series("lr", epochs, rates)])))
+    return "".join(figures)
+
+
+def _throughput(document: Document) -> str:
+    kept = document.get("epochs") or ()
+    epochs = [number(e["epoch"]) for e in kept]
+    rates = [
+        [rows / seconds if seconds > 0 else math.nan for rows, seconds in zip(*both, strict=True)]
+        for both in ((e["rows"], e["seconds"]) for e in kept)
+    ]
+    num_ranks = len(rates[0]) if rates else 0
+    if num_ranks > NUM_COLOURS:
+        found = [("fastest rank", max), ("slowest rank", min)]
+        series = [Series(name, epochs, [choose(row) for row in rates]) for name, choose in found]
+    else:
+        series = [
+            Series(f"rank {rank}", epochs, [row[rank] for row in rates])
+            for rank in range(num_ranks)
+        ]
+    shown = _figure("rows/s per rank", lines("rows per second", series, from_zero=True))
+    steps = document.get("steps") or {}
+    if counts := [number(count) for count in steps.get("counts") or ()]:
+        edges = [steps["first_s"] * 2 ** (i / steps["per_octave"]) for i in range(len(counts) + 1)]
+        marks = ", ".join(
+            f"{share:.0%} below {format_seconds(_quantile(counts, edges, share))}"
+            for share in (0.5, 0.9, 0.99)
+        )
+        chart = histogram("durations of steps", counts, edges)
+        note = f"{format_number(sum(counts))} steps of all ranks: {marks}."
+        shown += _figure("durations of steps", chart, note)
+    return shown
+
+
+def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
+    """Return the upper end of the bin that holds a quantile."""
+    seen, wanted = 0.0, share * sum(counts)
+    for count, edge in zip(counts, edges[1:], strict=True):
+        seen += count
+        if seen >= wanted:
+            return edge
+    return edges[-1]
+
+
+def _split_time(epochs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Return the seconds that each rank computed, waited for data, waited for other ranks, and for gradients: (ranks, 4).
+
+    The rank that waits least for reduced gradients waits for their bytes alone; what others wait longer, they wait for it.
+    """
+    split = [[0.0] * 4 for _ in (epochs[0]["rows"] if epochs else ())]
+    for epoch in epochs:
+        least = min(map(number, epoch["gradient_wait_s"]))
+        for rank, row in enumerate(split):
+            seconds, data, gradients = (
+                number(epoch[name][rank]) for name in ("seconds", "data_wait_s", "gradient_wait_s")
+            )
+            parts = (seconds - data - gradients, data, gradients - least, least)
+            row[:] = [before + max(0.0, part) for before, part in zip(row, parts, strict=True)]
+    return split if all(math.isfinite(x) for row in split for x in row) else []
+
+
+def _waits(document: Document) -> str:
+    split = _split_time(document.get("epochs") or ())
+    if not split or not any(map(sum, split)):
+        return ""
+    # Those that the others waited for come first.
+    order = sorted(range(len(split)), key=lambda rank: split[rank][2])
+    shown = order[:_MOST_RANKS]
+    slowest = order[0]
+    parts = ["computing", "waiting for data", "waiting for slower ranks", "waiting for gradients"]
+    whole = [sum(column) for column in zip(*split, strict=True)]
+    shares = [f"{part} {value / sum(whole):.0%}" for part, value in zip(parts, whole, strict=True)]
+    text = f"All ranks together: {', '.join(shares)}."
+    if len(split) > 1:
+        longest = max(row[2] for row in split)
+        text += f" The others waited most for rank {slowest}, up to {format_seconds(longest)}."
+        own = split[slowest]
+        text += f" It spent {own[0] / max(sum(own), 1e-12):.0%} computing and {own[1] / max(sum(own), 1e-12):.0%} waiting for data."
+    if len(split) > len(shown):
+        text += f" {len(shown)} of {len(split)} ranks are shown, those that others waited for most first."
+    names = [f"rank {rank}" for rank in shown]
+    return f"<p>{escape(text)}</p>" + bars(names, parts, [split[rank] for rank in shown])
+
+
+def _epochs(document: Document) -> str:
+    history = _history(document)
+    names = measures(document)
+    every = max(1, math.ceil(len(history) / _MOST_EPOCHS))
+    kept = [r for i, r in enumerate(history) if i % every == 0 or i == len(history) - 1]
+    waits = {"data_wait_s": "data wait", "rank_wait_s": "rank wait", "comm_wait_s": "gradient wait"}
+    waits = {name: text for name, text in waits.items() if any(name in r for r in kept)}
+    has_slowest = any("slowest_rank" in record for record in kept)
+    rows = []
+    for record in kept:
+        seconds = number(record.get("seconds"))
+        cells = [number(record.get("epoch")), *(number(record.get(name)) for name in names)]
+        shares = [f"{number(record.get(name)) / max(seconds, 1e-9):.0%}" for name in waits]
+        slowest = [str(record.get("slowest_rank", "-"))] if has_slowest else []
+        rate = number(record.get("rows_per_s"))
+        rows.append([*cells, rate, format_seconds(seconds), *shares, *slowest])
+    header = ["epoch", *names, "rows/s", "time", *waits.values()]
+    return _table([*header, "slowest rank"] if has_slowest else header, rows)
+
+
+def _relaunches(document: Document) -> str:
+    rows = (
+        (f"after {format_seconds(number(r.get('seconds')))}", str(r.get("cause")))
+        for r in document.get("relaunches") or ()
+    )
+    return _table(["when", "cause"], rows)
+
+
+def _collectives(document: Document) -> str:
+    header = ["collective", "algorithm", "operations", "failed", "bytes", "bytes each"]
+    rows = []
+    for entry in document.get("collectives") or ():
+        count = number(entry["operations"])
+        means = (
+            format_seconds(number(entry[f"{name}_us"]) / 1e6 / max(1.0, count + entry["failures"]))
+            for name in ("negotiation", "queue", "run")
+        )
+        size = round(number(entry["bytes"]) / max(1.0, count))
+        cells = (count, number(entry["failures"]), number(entry["bytes"]), size)
+        rows.append([str(entry["collective"]), str(entry["algorithm"]), *cells, *means])
+    return _table([*header, "agreeing", "queued", "running"], rows)
+
+
+def _buckets(document: Document) -> str:
+    rows = (
+        (str(b["name"]), str(b["kind"]), number(b["parameters"]), number(b["bytes"]))
+        for b in document.get("buckets") or ()
+    )
+    return _table(["operation", "kind", "parameters", "bytes"], rows)
+
+
+def _ranks(document: Document) -> str:
+    names = {
+        "peak_rss_bytes": "peak memory, MiB",
+        "sent_bytes": "sent, MiB",
+        "received_bytes": "received, MiB",
+        "shared_bytes": "shared memory, MiB",
+    }
+    rows = [
+        [
+            f"rank {rank}",
+            str(r.get("host") or ""),
+            str(r.get("device") or ""),
+            *(round(number(r.get(name) or 0) / 2**20, 1) for name in names),
+        ]
+        for rank, r in enumerate(document.get("ranks") or ())
+    ]
+    return _table(["rank", "host", "device", *names.values()], rows)
+
+
+def _names(values: Mapping[str, object] | None) -> str:
+    return _table(["name", "value"], ((n, str(v)) for n, v in sorted((values or {}).items())))

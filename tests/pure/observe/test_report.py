@@ -1,0 +1,165 @@
+"""Page and comparison of reports, from documents alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.report.charts import Series, format_seconds, lines
+from sparkhvd.observe.report.compare import compare
+from sparkhvd.observe.report.document import dumps, loads
+from sparkhvd.observe.report.page import render
+from tests.pure.observe.documents import document
+
+# Elements without an end.
+_VOID = {"meta", "line", "circle", "polyline", "rect"}
+
+
+class Page(HTMLParser):
+    """The text of a page; refuses elements that do not nest, and attributes that lead elsewhere."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert not {name for name, _ in attrs} & {"src", "href", "xlink:href", "onload", "onclick"}
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def test_page_shows_every_part_of_a_document() -> None:
+    page = Page(render(document()))
+    shown = page.text
+    for expected in (
+        "mine",
+        "finished",
+        "/data/store",
+        "materialize",
+        "4 s, 40%",
+        "100 steps of all ranks: 50% below ",
+        "computing 65%, waiting for data 10%, waiting for slower ranks 20%, waiting for gradients 5%",
+        "The others waited most for rank 1, up to 2.4 s. It spent 85% computing and 10% waiting for data.",
+        "rank 1 was killed",
+        "grads.0",
+        "host-1",
+        "avx2",
+        "2.13.0",
+    ):
+        assert expected in shown
+    # loss, accuracy, rows/s and durations; lr never changes.
+    assert page.tags.count("svg") == 4
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+
+
+def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
+    html = render(document())
+    assert not re.search(r"https?://|@import|url\(", html)
+    assert "default-src 'none'" in html
+    assert "prefers-color-scheme:dark" in html
+    assert "@media print" in html
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"history": []},
+        {"history": [{"epoch": 1, "seconds": 0.0, "note": "text"}]},
+        {"history": [{"epoch": 1, "loss": math.nan}]},
+        {"history": [{"epoch": 1, "loss": 0.0}, {"epoch": 2, "loss": math.inf}]},
+        {"steps": {"first_s": 1.0, "per_octave": 4, "counts": [0, 0]}},
+        {"state": "failed", "error": "RankError: no\nline two"},
+    ],
+)
+def test_page_leaves_out_what_a_document_lacks(entries: dict[str, object]) -> None:
+    Page(render(loads(dumps(entries), "here")))
+
+
+def test_page_of_many_ranks_and_epochs_stays_small() -> None:
+    html = render(document(ranks=64, epochs=500))
+    page = Page(html)
+    assert len(html) < 300_000
+    assert "16 of 64 ranks are shown" in page.text
+    assert page.text.count("1,000") == 0
+    assert "fastest rank" in page.text
+    # The last epoch is in the table.
+    assert "500" in page.texts
+
+
+def test_page_escapes_texts_of_the_document() -> None:
+    evil = "<script>alert(1)</script>\"'&"
+    given = document(run_id=evil, error=evil, params={evil: evil})
+    given["history"][0][evil] = 1.0
+    given["phases"][0]["name"] = given["ranks"][0]["host"] = evil
+    html = render(given)
+    assert "<script" not in html
+    assert Page(html).text.count("<script>") >= 6
+
+
+def test_curve_has_a_gap_where_a_value_is_not_finite() -> None:
+    drawn = lines("loss", [Series("loss", [1, 2, 3, 4, 5], [1.0, 2.0, math.nan, 2.0, 3.0])])
+    assert drawn.count("<polyline") == 2
+    assert "nan" not in drawn
+    assert lines("loss", [Series("loss", [1], [math.nan])]) == ""
+
+
+def test_document_survives_its_json_with_numbers_that_are_not_finite() -> None:
+    given = document()
+    data = dumps(given)
+    json.loads(data, parse_constant=pytest.fail)
+    found = loads(data, "here")
+    assert found["history"][1]["val_loss"] == "nan"
+    assert render(found) == render(given)
+    with pytest.raises(InvalidArgumentError, match=r"^here is no report"):
+        loads(b"{}", "here")
+    newer = data.replace(b'"format": 1', b'"format": 2')
+    with pytest.raises(InvalidArgumentError, match="has format version 2"):
+        loads(newer, "here")
+
+
+def test_compare_shows_settings_that_differ_and_changes() -> None:
+    first = document(params={"batch_size": "32", "epochs": "3"})
+    second = document(epochs=2, run_id="other", params={"epochs": "2", "batch_size": "32"})
+    second["phases"] = [{"name": "materialize", "seconds": 5.0}]
+    table = {line.split("  ")[0]: line for line in compare(first, second).splitlines()}
+    assert table["settings that differ"].split() == ["settings", "that", "differ", "mine", "other"]
+    assert table["epochs"].split() in (["epochs", "3", "2"], ["epochs", "3", "2", "(-33.3%)"])
+    assert "batch_size" not in table
+    assert table["loss"].split() == ["loss", "0.3333", "0.5", "(+50.0%)"]
+    assert table["val_loss"].split() == ["val_loss", "0.5", "-"]
+    assert table["lowest val_loss"].split()[2:6] == ["0.5", "in", "epoch", "3"]
+    assert table["materialize"].split() == ["materialize", "4", "s", "5", "s", "(+25.0%)"]
+    assert table["train"].split() == ["train", "6", "s", "-"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2e-5, "20 us"), (0.0125, "12.5 ms"), (3.416, "3.42 s"), (125, "2 min 5 s")]
+    + [(11400, "3 h 10 min"), (math.nan, "not known"), (59.999, "60 s")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
