@@ -24,17 +24,18 @@ Each module imports only those above it:
     rendezvous     authenticated connections between ranks
     elastic        members of a job whose ranks change
     launchers      a script's rendezvous, by what started it
-    observe        timeline, autotune
+    observe        report, timeline, autotune
     torch          Horovod's API on the engine
     distributed    the engine as a backend of torch.distributed
     runner         a function on every rank
     data           a DataFrame's rows as batches of a rank
+    run_commands   `sparkhvd runs`, `report` and `compare`
     training       the training loop of a rank
     estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
     lightning      Lightning's strategy
     keras          Horovod's API of Keras, and its estimator
     horovod        packages with Horovod's layout
-    __main__       `python -m sparkhvd doctor`
+    __main__       `sparkhvd doctor`, `runs`, `report`, `compare`
 """
 
 from __future__ import annotations

@@ -1,19 +1,59 @@
-"""`python -m sparkhvd doctor`."""
+"""`sparkhvd doctor`, `runs`, `report`, `compare`; also `python -m sparkhvd`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
+from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner.doctor import examine
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m sparkhvd")
-    parser.add_argument("command", choices=["doctor"], help="what this machine can do and lacks")
-    parser.add_argument("--store", metavar="PATH_OR_URL", help="an estimator's store, to try")
-    store = parser.parse_args().store
-    if store is None:
-        sys.exit(examine())
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparkhvd")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what this machine can do and lacks")
+    doctor.add_argument("--store", metavar="PATH_OR_URL", help="an estimator's store, to try")
+    runs = commands.add_parser("runs", help="list the runs of a store")
+    runs.add_argument("store", metavar="STORE", help="path or URL of the store")
+    report = commands.add_parser("report", help="print where the report of a run is")
+    report.add_argument("run", metavar="RUN", help="folder of the run: <store>/runs/<run_id>")
+    report.add_argument("-o", "--output", metavar="FILE", help="make the page anew, in this file")
+    report.add_argument("--open", action="store_true", help="open it in a browser")
+    compare = commands.add_parser("compare", help="what distinguishes two runs")
+    compare.add_argument("runs", metavar="RUN", nargs=2, help="folders of the runs")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+    """
+    given = _parser().parse_args(arguments)
+    if given.command == "doctor" and given.store is None:
+        return examine()
+    from sparkhvd import run_commands
     from sparkhvd.data.store import Store
 
-    sys.exit(examine(lambda: Store.create(store)))
+    if given.command == "doctor":
+        return examine(lambda: Store.create(given.store))
+    try:
+        if given.command == "runs":
+            run_commands.list_runs(given.store)
+        elif given.command == "report":
+            run_commands.show_report(given.run, given.output, is_opened=given.open)
+        else:
+            run_commands.compare_runs(*given.runs)
+    except (SparkhvdError, OSError) as e:
+        sys.stderr.write(f"sparkhvd: {e}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

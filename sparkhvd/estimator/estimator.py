@@ -24,6 +24,7 @@ from sparkhvd.estimator.fitting.progress import (
     poll_interval,
     report_skipped,
 )
+from sparkhvd.estimator.fitting.recorder import Recorder
 from sparkhvd.estimator.fitting.request import Request, check_request
 from sparkhvd.estimator.fitting.runs import Finished
 from sparkhvd.estimator.fitting.specify import specify
@@ -71,17 +72,22 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""
+        recorder = Recorder()
         request = check_request(self._options(), sources, self.uid)
+        recorder.lap("check")
         options, verbose = request.options, request.cluster.verbose
+        given = {name: getattr(options, name) for name in options.explicit}
+        recorder.settled(given, request.cluster.settings.values)
         with request.held:
             try:
                 if verbose and request.outlives_process:
                     request.run.announce(options.epochs)
-                model, epoch = self._train(request)
+                model, epoch = self._train(request, recorder)
             except BaseException as e:
                 request.run.explain_failure(
                     e, options.run_id, epochs=options.epochs, verbose=verbose
                 )
+                recorder.write_failure(request.store, request.run.run_dir, e)
                 raise
             if request.num_checkpoints:
                 fitted = model._require_fitted()
@@ -89,9 +95,12 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 request.run.finish(finished, request.num_checkpoints)
         if not request.num_checkpoints:
             request.run.delete()
+        fitted = model._require_fitted()
+        recorder.write(request.store, request.run.run_dir, history=fitted.history)
+        model._fitted = replace(fitted, report=recorder.document)
         return model
 
-    def _train(self, request: Request) -> tuple[TorchModel, int]:
+    def _train(self, request: Request, recorder: Recorder) -> tuple[TorchModel, int]:
         """Return the model, and the epoch whose weights it has."""
         with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
             options = request.options
@@ -112,6 +121,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                     target,
                     inputs=options.inputs,
                 )
+            recorder.lap("materialize")
             report_skipped(data.skipped, request.cluster.verbose)
             spec, widths = specify(request, data)
             request.held.check()
@@ -122,7 +132,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             spec = replace(spec, program_weights=weights)
             model = self._untrained(request, spec, data, widths)
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
-            report = self._launch(request, spec)
+            recorder.lap("prepare")
+            report = self._launch(request, spec, recorder)
+            recorder.launched(report)
         _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
 
@@ -134,7 +146,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
         return head_start(request.shim, cluster.num_proc, options)
 
-    def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
+    def _launch(
+        self, request: Request, spec: TrainSpec, recorder: Recorder
+    ) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
         poll_s = poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose)
@@ -160,6 +174,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             is_alone=cluster.finds_gpu,
             mailbox=Mailbox(functools.partial(collect, request.store), poll_s),
             show_progress=reporter.show_step,
+            relaunched=recorder.relaunched,
         )
         with reporter:
             report = self._run_ranks(request, spec, options)

@@ -24,7 +24,8 @@ from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.saving.run_model import load_run_model
-from sparkhvd.estimator.summary import TrainingSummary, horovod_history
+from sparkhvd.estimator.summary import horovod_history
+from sparkhvd.estimator.trained import Trained
 from sparkhvd.estimator.transform.binding import bind_module, described
 from sparkhvd.estimator.transform.columns import (
     check_passing,
@@ -43,7 +44,6 @@ from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
 
 if TYPE_CHECKING:
-    import pandas as pd
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Self, Unpack
 
@@ -62,7 +62,7 @@ _NO_EFFECT = {
 
 
 @with_signature
-class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(Trained, PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
 
     It comes from `TorchEstimator.fit` or `load`. A module that was trained elsewhere becomes one by `from_module`, or as in Horovod:
@@ -147,30 +147,6 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         model._fitted = replace(fitted, widths=tuple(widths))
         return model
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Records of the epochs, in order."""
-        return [dict(record) for record in self._require_fitted().history]
-
-    def history_frame(self) -> pd.DataFrame:
-        """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
-        import pandas as pd
-
-        frame = pd.DataFrame(self._require_fitted().history)
-        return frame.set_index("epoch") if "epoch" in frame else frame
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds of the fit's phases: materialize, launch, train."""
-        return dict(self._require_fitted().timings)
-
-    @property
-    def summary(self) -> TrainingSummary:
-        """Summary of the training, with the names of Spark ML's summaries."""
-        fitted = self._require_fitted()
-        history = [dict(record) for record in fitted.history]
-        return TrainingSummary(history, self.timings, fitted.run_id)
-
     def __repr__(self) -> str:
         if self._fitted is None:
             return f"{self.uid}: no trained module"
@@ -227,7 +203,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
         """Replace the records of the epochs, flat or in Horovod's shape; returns this object."""
         records = [dict(record) for record in history]
-        self._fitted = replace(self._require_fitted(), history=records)
+        self._fitted = replace(self._require_fitted(), history=records, report={})
         return self
 
     def getRunId(self) -> str:  # noqa: N802
@@ -236,7 +212,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
         """Set the name of the run; nothing in the store is renamed. Returns this object."""
-        self._fitted = replace(self._require_fitted(), run_id=run_id)
+        self._fitted = replace(self._require_fitted(), run_id=run_id, report={})
         return self
 
     def getFeatureColumns(self) -> list[str]:  # noqa: N802

@@ -14,6 +14,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.estimator import TorchEstimator
 from sparkhvd.estimator.fitting.inputs import FitData
+from sparkhvd.estimator.fitting.recorder import Recorder
 from sparkhvd.estimator.fitting.request import Request
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.options import FitOptions, PredictOptions
@@ -105,9 +106,9 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         has_own = options.loss_constructors is not None and "loss" not in options.explicit
         return replace(options, loss=None) if has_own else options
 
-    def _train(self, request: Request) -> tuple[TorchModel, int]:
+    def _train(self, request: Request, recorder: Recorder) -> tuple[TorchModel, int]:
         self._link(request)
-        return super()._train(request)
+        return super()._train(request, recorder)
 
     def _link(self, request: Request) -> str:
         """Return the link of the model's output; raises where the loss does not tell it."""

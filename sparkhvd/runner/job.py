@@ -202,9 +202,11 @@ def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
             if attempt > 0 and progress == last_progress:
                 raise _no_progress(error, attempt + 1, progress)
             last_progress = progress
+        cause = describe(ended.cause, plan.size)
+        options.relaunched(cause)
         _print(
             options.verbose,
-            f"{describe(ended.cause, plan.size)}\nRelaunching ({attempt + 1} of {options.max_retries}).",
+            f"{cause}\nRelaunching ({attempt + 1} of {options.max_retries}).",
         )
     raise AssertionError("the last attempt returns or raises")
 

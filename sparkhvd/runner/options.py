@@ -44,6 +44,7 @@ class LaunchOptions:
         timestamps: whether lines of ranks begin with the local time.
         stream: gets the ranks' output.
         show_progress: called from a thread with each line on how far the training is.
+        relaunched: called with the cause before ranks are launched again.
         mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
     """
 
@@ -64,6 +65,7 @@ class LaunchOptions:
     stream: TextIO | None = None
     mailbox: Mailbox | None = None
     show_progress: Callable[[str], None] = lambda _: None
+    relaunched: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         retries = self.max_retries

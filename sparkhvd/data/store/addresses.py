@@ -17,6 +17,7 @@ import pyarrow.fs as pafs
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
+    "SECRET_NAME",
     "Address",
     "check_databricks",
     "has_atomic_writes",
@@ -55,7 +56,7 @@ _OPEN_QUERY = frozenset(
         "tls_ca_file_path",
     }
 )
-_SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sas|cred|sign|auth|connection_string", re.I)
+SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sas|cred|sign|auth|connection_string", re.I)
 # Folders of Databricks: neither appending nor seeking in a file that is being written.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 
@@ -237,7 +238,7 @@ def _secret_options(options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secret_options(value)
-        elif isinstance(value, str) and _SECRET_NAME.search(str(name)):
+        elif isinstance(value, str) and SECRET_NAME.search(str(name)):
             yield value
 
 

@@ -15,6 +15,7 @@ from sparkhvd.data.store.leases import is_abandoned, is_owners, lease_of
 from sparkhvd.data.store.listing import StoredFile
 from sparkhvd.data.store.run_lock import HOLDER_NAME, hold, holder_of, is_running
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME
 
 if TYPE_CHECKING:
     from sparkhvd.data.store.store import Store
@@ -41,7 +42,7 @@ class StoredRun:
 
     Attributes:
         run_id: its name.
-        state: "finished", "interrupted", or "running" as far as that is known from here.
+        state: "finished", "interrupted", "running" as far as that is known from here, or "report" if a report is all that is left.
         epochs: trained epochs of its newest checkpoint.
         num_bytes: of all its files.
         changed: time of the last change; None if unknown.
@@ -89,6 +90,8 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     holder = holder_of(store, run_id) if HOLDER_NAME in names else None
     is_held = holder is not None and is_running(holder)
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
+    if names <= {JSON_NAME, HTML_NAME}:
+        state = "report"
     epochs = 0
     if f"{part}{POINTER_NAME}" in names:
         pointer = load_sealed(store.read_bytes(f"runs/{run_id}/{part}{POINTER_NAME}"))

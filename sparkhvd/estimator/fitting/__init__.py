@@ -13,6 +13,7 @@ Each module imports only those above it:
     specify           the ranks' spec
     status_line       how far the fits of this process are, in one line
     progress          epochs, shown while the ranks train
+    recorder          report of a fit
     cross_validation  fits that share their data
     on_parquet        sources of `fit_on_parquet`
 """

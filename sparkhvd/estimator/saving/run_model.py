@@ -196,7 +196,8 @@ def _description(store: Store, run_dir: str) -> dict[str, Any]:
         values = load_sealed(store.read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidArgumentError(
-            f"{url} is not there: the fit ended before its ranks started, or an older sparkhvd, which writes none, ran it. Fit "
+            f"{url} is not there: the fit ended before its ranks started, or well without keep_checkpoints, which leaves a report alone, or an older "
+            "sparkhvd, which writes none, ran it. Fit "
             "with this run_id to go on from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
         ) from None
     if values is None:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ class Fitted:
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
+        report: document of its report, see `sparkhvd.observe.report`; {} where no fit of this process has made it.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -47,6 +49,7 @@ class Fitted:
     history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def weights(self) -> Weights:

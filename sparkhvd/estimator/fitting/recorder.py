@@ -1,0 +1,204 @@
+"""Report of a fit, collected while it runs, and written into the run's folder at its end.
+
+Failure: whatever goes wrong here is a warning; no fit fails for its report. Nothing secret: values of variables are left out, and the
+store masks its passwords, keys and tokens in the whole document.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib import metadata
+from typing import Any
+
+from sparkhvd._version import __version__
+from sparkhvd.data.store import addresses
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import SparkhvdError
+from sparkhvd.estimator.params.explain import short_repr
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps, loads
+from sparkhvd.observe.report.page import render
+from sparkhvd.runner.options import JobReport
+from sparkhvd.settings import Settings
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.spec import TrainResult
+
+__all__ = ["Recorder", "masked_params"]
+
+_PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "pandas", "lightning")
+
+
+class Recorder:
+    """Facts of a fit for its report.
+
+    Attributes:
+        document: what `write` has written; {} before.
+    """
+
+    def __init__(self) -> None:
+        """Begin: the fit starts now."""
+        self.document: Mapping[str, Any] = {}
+        self._began = self._lap = time.time()
+        self._phases: list[tuple[str, float]] = []
+        self._relaunches: list[dict[str, Any]] = []
+        self._facts: dict[str, Any] = {}
+
+    def lap(self, name: str) -> None:
+        """End a phase of the driver that began with the one before."""
+        now = time.time()
+        self._phases.append((name, now - self._lap))
+        self._lap = now
+
+    def relaunched(self, cause: str) -> None:
+        """Note that ranks were lost and are launched again."""
+        self._relaunches.append({"cause": cause, "seconds": time.time() - self._began})
+
+    def settled(self, params: Mapping[str, object], settings: Settings) -> None:
+        """Note what the fit was given.
+
+        Args:
+            params: values of the Params that were set.
+            settings: of the engine; those that differ from the defaults are shown.
+        """
+        defaults = asdict(Settings())
+        changed = {n: v for n, v in asdict(settings).items() if v != defaults[n]}
+        self._facts |= {
+            "params": masked_params(params),
+            "settings": {name: str(value) for name, value in changed.items()},
+        }
+
+    def launched(self, report: JobReport[TrainResult]) -> None:
+        """Note how the ranks ended; the phase of the launch ends now."""
+        now = time.time()
+        result = report.results[0]
+        whole, self._lap = now - self._lap, now
+        ranks = [dict(rank) for rank in result.profile.get("ranks", ())]
+        own = ranks[0]["phases"] if ranks else {}
+        of_ranks = {**own, "train": own.get("train", 0.0) - own.get("first step", 0.0)}
+        lost = max(0.0, whole - report.launch_s - report.run_s)
+        order = ("connect", "load", "first step", "train", "validate", "checkpoint")
+        phases = [(name, of_ranks.get(name, 0.0)) for name in order]
+        rest = max(0.0, report.run_s - sum(seconds for _, seconds in phases))
+        name = "lost launches" if self._relaunches else "end of launch"
+        self._phases += [("launch", report.launch_s), *phases, ("end of ranks", rest)]
+        self._phases.append((name, lost))
+        for rank, outcome in zip(ranks, report.outcomes, strict=False):
+            rank |= {"host": outcome.host, "peak_rss_bytes": outcome.peak_rss_bytes}
+        self._facts |= {**result.profile, "ranks": ranks}
+
+    def write(
+        self,
+        store: Store,
+        run_dir: str,
+        *,
+        history: Sequence[Mapping[str, Any]] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Write the report into the run's folder; a failure is a warning.
+
+        Args:
+            store: of the run.
+            run_dir: its folder.
+            history: records of the epochs; None: as far as the ranks have written them.
+            error: why the fit ended; None if it ended well.
+        """
+        try:
+            self._write(store, run_dir, history, error)
+        except Exception as e:  # noqa: BLE001 - no fit fails for its report
+            text = store.hide(f"{type(e).__name__}: {e}")
+            warnings.warn(f"The report of this fit is not written: {text}", stacklevel=4)
+
+    def write_failure(self, store: Store, run_dir: str, error: BaseException) -> None:
+        """Write the report of a fit that ends with an error, if anything of the run stays."""
+        try:
+            is_there = bool(store.list(run_dir))
+        except (OSError, SparkhvdError):  # the error itself says more
+            return
+        if is_there:
+            self.write(store, run_dir, error=error)
+
+    def _write(
+        self,
+        store: Store,
+        run_dir: str,
+        history: Sequence[Mapping[str, Any]] | None,
+        error: BaseException | None,
+    ) -> None:
+        if history is None:
+            checkpoints = Checkpoints(store, run_dir)
+            history = checkpoints.history()
+            self._facts = {**checkpoints.profile(), **self._facts}
+        self.lap("collect" if error is None else "until the failure")
+        document = {
+            "run_id": run_dir.removeprefix("runs/"),
+            "store": store.url,
+            "state": _state(error),
+            "error": "" if error is None else f"{type(error).__name__}: {error}",
+            "began": _utc(self._began),
+            "seconds": self._lap - self._began,
+            "phases": [{"name": name, "seconds": seconds} for name, seconds in self._phases],
+            "history": list(history),
+            "relaunches": self._relaunches,
+            "versions": _versions(),
+            **self._facts,
+        }
+        # Not the text of the JSON, in which a quote or a line break would be written another way.
+        data = dumps(_masked(document, store))
+        self.document = loads(data, JSON_NAME)
+        store.write_bytes(f"{run_dir}/{JSON_NAME}", data)
+        store.write_bytes(f"{run_dir}/{HTML_NAME}", render(self.document).encode())
+
+
+def _state(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _utc(moment: float) -> str:
+    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds")
+
+
+def _masked(value: Any, store: Store) -> Any:
+    """Return JSON values without the store's secrets."""
+    if isinstance(value, str):
+        return store.hide(value)
+    if isinstance(value, Mapping):
+        return {_masked(str(name), store): _masked(each, store) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_masked(each, store) for each in value]
+    return value
+
+
+def masked_params(params: Mapping[str, object]) -> dict[str, str]:
+    """Return values of Params as texts of a line, without secrets: of objects the class, of named secrets nothing."""
+    return {name: short_repr(_safe(value)) for name, value in params.items()}
+
+
+def _safe(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {
+            name: "***"
+            if isinstance(each, str) and addresses.SECRET_NAME.search(str(name))
+            else _safe(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_safe(each) for each in value]
+    is_plain = value is None or isinstance(value, (str, int, float, bool, type, Store))
+    is_shown = is_plain or hasattr(value, "state_dict") or hasattr(value, "__qualname__")
+    return value if is_shown else type(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "sparkhvd": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

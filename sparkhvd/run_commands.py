@@ -1,0 +1,80 @@
+"""Commands `runs`, `report` and `compare` of the command line: what the reports in a store say. They change no run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import webbrowser
+from pathlib import Path
+
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.report.compare import compare, format_table
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, Document, loads, number
+from sparkhvd.observe.report.page import render
+
+__all__ = ["compare_runs", "list_runs", "show_report"]
+
+
+def list_runs(store_url: str) -> None:
+    """Print the runs of a store: state, epochs, last losses, seconds, size, last change."""
+    store = Store(store_url)
+    rows = []
+    for run in store.runs():
+        document: Document = {}
+        with contextlib.suppress(OSError, InvalidArgumentError):  # it has no report, or a newer one
+            document = _document(store.below(f"runs/{run.run_id}"))
+        history = document.get("history") or [{}]
+        losses = (f"{number(history[-1].get(name)):.4g}" for name in ("loss", "val_loss"))
+        epochs = str(len(document.get("history") or ()) or run.epochs)
+        seconds = f"{number(document.get('seconds')):.1f}"
+        size, changed = f"{run.num_bytes / 2**20:.1f}", f"{run.changed:%Y-%m-%d %H:%M}"
+        rows.append([run.run_id, run.state, epochs, *losses, seconds, size, changed])
+    header = ["run", "state", "epochs", "loss", "val_loss", "seconds", "MiB", "changed (UTC)"]
+    sys.stdout.write(f"{format_table(header, rows)}\n")
+
+
+def show_report(run: str, output: str | None, *, is_opened: bool) -> None:
+    """Print where the page of a run's report is; make it anew from the document if `output` asks for it, or it is not there.
+
+    Args:
+        run: folder of the run, `<store>/runs/<run_id>`, as a path or URL.
+        output: file to write the page to, or None.
+        is_opened: open the page in a browser.
+
+    Raises:
+        InvalidArgumentError: there is no report.
+    """
+    store = Store(_folder(run))
+    place = output or store.local_path(HTML_NAME)
+    if output or not store.exists(HTML_NAME):
+        page = render(_document(store))
+        place = place or f"{store.url.rstrip('/').rpartition('/')[2]}-{HTML_NAME}"
+        Path(place).write_text(page, encoding="utf-8")
+    sys.stdout.write(f"{place or store.full_url(HTML_NAME)}\n")
+    if is_opened:
+        webbrowser.open(Path(place).absolute().as_uri() if place else store.full_url(HTML_NAME))
+
+
+def compare_runs(first: str, second: str) -> None:
+    """Print what distinguishes two runs, each given as in `show_report`."""
+    documents = [_document(Store(_folder(run))) for run in (first, second)]
+    sys.stdout.write(f"{compare(*documents)}\n")
+
+
+def _folder(run: str) -> str:
+    for name in (JSON_NAME, HTML_NAME):
+        run = run.removesuffix(f"/{name}")
+    return run if "://" in run or run.startswith("dbfs:") else str(Path(run).absolute())
+
+
+def _document(store: Store) -> Document:
+    """Return the document in a run's folder."""
+    try:
+        data = store.read_bytes(JSON_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidArgumentError(
+            f"{store.full_url(JSON_NAME)} is not there. Give the folder of a run whose fit has ended, <store>/runs/<run_id>; "
+            "`sparkhvd runs <store>` lists them."
+        ) from None
+    return loads(data, store.full_url(JSON_NAME))

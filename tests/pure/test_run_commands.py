@@ -1,0 +1,61 @@
+"""`sparkhvd runs`, `report` and `compare` on a store of reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.__main__ import main
+from sparkhvd.data.store.store import Store
+from sparkhvd.observe.report.document import dumps
+from tests.pure.observe.documents import document
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.create(tmp_path / "store")
+    for name in ("a", "b"):
+        given = document(run_id=name, params={"epochs": name})
+        store.write_bytes(f"runs/{name}/report.json", dumps(given))
+    store.write_bytes("runs/b/report.html", b"kept")
+    store.write_bytes("runs/old/program.pkl", b"")
+    return store
+
+
+def test_runs_lists_the_runs_of_a_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", store.url]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["run", "state", "epochs", "loss"]
+    assert [row.split()[:6] for row in rows] == [
+        ["a", "report", "3", "0.3333", "0.5", "10.0"],
+        ["b", "report", "3", "0.3333", "0.5", "10.0"],
+        ["old", "interrupted", "0", "nan", "nan", "nan"],
+    ]
+
+
+def test_report_prints_the_page_and_makes_a_missing_one_anew(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("runs/b", "runs/b/report.json"):
+        assert main(["report", store.full_url(run)]) == 0
+        assert capsys.readouterr().out.strip() == store.local_path("runs/b/report.html")
+    assert store.read_bytes("runs/b/report.html") == b"kept"
+    assert main(["report", store.full_url("runs/a")]) == 0
+    assert b"</html>" in store.read_bytes("runs/a/report.html")
+    assert main(["report", store.full_url("runs/b"), "-o", str(tmp_path / "b.html")]) == 0
+    assert "</html>" in (tmp_path / "b.html").read_text()
+
+
+def test_compare_prints_what_differs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", store.full_url("runs/a"), store.full_url("runs/b")]) == 0
+    assert "epochs                a  b" in capsys.readouterr().out
+
+
+def test_a_run_without_a_report_is_an_error_of_one_line(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", store.full_url("runs/old")]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"sparkhvd: {store.full_url('runs/old/report.json')} is not there. Give the folder of a run"
+    )
