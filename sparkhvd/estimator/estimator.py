@@ -76,10 +76,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         request = check_request(self._options(), sources, self.uid)
         recorder.lap("check")
         options, verbose = request.options, request.cluster.verbose
-        given = {name: getattr(options, name) for name in options.explicit}
-        recorder.settled(given, request.cluster.settings.values)
         with request.held:
             try:
+                recorder.settled(options, request.cluster.settings.values, request.store)
                 if verbose and request.outlives_process:
                     request.run.announce(options.epochs)
                 model, epoch = self._train(request, recorder)
@@ -96,7 +95,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         if not request.num_checkpoints:
             request.run.delete()
         fitted = model._require_fitted()
-        recorder.write(request.store, request.run.run_dir, history=fitted.history)
+        is_kept = options.keep_checkpoints != 0
+        history = fitted.history
+        recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
         model._fitted = replace(fitted, report=recorder.document)
         return model
 
@@ -134,7 +135,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
             recorder.lap("prepare")
             report = self._launch(request, spec, recorder)
-            recorder.launched(report)
+            recorder.launched(report, request.store)
         _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
 

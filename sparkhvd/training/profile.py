@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,15 @@ class Profile:
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         return {"every": self._every, "epochs": list(self._epochs), "steps": counts}
 
-    def gather(self, device: torch.device) -> dict[str, Any]:
-        """Return the state with counters, phases and device of every rank, on rank 0; {} on others. Every rank must call it."""
+    def gather(
+        self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]
+    ) -> dict[str, Any]:
+        """Return the state with counters, phases and device of every rank, on rank 0; {} on others. Every rank must call it.
+
+        Args:
+            device: of this rank.
+            buckets: of gradients, equal on all ranks.
+        """
         counters = hvd.metrics(show=False).counters
         names = ("sent_bytes", "received_bytes", "shared_bytes", "stall_warnings")
         own = {
@@ -132,4 +139,4 @@ class Profile:
             {name: value for name, value in entry.items() if name != "histogram"}
             for entry in counters["collectives"]
         ]
-        return {**self.state(), "ranks": ranks, "collectives": kept}
+        return {**self.state(), "ranks": ranks, "collectives": kept, "buckets": list(buckets)}

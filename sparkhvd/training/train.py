@@ -74,13 +74,7 @@ def train(spec: TrainSpec) -> TrainResult:
         CollectiveError: another rank was lost. The last checkpoint is whole.
     """
     profile = Profile()
-    if (place := context()) is not None:
-        torch.set_num_threads(place.num_threads)
-    device, problem = choose_device(place, looks=spec.looks_for_gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before anything makes a context on another one
-    hvd.init()
-    agree(device, problem)
+    device = connect(spec)
     profile.lap("connect")
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     model = build_model(program.model, spec.seed)
@@ -119,13 +113,24 @@ def train(spec: TrainSpec) -> TrainResult:
             epoch = best_epoch(history, spec.monitor, saved)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
-    gathered = profile.gather(device)
-    if state.optimizer is not None and hvd.rank() == 0:
-        gathered["buckets"] = state.optimizer.describe_buckets()
+    buckets = [] if state.optimizer is None else state.optimizer.describe_buckets()
+    gathered = profile.gather(device, buckets)
     hvd.barrier()  # no rank ends before the last checkpoint is written
     hvd.shutdown()
     warning = checkpoints.warning
     return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)
+
+
+def connect(spec: TrainSpec) -> torch.device:
+    """Choose this rank's device, and meet the other ranks; return the device."""
+    if (place := context()) is not None:
+        torch.set_num_threads(place.num_threads)
+    device, problem = choose_device(place, looks=spec.looks_for_gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything makes a context on another one
+    hvd.init()
+    agree(device, problem)
+    return device
 
 
 def tried_widths(

@@ -6,20 +6,22 @@ store masks its passwords, keys and tokens in the whole document.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
+from os import PathLike
 from typing import Any
 
 from sparkhvd._version import __version__
 from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import SparkhvdError
 from sparkhvd.estimator.params.explain import short_repr
+from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps, loads
 from sparkhvd.observe.report.page import render
 from sparkhvd.runner.options import JobReport
@@ -57,22 +59,30 @@ class Recorder:
         """Note that ranks were lost and are launched again."""
         self._relaunches.append({"cause": cause, "seconds": time.time() - self._began})
 
-    def settled(self, params: Mapping[str, object], settings: Settings) -> None:
+    def settled(self, options: FitOptions, settings: Settings, store: Store) -> None:
         """Note what the fit was given.
 
         Args:
-            params: values of the Params that were set.
+            options: values of the Params, of which those that were set are shown.
             settings: of the engine; those that differ from the defaults are shown.
+            store: of the run, whose secrets are masked.
         """
-        defaults = asdict(Settings())
-        changed = {n: v for n, v in asdict(settings).items() if v != defaults[n]}
-        self._facts |= {
-            "params": masked_params(params),
-            "settings": {name: str(value) for name, value in changed.items()},
-        }
+        with _harmless(store):
+            values = vars(options)  # a subclass of the estimator may have Params that are not there
+            params = {name: values[name] for name in options.explicit if name in values}
+            defaults = asdict(Settings())
+            changed = {n: v for n, v in asdict(settings).items() if v != defaults[n]}
+            self._facts |= {
+                "params": masked_params(params, store.hide),
+                "settings": {name: str(value) for name, value in changed.items()},
+            }
 
-    def launched(self, report: JobReport[TrainResult]) -> None:
+    def launched(self, report: JobReport[TrainResult], store: Store) -> None:
         """Note how the ranks ended; the phase of the launch ends now."""
+        with _harmless(store):
+            self._launched(report)
+
+    def _launched(self, report: JobReport[TrainResult]) -> None:
         now = time.time()
         result = report.results[0]
         whole, self._lap = now - self._lap, now
@@ -97,6 +107,7 @@ class Recorder:
         *,
         history: Sequence[Mapping[str, Any]] | None = None,
         error: BaseException | None = None,
+        is_kept: bool = True,
     ) -> None:
         """Write the report into the run's folder; a failure is a warning.
 
@@ -105,29 +116,29 @@ class Recorder:
             run_dir: its folder.
             history: records of the epochs; None: as far as the ranks have written them.
             error: why the fit ended; None if it ended well.
+            is_kept: False: make the document alone.
         """
-        try:
-            self._write(store, run_dir, history, error)
-        except Exception as e:  # noqa: BLE001 - no fit fails for its report
-            text = store.hide(f"{type(e).__name__}: {e}")
-            warnings.warn(f"The report of this fit is not written: {text}", stacklevel=4)
+        with _harmless(store):
+            data = self._make(store, run_dir, history, error)
+            if is_kept:
+                store.write_bytes(f"{run_dir}/{JSON_NAME}", data)
+                store.write_bytes(f"{run_dir}/{HTML_NAME}", render(self.document).encode())
 
     def write_failure(self, store: Store, run_dir: str, error: BaseException) -> None:
-        """Write the report of a fit that ends with an error, if anything of the run stays."""
-        try:
-            is_there = bool(store.list(run_dir))
-        except (OSError, SparkhvdError):  # the error itself says more
-            return
+        """Write the report of a fit that ends with an error, if this process sees the store and anything of the run stays."""
+        is_there = False
+        with contextlib.suppress(Exception):  # the error of the fit says more
+            is_there = store.is_seen and bool(store.list(run_dir))
         if is_there:
             self.write(store, run_dir, error=error)
 
-    def _write(
+    def _make(
         self,
         store: Store,
         run_dir: str,
         history: Sequence[Mapping[str, Any]] | None,
         error: BaseException | None,
-    ) -> None:
+    ) -> bytes:
         if history is None:
             checkpoints = Checkpoints(store, run_dir)
             history = checkpoints.history()
@@ -149,8 +160,17 @@ class Recorder:
         # Not the text of the JSON, in which a quote or a line break would be written another way.
         data = dumps(_masked(document, store))
         self.document = loads(data, JSON_NAME)
-        store.write_bytes(f"{run_dir}/{JSON_NAME}", data)
-        store.write_bytes(f"{run_dir}/{HTML_NAME}", render(self.document).encode())
+        return data
+
+
+@contextlib.contextmanager
+def _harmless(store: Store) -> Iterator[None]:
+    """Make a warning of what goes wrong in a block: no fit fails for its report."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - see above
+        text = store.hide(f"{type(e).__name__}: {e}")
+        warnings.warn(f"The report of this fit is not written: {text}", stacklevel=5)
 
 
 def _state(error: BaseException | None) -> str:
@@ -174,22 +194,29 @@ def _masked(value: Any, store: Store) -> Any:
     return value
 
 
-def masked_params(params: Mapping[str, object]) -> dict[str, str]:
-    """Return values of Params as texts of a line, without secrets: of objects the class, of named secrets nothing."""
-    return {name: short_repr(_safe(value)) for name, value in params.items()}
+def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> dict[str, str]:
+    """Return values of Params as texts of a line, without secrets: of objects the class, of named secrets nothing.
+
+    Args:
+        params: values by name.
+        hide: masks secrets of the store; before a text is cut, which would leave the half of one.
+    """
+    return {name: short_repr(_safe(value, hide)) for name, value in params.items()}
 
 
-def _safe(value: object) -> object:
+def _safe(value: object, hide: Callable[[str], str]) -> object:
+    if isinstance(value, (str, PathLike)):
+        return hide(str(value))
     if isinstance(value, Mapping):
         return {
             name: "***"
             if isinstance(each, str) and addresses.SECRET_NAME.search(str(name))
-            else _safe(each)
+            else _safe(each, hide)
             for name, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_safe(each) for each in value]
-    is_plain = value is None or isinstance(value, (str, int, float, bool, type, Store))
+        return [_safe(each, hide) for each in value]
+    is_plain = value is None or isinstance(value, (int, float, bool, type, Store))
     is_shown = is_plain or hasattr(value, "state_dict") or hasattr(value, "__qualname__")
     return value if is_shown else type(value)
 

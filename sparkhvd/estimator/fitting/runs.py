@@ -7,7 +7,7 @@
 
 `fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
 finished one is an error, or with `warm_start` the next `warm-<n>` begins (or goes on) from its weights.
-A run without a `run_id` is deleted when its model is there, unless `keep_checkpoints` is given.
+A run without a `run_id` is deleted when its model is there, all but its report, unless `keep_checkpoints` is given.
 """
 
 from __future__ import annotations

@@ -152,6 +152,6 @@ class TrainingParams(TorchParams):
     )
     keep_checkpoints = training_param(
         to_whole,
-        "epochs whose checkpoints stay after the fit; 0: nothing of the run; not given: 1 with a run_id, else 0",
+        "epochs whose checkpoints stay after the fit; 0: nothing of the run, nor its report; not given: 1 with a run_id, else 0",
         check=at_least(0),
     )

@@ -20,7 +20,6 @@ def compare(first: Document, second: Document) -> str:
     tables = (
         ("settings that differ", _different(first, second)),
         ("at the end", _at_the_end(first, second)),
-        ("best", _best(first, second)),
         ("time", _times(first, second)),
     )
     parts = [format_table([title, *names], rows) for title, rows in tables if rows]
@@ -48,33 +47,12 @@ def _row(name: str, values: Sequence[float], form: object = format_number) -> li
     return [name, *shown]
 
 
-def _measured(first: Document, second: Document) -> list[str]:
-    return list(dict.fromkeys([*measures(first), *measures(second)]))
-
-
 def _at_the_end(first: Document, second: Document) -> list[list[str]]:
     ends = [(each.get("history") or [{}])[-1] for each in (first, second)]
     epochs = [float(len(each.get("history") or ())) for each in (first, second)]
-    rows = [[number(end.get(name)) for end in ends] for name in _measured(first, second)]
-    named = zip(_measured(first, second), rows, strict=True)
-    return [_row("epochs", epochs), *(_row(name, values) for name, values in named)]
-
-
-def _best(first: Document, second: Document) -> list[list[str]]:
-    """Return the lowest losses, with their epochs."""
-    rows = []
-    for name in ("loss", "val_loss"):
-        cells = []
-        for each in (first, second):
-            found = [(number(r.get(name)), r.get("epoch")) for r in each.get("history") or ()]
-            finite = [pair for pair in found if math.isfinite(pair[0])]
-            best = min(finite, key=lambda pair: pair[0], default=None)
-            cells.append(
-                f"{format_number(best[0])} in epoch {best[1]}" if best is not None else _MISSING
-            )
-        if cells != [_MISSING, _MISSING]:
-            rows.append([f"lowest {name}", *cells])
-    return rows
+    names = dict.fromkeys([*measures(first), *measures(second)])
+    rows = [_row(name, [number(end.get(name)) for end in ends]) for name in names]
+    return [_row("epochs", epochs), *rows]
 
 
 def _times(first: Document, second: Document) -> list[list[str]]:

@@ -178,6 +178,12 @@ def test_a_relaunched_fit_equals_an_undisturbed_one_bit_by_bit(
         "epoch 3/3",
     ]
     assert_same(disturbed, whole)
+    report = disturbed.report().document
+    (relaunch,) = report["relaunches"]
+    assert "SIGKILL" in relaunch["cause"]
+    # The figures of the epoch before the loss are there, too.
+    assert [epoch["epoch"] for epoch in report["epochs"]] == [1, 2, 3]
+    assert "lost launches" in {phase["name"] for phase in report["phases"]}
 
 
 def test_a_rank_killed_in_a_step_is_named_in_time_and_a_new_fit_goes_on_there(
@@ -191,6 +197,9 @@ def test_a_rank_killed_in_a_step_is_named_in_time_and_a_new_fit_goes_on_there(
     with pytest.warns(UserWarning, match="has not finished: the model has .* after epoch 1 of 3"):
         early = TorchModel.from_run(store, "killed", trust=True)
     assert [record["epoch"] for record in early.history] == [1]
+    failed = early.report().document
+    assert (failed["state"], len(failed["epochs"])) == ("failed", 1)
+    assert "SIGKILL" in failed["error"]
     resumed = killed.fit(df)
     late = TorchModel.from_run(store, "killed", trust=True)
     assert late.history == resumed.history

@@ -1,0 +1,66 @@
+"""What a model tells of its training: report and curves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator import TorchModel
+from sparkhvd.observe.report.document import dumps
+from tests.pure.observe.documents import document
+
+HISTORY = [{"epoch": e, "loss": 1 / e, "val_loss": 2 / e, "mae": 0.1, "rows": 5} for e in (1, 2)]
+
+
+def model(**options: object) -> TorchModel:
+    net = torch.nn.Linear(1, 1)
+    return TorchModel.from_module(net, feature_cols=["x"], label_cols=["y"], **options)  # type: ignore[arg-type]
+
+
+def test_report_is_a_page_in_a_frame_and_a_file(tmp_path: Path) -> None:
+    report = model(history=HISTORY).report()
+    report.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page == report.html
+    assert page.count("<svg") == 2
+    shown = report._repr_html_()
+    assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert "sandbox" in shown
+    assert "<svg" not in shown  # of the notebook itself
+
+
+def test_report_of_a_loaded_model_is_that_in_the_store(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    loaded = model(history=HISTORY, run_id="mine", store=store)
+    assert "grads.0" not in loaded.report().html  # it is not there: history alone
+    store.write_bytes("runs/mine/report.json", dumps(document()))
+    assert "grads.0" in loaded.report().html
+    assert "grads.0" not in loaded.setRunId("other").report().html
+
+
+def test_plot_draws_validation_beside_training() -> None:
+    pytest.importorskip("matplotlib")
+    trained = model(history=HISTORY)
+    figure = trained.plot()
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "mae"]
+    lines = figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["training", "validation"]
+    assert list(lines[1].get_ydata()) == [2.0, 1.0]
+    assert len(trained.plot(["rows"]).axes) == 1
+    with pytest.raises(InvalidArgumentError, match="'nothing' is not in the history, which has 'l"):
+        trained.plot(["nothing"])
+    with pytest.raises(InvalidArgumentError, match="the model has no history"):
+        model().plot()
+
+
+def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        InvalidArgumentError, match=r"matplotlib is not installed. pip install matpl"
+    ):
+        model(history=HISTORY).plot()
