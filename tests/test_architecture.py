@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/keras/backend.py": "Keras' own, the backend that its import takes",
     "sparkhvd/settings.py": "the settings",
+    "sparkhvd/runner/preflight/databricks.py": "Databricks' own, by which its runtimes are known",
     "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
     "sparkhvd/data/loader.py": "a rank's place, likewise",
     "sparkhvd/launchers/lifetime.py": "a rank's place, for a process group that a store brings together",

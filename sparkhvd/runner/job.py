@@ -165,6 +165,7 @@ def _plan(shim: SparkShim, num_proc: int | None, options: LaunchOptions, program
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
     settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf)
+    preflight.check_databricks(shim.is_connect)
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
     slots = slots_of(conf, gpu_plan, options.profile)

@@ -68,6 +68,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)
     preflight.check_conf(conf)
+    preflight.check_databricks(shim.is_connect)
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
     plan = decide.decide(conf, options.use_gpu, refused=profiles.no_profiles())
     slots = profiles.slots_of(conf, plan)

@@ -6,6 +6,7 @@ to the same answer from the same facts.
 Each module imports only those above it:
 
     conf           Spark configuration of barrier stages
+    databricks     kinds of Databricks' compute
     address_space  address space that torch needs
     facts          facts of a rank, and their comparison
     workers        Python of Spark's workers, checked by a small job
@@ -18,6 +19,7 @@ from sparkhvd.runner.preflight.address_space import (
     check_worker,
 )
 from sparkhvd.runner.preflight.conf import CONF_KEYS, check_conf
+from sparkhvd.runner.preflight.databricks import check_databricks
 from sparkhvd.runner.preflight.facts import (
     RankFacts,
     check_address_space,
@@ -42,6 +44,7 @@ __all__ = [
     "address_space_needed",
     "check_address_space",
     "check_conf",
+    "check_databricks",
     "check_ranks",
     "check_tokens",
     "check_worker",

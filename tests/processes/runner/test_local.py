@@ -76,6 +76,26 @@ def test_user_variables_win_and_leave_no_trace() -> None:
     assert run_local(threads, num_proc=1) != ["7"]
 
 
+@pytest.mark.parametrize("nursery", ["auto", "0"])
+def test_ranks_inherit_what_hadoops_library_needs(
+    monkeypatch: pytest.MonkeyPatch, nursery: str
+) -> None:
+    """Check what YARN gives a container, and so its tasks: tokens, tickets and classes."""
+    expected = {
+        "HADOOP_TOKEN_FILE_LOCATION": "/yarn/container/tokens",
+        "KRB5CCNAME": "FILE:/tmp/krb5cc_1000",
+        "CLASSPATH": "/hadoop/a.jar:/hadoop/b.jar",
+    }
+    for name, value in expected.items():
+        monkeypatch.setenv(name, value)
+
+    def found() -> dict[str, str | None]:
+        names = ("HADOOP_TOKEN_FILE_LOCATION", "KRB5CCNAME", "CLASSPATH")
+        return {name: os.environ.get(name) for name in names}
+
+    assert run_local(found, num_proc=2, env={"SPARKHVD_NURSERY": nursery}) == [expected, expected]
+
+
 def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]:
     here = context()
     assert here is not None

@@ -18,6 +18,7 @@ from sparkhvd.runner.preflight import (
     address_space_needed,
     check_address_space,
     check_conf,
+    check_databricks,
     check_ranks,
     check_tokens,
     patch_warning,
@@ -97,6 +98,23 @@ def test_killing_silent_workers_is_refused(idle: str, kill: str) -> None:
     check_conf({idle: "60s"})  # a warning of Spark's only
     check_conf({idle: "0", kill: "true"})
     check_conf({})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kind"), [("16.4", "in standard access mode"), ("client.3.2", "serverless")]
+)
+def test_databricks_compute_that_keeps_tasks_apart_is_refused(
+    monkeypatch: pytest.MonkeyPatch, runtime: str, kind: str
+) -> None:
+    check_databricks(is_connect=True)  # a client elsewhere
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", runtime)
+    check_databricks(is_connect=False)  # dedicated
+    with pytest.raises(PreflightError) as e:
+        check_databricks(is_connect=True)
+    assert str(e.value) == (
+        f"This Databricks compute is {kind} (runtime {runtime}), where tasks may not connect to each other. "
+        "Attach the notebook or job to a cluster in dedicated access mode, with a fixed number of workers."
+    )
 
 
 def test_equal_facts_pass() -> None:
