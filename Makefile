@@ -5,6 +5,8 @@
 #   make test     lint, C++ tests, Python tests (what .ci/run runs)
 #   make soak     everything, with the long legs; also by parts: make soak-help
 #   make wheel    the wheels, into dist/
+#   make release  the wheels, checked and tried under every Python that is there
+#   make docs     the documentation as a site, into build/site
 #   make fuzz     bytes of a peer through libFuzzer, where there is clang
 #   make gpu      what one GPU can show, where there is one: checks and figures, one table each
 #   make bench    every benchmark that needs nothing but this machine
@@ -53,7 +55,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
+.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -225,11 +227,33 @@ $(WHEEL_TOOLS): pyproject.toml tools/wheel_env.sh | $(PACKAGES)
 wheel: $(WHEEL_TOOLS)
 	@$(WHEEL_ENV)/bin/python -m tools.wheel
 
+RELEASE_ENV := build/release-env
+
+$(RELEASE_ENV)/.stamp: pyproject.toml | $(PACKAGES)
+	@$(PY) -m venv $(RELEASE_ENV) && $(RELEASE_ENV)/bin/python -m pip --disable-pip-version-check --no-cache-dir install -q "pip>=25.1"
+	@$(RELEASE_ENV)/bin/python -m pip --disable-pip-version-check --no-cache-dir install -q --group release
+	@touch $@
+
+# What is tried beside torch and pyspark, and written into docs/compatibility.md.
+release: wheel $(RELEASE_ENV)/.stamp
+	@$(RELEASE_ENV)/bin/python -m twine check --strict dist/*
+	@$(WITH_JAVA) $(RELEASE_ENV)/bin/python -m tools.release $(PY)
+
 test-wheels: wheel
 	@$(WHEEL_ENV)/bin/python -m tools.wheel_tests $(PYTHONS)
 
 test-aarch64: $(WHEEL_TOOLS)
 	@tools/test_aarch64.sh $(WHEEL_ENV)/bin/python
+
+# The documentation as a site, in build/site; warnings, such as a link that leads nowhere, are errors.
+DOCS_ENV := build/docs-env
+
+$(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
+	@tools/docs_env.sh $(PY) $(DOCS_ENV)
+	@touch $@
+
+docs: $(DOCS_ENV)/.stamp
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html"
 
 demo: env
 	@mkdir -p demo-output
@@ -238,7 +262,7 @@ demo: env
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
 SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users test-sanitizers test-locks fuzz-if-clang \
-  test-aarch64 test-wheels
+  test-aarch64 test-wheels docs
 soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0

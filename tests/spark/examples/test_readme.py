@@ -1,10 +1,12 @@
-"""Python blocks of the README and of docs/tabular.md, run as a reader would: in a program's main module."""
+"""Python blocks of the README and of pages for newcomers, run as a reader would: in a program's main module."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_here, run_script
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def blocks(page: str, mark: str = "") -> list[str]:
+    """Return the blocks of a page; with a mark those behind it."""
+    behind = f"<!-- {mark} -->\n" if mark else ""
+    return re.findall(rf"{behind}```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 BLOCKS = blocks("README.md")
@@ -42,6 +46,42 @@ def test_program_for_tabular_data_learns(spark: SparkSession, tmp_path: Path) ->
     assert area
     assert float(area[1]) > 0.9
     assert "|prediction|" in output
+
+
+def test_program_of_the_quickstart_runs_as_it_stands(spark: SparkSession, tmp_path: Path) -> None:
+    program = "\n".join(blocks("docs/quickstart.md"))
+    output = run_here(spark, program.replace("/tmp/", f"{tmp_path}/"), tmp_path)
+    assert re.findall(r"^epoch (\d)/5 ", output, re.MULTILINE) == ["1", "2", "3", "4", "5"]
+    for name in ("area under ROC", "accuracy"):
+        value = re.search(rf"^{name} ([\d.]+)$", output, re.MULTILINE)
+        assert value
+        assert float(value[1]) > 0.95
+    assert output.count("|left|") == 2  # of the model, and of the loaded one
+    assert "val_accuracy" in output
+
+
+@soak("spark/estimator/test_fit, test_tuning: grids; spark/estimator/test_predictors: summaries")
+def test_search_of_the_page_on_pipelines_finds_the_better_rate(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    output = run_here(spark, blocks("docs/pipelines.md")[0], tmp_path)
+    rates = re.search(r"^rmse \{0.001: ([\d.e-]+), 0.3: ([\d.e-]+)\}$", output, re.MULTILINE)
+    assert rates
+    assert float(rates[2]) < float(rates[1])
+
+
+def test_a_loop_over_petastorms_converter_runs(spark: SparkSession, tmp_path: Path) -> None:
+    run_here(spark, blocks("docs/coming_from_petastorm.md", "petastorm")[0], tmp_path)
+
+
+@soak("processes/distributed: torch.distributed in ranks; spark/runner/test_run: run")
+def test_a_function_for_torchdistributor_runs_unmodified(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    page = "docs/coming_from_torchdistributor.md"
+    program = blocks(page, "torchdistributor") + blocks(page, "sparkhvd")
+    first, second = map(float, run_here(spark, "\n".join(program), tmp_path).split()[-2:])
+    assert first == pytest.approx(second, rel=1e-4)
 
 
 @soak("the same in a session that is there, here")

@@ -1,0 +1,87 @@
+"""Hooks of mkdocs (`make docs`): files outside docs/ that pages link to become part of the site.
+
+The pages are written for a checkout, where a link to ../examples/digits.py leads to that file. Here README.md becomes the first
+page; other Markdown files and sources keep their place, below `source/`; a link to a folder leads to its README.md.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = "README.md"
+# Pages of the navigation that lie outside docs/.
+PAGES = (HOME, "CONTRIBUTING.md", "CHANGELOG.md", "native/README.md", "benchmarks/README.md")
+LINK = re.compile(r"(?<!!)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)#\s]*)(#[^)\s]*)?\)")
+FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def place(path: str) -> str:
+    """Return where the site has a file of the checkout; both paths are relative to their roots."""
+    if path == HOME:
+        return "index.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}"
+
+
+def origin(path: str) -> str:
+    """Return which file of the checkout the site's file is: the inverse of `place`."""
+    if path == "index.md":
+        return HOME
+    return path.removeprefix("source/") if path.startswith("source/") else f"docs/{path}"
+
+
+def target(page: str, link: str) -> str:
+    """Return the file of the checkout that a link of a page (also of the checkout) leads to; "" for none."""
+    path = os.path.normpath(os.path.join(os.path.dirname(page), link))
+    if (ROOT / path).is_dir():
+        path = f"{path}/README.md"
+    return path if (ROOT / path).is_file() else ""
+
+
+def moved(page: str, text: str) -> str:
+    """Return a page's text with its links as the site has their files."""
+    here = os.path.dirname(place(page))
+
+    def one(match: re.Match[str]) -> str:
+        words, link, anchor = match[1], match[2], match[3] or ""
+        if not link or "://" in link or link.startswith("mailto:"):
+            return match[0]
+        found = target(page, link)
+        # What leads nowhere stays, for mkdocs to complain.
+        return f"{words}({os.path.relpath(place(found), here) if found else link}{anchor})"
+
+    parts = FENCED.split(text)
+    return "".join(part if i % 2 else LINK.sub(one, part) for i, part in enumerate(parts))
+
+
+def linked(pages: list[str]) -> set[str]:
+    """Return the files outside docs/ that these pages link to."""
+    found = set()
+    for page in pages:
+        prose = "".join(FENCED.split((ROOT / page).read_text())[::2])
+        links = (link for _, link, _ in LINK.findall(prose) if link and "://" not in link)
+        found |= {path for link in links if (path := target(page, link))}
+    return {path for path in found if not path.startswith("docs/")}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files outside docs/."""
+    from mkdocs.structure.files import File
+
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    for path in sorted({*PAGES, *linked([*pages, *PAGES])}):
+        files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead the links of a page to where the site has their files."""
+    return moved(origin(page.file.src_uri), markdown)
