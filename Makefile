@@ -253,7 +253,7 @@ $(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
 	@touch $@
 
 docs: $(DOCS_ENV)/.stamp
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html; its search needs a server, such as: python3 -m http.server -d build/site"
 
 demo: env
 	@mkdir -p demo-output
