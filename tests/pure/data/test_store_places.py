@@ -285,6 +285,7 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
         """A session and a DataFrame whose one row says that a file is not there."""
 
         __module__ = "pyspark.sql.connect"  # by which sessions are told apart
+        conf: dict[str, str] = {}  # nothing is set
         client = SimpleNamespace(get_config_with_defaults=lambda *pairs: tuple(None for _ in pairs))
 
         def __getattr__(self, name: str) -> object:
