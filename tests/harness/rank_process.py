@@ -41,9 +41,11 @@ class RankProcess:
         listener: Listener,
         settings: Settings,
         server: ForkServer | None = None,
+        job: Job | None = None,
         **start: Any,
     ) -> None:
         self.rank = rank
+        self.job = job
         filenos = listener.filenos()
         inherited = [fd for fd in filenos if fd >= 0]
         self._process: ForkedProcess | subprocess.Popen[str]
@@ -63,6 +65,7 @@ class RankProcess:
             {
                 **start,
                 "target": target,
+                "job": job and job.to_json(),
                 "settings": settings.to_json(),
                 "filenos": filenos,
                 "endpoint": listener.endpoint().to_dict(),
@@ -180,8 +183,9 @@ def rank_processes(
         key = secrets.token_bytes(32)
         for rank, listener in enumerate(listeners):
             job = Job(key, "test", 0, rank, size, endpoints)
-            start = {"job": job.to_json(), "with_engine": with_engine}
-            ranks.append(RankProcess(target, rank, listener, settings, server, **start))
+            ranks.append(
+                RankProcess(target, rank, listener, settings, server, job, with_engine=with_engine)
+            )
         for listener in listeners:  # only the rank itself keeps its port open
             listener.close()
         yield ranks
