@@ -40,9 +40,10 @@ class ElasticJob:
     def start(self, count: int = 1, target: str | None = None) -> list[RankProcess]:
         """Start members; their numbers count on."""
         made = []
-        for _ in range(count):
-            number = len(self.members)
+        numbers = range(len(self.members), len(self.members) + count)
+        for number in numbers:  # before one of them asks, or it would not wait for the others
             self.coordinator.expect(number)
+        for number in numbers:
             with Listener.bind("127.0.0.1", self.settings) as listener:
                 if self.tcp_only:
                     endpoint = listener.endpoint()

@@ -23,7 +23,7 @@ from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
 from sparkhvd.runner.watching import Ended, Lost
 
-__all__ = ["Agents", "Here", "Processes"]
+__all__ = ["Agents", "LocalProcesses", "Processes"]
 
 
 class Processes(Protocol):
@@ -43,7 +43,7 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalProcesses:
     """Processes on this host."""
 
     members: Members

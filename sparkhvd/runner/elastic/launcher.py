@@ -31,7 +31,7 @@ from sparkhvd.runner.watching import (
     tell,
 )
 
-__all__ = ["Event", "Launcher", "Told"]
+__all__ = ["Event", "Launcher", "Refused"]
 
 # A process that was left out has so long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
@@ -43,14 +43,14 @@ _LOST = 255
 
 
 @dataclass(frozen=True)
-class Told:
+class Refused:
     """News that a member takes no part any more."""
 
     number: int
     refusal: Refusal
 
 
-Event = Ended | Signalled | Lost | Discovered | Formed | Told
+Event = Ended | Signalled | Lost | Discovered | Formed | Refused
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Launcher:
             if event.has_met:
                 self._failed.clear()
                 self._have_met.update(event.change.members)
-        elif isinstance(event, Told):
+        elif isinstance(event, Refused):
             self._note_refusal(event)
         elif isinstance(event, Discovered):
             if event.hosts is None:
@@ -187,16 +187,16 @@ class Launcher:
                 f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and others before."
             )
 
-    def _note_refusal(self, told: Told) -> None:
-        if (process := self._running.get(told.number)) is None:
+    def _note_refusal(self, refused: Refused) -> None:
+        if (process := self._running.get(refused.number)) is None:
             return
-        process.refusal = told.refusal
-        if told.refusal.kind == "left out":
+        process.refusal = refused.refusal
+        if refused.refusal.kind == "left out":
             process.kill_at = time.monotonic() + LEFT_OUT_S
-        elif told.refusal.kind == "over":
+        elif refused.refusal.kind == "over":
             self._has_finished = True
-        elif told.refusal.kind == "failed" and not self._problem:
-            self._problem = told.refusal.text
+        elif refused.refusal.kind == "failed" and not self._problem:
+            self._problem = refused.refusal.text
             self._ending.begin()
 
     # --- What is due. ---
@@ -224,13 +224,14 @@ class Launcher:
         if self._places and not self._running:
             return  # all that there was is gone, and so is the job
         slots = {host.name: host.slots for host in self._hosts}
-        for slot in slots_to_fill(
-            self._hosts, set(taken.values()), self._options.largest, left_out
-        ):
-            self._start(slot, slots[slot.host])
+        free = slots_to_fill(self._hosts, set(taken.values()), self._options.largest, left_out)
+        new = dict(enumerate(free, len(self._places)))
+        for number in new:  # before one of them asks, or it would not wait for the others
+            self._coordinator.expect(number)
+        for number, slot in new.items():
+            self._start(number, slot, slots[slot.host])
 
-    def _start(self, slot: Slot, slots: int) -> None:
-        number = len(self._places)
+    def _start(self, number: int, slot: Slot, slots: int) -> None:
         self._screen.add(number)
         self._places[number] = slot.host
         self._running[number] = _Process(slot)

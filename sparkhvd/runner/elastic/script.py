@@ -15,8 +15,8 @@ from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.crew import Crew
 from sparkhvd.runner.elastic.discovery import Discovered, DiscoveryScript
-from sparkhvd.runner.elastic.hosts import Agents, Here, Processes
-from sparkhvd.runner.elastic.launcher import Event, Launcher, Told
+from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused
 from sparkhvd.runner.elastic.options import ElasticOptions
 from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Host
@@ -48,7 +48,7 @@ def run_elastic_script(
 
     Args:
         command: program and arguments.
-        hosts: with slots, at the begin. If all of them are this host, so must those be that come later.
+        hosts: with slots, at the beginning. If all of them are this host, so must those be that come later.
         discovery: tells of others later; None if these stay.
         options: limits of the job.
         env: variables of the ranks: all of them on this host alone, else those on top of what a login by ssh gives.
@@ -74,12 +74,11 @@ def run_elastic_script(
                 Listener.bind(address, settings),
                 _limits(options, settings),
                 on_formed=events.put,
-                on_refused=lambda number, refusal: events.put(Told(number, refusal)),
+                on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
             )
         )
 
         def invite(number: int) -> Invitation:
-            coordinator.expect(number)
             patience_s = settings.elastic_patience_s
             wait_s = options.timeout_s + patience_s + _MARGIN_S
             return Invitation(key, job_id, number, coordinator.endpoint, wait_s, patience_s)
@@ -100,7 +99,7 @@ class _Launch:
         env: variables of the ranks.
         settings: of the launch.
         reach: how other hosts are reached.
-        hosts: names of those that were there at the begin.
+        hosts: names of those that were there at the beginning.
     """
 
     command: Sequence[str]
@@ -148,7 +147,7 @@ class _Launch:
             return stack.enter_context(agents)
         crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
         stack.enter_context(crew)
-        return Here(Members(crew, self.command, self.env, self.settings, address))
+        return LocalProcesses(Members(crew, self.command, self.env, self.settings, address))
 
     def checked(self, found: Discovered) -> Discovered:
         """Return what was discovered, or the problem with it."""
