@@ -86,11 +86,11 @@ LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
     "sparkhvd/horovod/__init__.py": (1, "the name horovod is there before what it stands for"),
     "sparkhvd/horovod/spark/common/model.py": (
-        2,
+        1,
         "the function of transform by rows, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/transform/stage.py": (
-        5,
+        4,
         "the function of transform, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),

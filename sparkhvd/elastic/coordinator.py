@@ -260,9 +260,8 @@ class Coordinator:
             if (link := self._links.get(number)) is not None:
                 try:
                     send(link, pack(message))
-                except (
-                    OSError
-                ):  # it has ended, or is stopped and reads nothing: the task that reads it ends it
+                except OSError:
+                    # It has ended, or is stopped and reads nothing: the task that reads it ends it.
                     with contextlib.suppress(OSError):
                         link.shutdown(socket.SHUT_RDWR)
         while membership.changes:

@@ -208,7 +208,7 @@ class Link:
             loop.close()
         if not found:
             raise self._lost(problem[0])
-        found[0].setblocking(True)
+        found[0].settimeout(_DIAL_S)  # of a message, should the coordinator read nothing
         return found[0]
 
     def _lost(self, cause: object) -> ElasticError:

@@ -77,13 +77,9 @@ def _task(
     is_as_horovod = as_horovod.is_installed()
 
     def sparkhvd_transform(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-        from sparkhvd.runner.preflight import check_worker
+        from sparkhvd.runner.preflight import enter_worker
 
-        check_worker()
-        if is_as_horovod:
-            from sparkhvd.as_horovod import install
-
-            install()
+        enter_worker(is_as_horovod=is_as_horovod)
         from sparkhvd.data.vectors import join_vectors
         from sparkhvd.estimator.transform.gpu import task_gpus
         from sparkhvd.estimator.transform.worker import load_spec, predict

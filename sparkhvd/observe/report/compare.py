@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkhvd.observe.report.charts import format_number, format_seconds
 from sparkhvd.observe.report.document import Document, number, total
@@ -37,9 +37,10 @@ def _different(first: Document, second: Document) -> list[list[str]]:
     return rows
 
 
-def _row(name: str, values: Sequence[float], form: object = format_number) -> list[str]:
+def _row(
+    name: str, values: Sequence[float], form: Callable[[float], str] = format_number
+) -> list[str]:
     """Return a row: both numbers, and the second as a change of the first."""
-    assert callable(form)
     shown = [form(v) if math.isfinite(v) else _MISSING for v in values]
     if all(math.isfinite(v) for v in values) and values[0]:
         change = values[1] / values[0] - 1

@@ -23,12 +23,24 @@ from typing import Any, TypeAlias
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["HTML_NAME", "JSON_NAME", "Document", "dumps", "loads", "number", "total"]
+__all__ = ["HTML_NAME", "JSON_NAME", "OF_EPOCH", "Document", "dumps", "loads", "number", "total"]
 
 Document: TypeAlias = "Mapping[str, Any]"
 
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 _FORMAT = 1
+# Entries of an epoch's record that say how it went, not what was learned.
+OF_EPOCH = (
+    "epoch",
+    "seconds",
+    "rows",
+    "rows_per_s",
+    "data_wait_s",
+    "comm_wait_s",
+    "rank_wait_s",
+    "slowest_rank",
+    "lr",
+)
 
 
 def dumps(document: Document) -> bytes:

@@ -17,24 +17,10 @@ from sparkhvd.observe.report.charts import (
     lines,
     waterfall,
 )
-from sparkhvd.observe.report.document import Document, number, total
+from sparkhvd.observe.report.document import OF_EPOCH, Document, number, total
 
 __all__ = ["measures", "render"]
 
-# Columns of a record that say how the epoch went, not what it learned.
-_OF_EPOCH = frozenset(
-    [
-        "epoch",
-        "rows",
-        "seconds",
-        "rows_per_s",
-        "data_wait_s",
-        "comm_wait_s",
-        "rank_wait_s",
-        "slowest_rank",
-        "lr",
-    ]
-)
 # Epochs and ranks that a table or chart shows of more.
 _MOST_EPOCHS, _MOST_RANKS = 40, 16
 _STYLE = """
@@ -127,7 +113,7 @@ def measures(document: Document) -> list[str]:
     return [
         name
         for name in names
-        if name not in _OF_EPOCH and any(math.isfinite(number(r.get(name))) for r in history)
+        if name not in OF_EPOCH and any(math.isfinite(number(r.get(name))) for r in history)
     ]
 
 

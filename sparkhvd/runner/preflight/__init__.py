@@ -34,7 +34,7 @@ from sparkhvd.runner.preflight.shared_files import (
     token_path,
     write_token,
 )
-from sparkhvd.runner.preflight.workers import check_workers
+from sparkhvd.runner.preflight.workers import check_workers, enter_worker
 
 __all__ = [
     "CONF_KEYS",
@@ -49,6 +49,7 @@ __all__ = [
     "check_tokens",
     "check_worker",
     "check_workers",
+    "enter_worker",
     "outcome_path",
     "patch_warning",
     "rank_facts",

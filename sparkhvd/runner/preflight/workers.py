@@ -13,18 +13,34 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from sparkhvd import as_horovod
 from sparkhvd.errors import PreflightError
 from sparkhvd.runner.admission import is_launched
 from sparkhvd.runner.outcomes import Kind, from_spark_failure
+from sparkhvd.runner.preflight.address_space import check_worker
 from sparkhvd.runner.preflight.facts import RankFacts, check_ranks, rank_facts
 
 if TYPE_CHECKING:
     from sparkhvd.spark import SparkShim
 
-__all__ = ["check_workers"]
+__all__ = ["check_workers", "enter_worker"]
 
 # Applications and Pythons that have passed.
 _passed: set[tuple[str, str, tuple[str, ...]]] = set()
+
+
+def enter_worker(*, is_as_horovod: bool) -> None:
+    """Prepare a Python worker of Spark for torch and for what is unpickled there: first of all in it.
+
+    Args:
+        is_as_horovod: whether the driver has the name `horovod`.
+
+    Raises:
+        PreflightError: the worker has too little address space.
+    """
+    check_worker()
+    if is_as_horovod:
+        as_horovod.install()
 
 
 def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -60,36 +59,37 @@ def handler_of(name: str, value: object) -> Handler | None:
     return None
 
 
-class _ModuleHandler:
-    def __init__(self, value: torch.nn.Module) -> None:
+class _StatefulHandler:
+    """For what has `state_dict` and `load_state_dict`, as schedulers and `GradScaler` have."""
+
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self, former: object) -> object:
         return copied(self.value.state_dict(), former)
 
     def restore(self, saved: object) -> None:
-        assert isinstance(saved, Mapping)
-        self.value.load_state_dict(saved)
+        # An optimizer takes over tensors that it is given, and changes them in place.
+        self.value.load_state_dict(copied(saved, None))
+
+    def sync(self, name: str) -> None:
+        state = broadcast_object(self.value.state_dict(), root_rank=0, name=f"elastic.{name}")
+        self.value.load_state_dict(state)
+
+
+class _OptimizerHandler(_StatefulHandler):
+    def sync(self, name: str) -> None:
+        del name
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class _ModuleHandler(_StatefulHandler):
+    def restore(self, saved: object) -> None:
+        self.value.load_state_dict(saved)  # which copies
 
     def sync(self, name: str) -> None:
         del name
         broadcast_parameters(self.value.state_dict(), root_rank=0)
-
-
-class _OptimizerHandler:
-    def __init__(self, value: torch.optim.Optimizer) -> None:
-        self.value = value
-
-    def save(self, former: object) -> object:
-        return copied(self.value.state_dict(), former)
-
-    def restore(self, saved: object) -> None:
-        # The optimizer takes over tensors that it is given, and changes them in place.
-        self.value.load_state_dict(copied(saved, None))
-
-    def sync(self, name: str) -> None:
-        del name
-        broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class _SamplerHandler:
@@ -105,23 +105,6 @@ class _SamplerHandler:
 
     def sync(self, name: str) -> None:
         self.value.sync(broadcast_object(self.value.epoch, root_rank=0, name=f"elastic.{name}"))
-
-
-class _StatefulHandler:
-    """For what has `state_dict` and `load_state_dict`, as schedulers and `GradScaler` have."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def save(self, former: object) -> object:
-        return copied(self.value.state_dict(), former)
-
-    def restore(self, saved: object) -> None:
-        self.value.load_state_dict(copied(saved, None))
-
-    def sync(self, name: str) -> None:
-        state = broadcast_object(self.value.state_dict(), root_rank=0, name=f"elastic.{name}")
-        self.value.load_state_dict(state)
 
 
 def copied(value: Any, former: object) -> Any:

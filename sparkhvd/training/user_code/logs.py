@@ -8,24 +8,12 @@ from typing import SupportsFloat
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.report.document import OF_EPOCH
 
 __all__ = ["RESERVED", "Logs", "combined"]
 
 # Names in an epoch's record that the loop writes.
-RESERVED = (
-    "epoch",
-    "loss",
-    "seconds",
-    "rows",
-    "broken_rows",
-    "val_broken_rows",
-    "rows_per_s",
-    "data_wait_s",
-    "comm_wait_s",
-    "rank_wait_s",
-    "slowest_rank",
-    "lr",
-)
+RESERVED = ("loss", "broken_rows", "val_broken_rows", *OF_EPOCH)
 
 
 class Logs:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.elastic import ElasticJob, elastic_job
+from tests.harness.soak import left_to_soak
 from tests.processes.elastic.test_training import (
     BODIES,
     assert_exact,
@@ -69,7 +70,7 @@ def test_a_death_while_the_others_go_on_after_another_one(where: str) -> None:
         finish(job, {0, 1}, 2)
 
 
-@pytest.mark.parametrize("where", ["sync", "synced", "commit"])
+@pytest.mark.parametrize("where", ["sync", *left_to_soak("sync, here", "synced", "commit")])
 def test_a_new_rank_that_dies_at_its_start_keeps_nobody_waiting(where: str) -> None:
     with elastic_job(TARGET, 2) as job:
         tell(job.members, pause=0.05)

@@ -158,13 +158,9 @@ def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list
 
     def outputs(row: Any) -> list[list[float]]:
         if not loaded:
-            from sparkhvd.runner.preflight import check_worker
+            from sparkhvd.runner.preflight import enter_worker
 
-            check_worker()
-            if is_as_horovod:
-                from sparkhvd.as_horovod import install
-
-                install()
+            enter_worker(is_as_horovod=is_as_horovod)
             predict, model = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's
             model.eval()
             loaded.extend((predict, model))
