@@ -40,7 +40,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
         reports = [rank.expect(LIMIT_S) for rank in ranks]
     for report in reports:
         assert report["generations"] == count
-        # Memory breathes by 0.1 MiB here.
+        # 0.03 MiB here, also beside three busy processes; 0.1 MiB after 600 generations.
         check(report["before"], report["after"], min(4 * MIB, count * 4096))
 
 
