@@ -13,7 +13,16 @@ import time
 from dataclasses import dataclass, field
 
 from sparkhvd.elastic.channel import dial, pack, party, take
-from sparkhvd.elastic.messages import Ask, Decision, Message, Refusal, Report, Update
+from sparkhvd.elastic.messages import (
+    Arrival,
+    Ask,
+    Decision,
+    Message,
+    Refusal,
+    Report,
+    Running,
+    Update,
+)
 from sparkhvd.errors import ElasticError, InternalError, LeftOutError
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.rendezvous.loop import Loop, Task, sleep
@@ -78,6 +87,19 @@ class Link:
         self._came = bytearray()
         self._update: Update | None = None
         self._pid = os.getpid()
+
+    def arrive(self) -> int:
+        """Return the number of members of the generation that runs already; 0 if none does.
+
+        Raises:
+            ElasticError: the job cannot go on, or the coordinator is gone.
+            SystemExit: this member should leave, or the others have finished.
+        """
+        deadline = time.monotonic() + self._invitation.wait_s
+        self._send(Arrival())
+        while not isinstance(message := self._receive(deadline), Running):
+            self._take(message)
+        return message.size
 
     def ask(self, ask: Ask) -> Decision:
         """Ask to take part in the next generation, and wait for the decision.

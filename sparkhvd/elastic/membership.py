@@ -6,7 +6,8 @@ back after it was left out learns of it from the only one who knows.
 
 **A round** begins when the first member of the current generation asks for the next one. It ends when every other one has asked, too, or has
 ended, or has let the others wait for `Limits.patience_s`: that one is left out for good. New members wait for a round, and are in the
-next decision. Nobody who has asked waits for a process that is still starting, unless there are too few.
+next decision. A process that starts while a generation runs says so first (`Arrival`), and asks when it has made what it needs: the
+members go on until then. Nobody who has asked waits for a process that is still starting, unless there are too few.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sparkhvd.elastic.messages import Ask, Decision, Message, Refusal, Report, Update
+from sparkhvd.elastic.messages import (
+    Arrival,
+    Ask,
+    Decision,
+    Message,
+    Refusal,
+    Report,
+    Running,
+    Update,
+)
 
 __all__ = ["FINISHED", "Change", "Limits", "Membership"]
 
@@ -106,6 +116,8 @@ class Membership:
         """Take a member's message."""
         if isinstance(message, Ask):
             self._receive_ask(number, message, now)
+        elif isinstance(message, Arrival):
+            self._receive_arrival(number)
         elif isinstance(message, Report) and message.kind == "synced":
             self._has_state = True
         elif isinstance(message, Report) and message.kind == "finished":
@@ -178,6 +190,13 @@ class Membership:
 
     # --- Asking. ---
 
+    def _receive_arrival(self, number: int) -> None:
+        if (refusal := self._refusal_of(number)) is not None:
+            self._refuse(number, refusal)
+        else:
+            size = sum(member not in self._gone for member in self.members)
+            self.outbox.append((number, Running(max(1, size) if self.generation else 0)))
+
     def _receive_ask(self, number: int, ask: Ask, now: float) -> None:
         if number in self._refused:
             self.outbox.append((number, self._refused[number]))
@@ -206,12 +225,17 @@ class Membership:
 
     def _refuse_those_who_cannot_join(self) -> None:
         for number in self.waiting():
-            if self.failure:
-                self._refuse(number, Refusal("failed", self.failure))
-            elif number in self._removing:
-                self._refuse(number, Refusal("removed", self._removing[number]))
-            elif self.is_finished and number not in self.members:
-                self._refuse(number, Refusal("over", "the others have finished"))
+            if (refusal := self._refusal_of(number)) is not None:
+                self._refuse(number, refusal)
+
+    def _refusal_of(self, number: int) -> Refusal | None:
+        if self.failure:
+            return Refusal("failed", self.failure)
+        if number in self._removing:
+            return Refusal("removed", self._removing[number])
+        if self.is_finished and number not in self.members:
+            return Refusal("over", "the others have finished")
+        return None
 
     def _leave_out(self, number: int) -> None:
         self._refuse(

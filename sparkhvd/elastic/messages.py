@@ -9,7 +9,34 @@ from typing import Any
 
 from sparkhvd.rendezvous import Endpoint
 
-__all__ = ["Ask", "Decision", "Message", "Refusal", "Report", "Update", "from_dict", "to_dict"]
+__all__ = [
+    "Arrival",
+    "Ask",
+    "Decision",
+    "Message",
+    "Refusal",
+    "Report",
+    "Running",
+    "Update",
+    "from_dict",
+    "to_dict",
+]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Question of a new process: does a generation run already? It asks to take part when it is ready to."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Answer to an arrival.
+
+    Attributes:
+        size: number of members of the generation that runs; 0 if none has begun.
+    """
+
+    size: int
 
 
 @dataclass(frozen=True)
@@ -90,8 +117,10 @@ class Report:
     generation: int
 
 
-Message = Ask | Decision | Refusal | Update | Report
+Message = Arrival | Running | Ask | Decision | Refusal | Update | Report
 _KINDS: dict[str, type[Message]] = {
+    "arrival": Arrival,
+    "running": Running,
     "ask": Ask,
     "decision": Decision,
     "refusal": Refusal,

@@ -13,7 +13,7 @@ from sparkhvd.elastic.messages import Ask, Decision
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
-from sparkhvd.topology import topology
+from sparkhvd.topology import Topology, topology
 
 __all__ = ["ElasticRendezvous", "Standing"]
 
@@ -49,9 +49,11 @@ class ElasticRendezvous:
         listener: where other members reach this one; stays open.
         settings: returns the settings, called by every `connect`.
         num_threads: threads that this process may use.
+        local_rank: number of its slot on its host.
 
     Attributes:
         standing: what this member brings to the next generation; the caller keeps it up to date.
+        joins_later: whether the others run already, and this one has not joined them yet.
     """
 
     can_meet_again = True  # after a rank was lost in the making of an engine
@@ -62,14 +64,17 @@ class ElasticRendezvous:
         listener: Listener,
         settings: Callable[[], Settings],
         num_threads: int = 1,
+        local_rank: int = 0,
     ) -> None:
         self.standing = Standing()
+        self.joins_later = False
         self._ask_settings = settings
         self._meet_s = invitation.meet_s
         self.settings = self._resolve()
         self._invitation = invitation
         self._listener = listener
         self._num_threads = num_threads
+        self._local_rank = local_rank
         self._link = Link(invitation)
         self._decision: Decision | None = None
         self._has_finished = False
@@ -101,6 +106,26 @@ class ElasticRendezvous:
         """True if all members of the current generation get rank 0's state before they go on."""
         return self._now().sync
 
+    def arrive(self) -> Topology | None:
+        """Return the place that this process has until it joins the others, if they run already; else None, and the second time.
+
+        They go on while it prepares: loads data and builds a model. `connect` joins them. The place is the one behind theirs; on its
+        host it has the number of its slot.
+
+        Raises:
+            ElasticError: the job cannot go on, or the coordinator is gone.
+            SystemExit: this process is not needed: the others have finished, or it should leave.
+        """
+        if self.joins_later or self._decision is not None or not (size := self._link.arrive()):
+            return None
+        self.joins_later = True
+        local_size = self._local_rank + 1
+        place = Topology(
+            size, size + 1, self._local_rank, local_size, 0, 1, hosts=(0,) * (size + 1)
+        )
+        self._install(place)
+        return place
+
     def connect(self) -> Connections:
         """Take part in the next generation; see the class.
 
@@ -112,7 +137,7 @@ class ElasticRendezvous:
         self.settings = self._resolve()
         while True:
             decision = self._link.ask(self._question())
-            self._decision = decision
+            self._decision, self.joins_later = decision, False
             self.standing.lost, self.standing.why = None, ""
             self._sockets = SocketRendezvous(self._job(decision), self._listener, self.settings)
             try:
@@ -120,7 +145,7 @@ class ElasticRendezvous:
             except CollectiveError as error:
                 self.standing.why = str(error)
                 continue
-            self._install_place(connections.hosts)
+            self._install(topology(self.rank, connections.hosts))
             self._link.report("formed", decision.generation)
             return connections
 
@@ -198,12 +223,11 @@ class ElasticRendezvous:
             endpoints=decision.endpoints,
         )
 
-    def _install_place(self, hosts: tuple[int, ...]) -> None:
+    def _install(self, place: Topology) -> None:
         before = rank_context.context()
-        place = topology(self.rank, hosts)
         made = rank_context.RankContext(
-            self.rank,
-            self.size,
+            place.rank,
+            place.size,
             place.local_rank,
             0,
             self._num_threads if before is None else before.num_threads,

@@ -76,7 +76,9 @@ def receive() -> Rendezvous | None:
     if handover.is_elastic:
         invitation = Invitation.from_dict(json.loads(handover.job))
         # Its rank is known when it meets the others.
-        member = ElasticRendezvous(invitation, listener, Settings.resolve, handover.num_threads)
+        member = ElasticRendezvous(
+            invitation, listener, Settings.resolve, handover.num_threads, handover.local_rank
+        )
         install(member)
         return member
     job = Job.from_json(handover.job)

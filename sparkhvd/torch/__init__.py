@@ -139,7 +139,7 @@ def init(
             and MPI is not used later. Or a `Rendezvous`.
         process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
             may always be added and removed. In an elastic job they are registered anew whenever the ranks change, those alone whose
-            ranks are all there.
+            ranks are all there; and a process that comes while others run joins them here, not in `hvd.elastic.run`.
 
     Raises:
         InvalidArgumentError: an argument is wrong; or this process has joined a job of another size or with another rank than
@@ -150,7 +150,7 @@ def init(
         EngineUnavailableError: the compiled library is missing.
     """
     sets = _sets(process_sets)
-    if not context.initialize(joining.way_to_join(comm)):
+    if not context.initialize(joining.way_to_join(comm), may_join_later=not sets):
         joining.check_joined(comm)
         return
     if rank() == 0:
@@ -206,37 +206,37 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this process's number, from 0 to `size() - 1`."""
-    return context.context().engine.topology.rank
+    return context.context().place.rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return context.context().engine.topology.size
+    return context.context().place.size
 
 
 def local_rank() -> int:
     """Return this process's number among the ranks of its host."""
-    return context.context().engine.topology.local_rank
+    return context.context().place.local_rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    return context.context().engine.topology.local_size
+    return context.context().place.local_size
 
 
 def cross_rank() -> int:
     """Return the number of this host among the hosts that have a rank with this `local_rank()`."""
-    return context.context().engine.topology.cross_rank
+    return context.context().place.cross_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank with this `local_rank()`."""
-    return context.context().engine.topology.cross_size
+    return context.context().place.cross_size
 
 
 def is_homogeneous() -> bool:
     """Return True if every host has the same number of ranks."""
-    return context.context().engine.topology.is_homogeneous
+    return context.context().place.is_homogeneous
 
 
 def metrics(*, show: bool = True) -> Metrics:

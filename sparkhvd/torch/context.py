@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError, NotInitializedError
+from sparkhvd.rendezvous import SingleRendezvous
+from sparkhvd.topology import Topology
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,15 +55,25 @@ class Follower(Protocol):
 
 
 class Context:
-    """An engine, and the state and counters of this API per engine: every rank counts the same operations alike."""
+    """An engine, and the state and counters of this API per engine: every rank counts the same operations alike.
+
+    Args:
+        engine: of this process; where it joins later, one of its own.
+        cleanup: ends with the engine.
+        rendezvous: of `init()`.
+        place: of a process that joins a running elastic job later; None of one that has the engine's.
+    """
 
     def __init__(
         self,
         engine: Engine,
         cleanup: contextlib.ExitStack | None = None,
         rendezvous: Rendezvous | None = None,
+        place: Topology | None = None,
     ) -> None:
         self.engine = engine
+        self.joins_later = place is not None
+        self.place = place or engine.topology
         self.rendezvous = rendezvous  # of `init()`
         # Does that `init()` again, after a shutdown (of `elastic`).
         self.again: Callable[[], None] | None = None
@@ -89,7 +101,15 @@ class Context:
         """Return Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
 
         Every rank of a process set counts the set's operations alike, whatever else it does.
+
+        Raises:
+            NotInitializedError: this process has not joined the others yet.
         """
+        if self.joins_later:
+            raise NotInitializedError(
+                f"{kind}: this process has come to an elastic job that is running, and joins it in the function of hvd.elastic.run. "
+                "Communicate there: the others do not answer before."
+            )
         if name is not None:
             if not isinstance(name, str):
                 raise InvalidArgumentError(
@@ -157,19 +177,26 @@ def is_initialized() -> bool:
     return _find() is not None
 
 
-def initialize(join: Callable[[contextlib.ExitStack], Rendezvous]) -> bool:
+def initialize(
+    join: Callable[[contextlib.ExitStack], Rendezvous], *, may_join_later: bool = False
+) -> bool:
     """Make the process's context, unless there is one; return True if there was none.
 
     Args:
         join: meets the ranks; gets what ends with the job.
+        may_join_later: in an elastic job whose ranks run already, have a context without them for the time being.
     """
     with _process.lock:
         if _find() is not None:
             return False
         with contextlib.ExitStack() as cleanup:
             rendezvous = join(cleanup)
-            engine = _make_engine(rendezvous)
-            _process.context = Context(engine, cleanup.pop_all(), rendezvous)
+            place = None
+            if may_join_later and isinstance(rendezvous, ElasticRendezvous):
+                place = rendezvous.arrive()
+            alone = None if place is None else SingleRendezvous(rendezvous.settings)
+            engine = _make_engine(alone or rendezvous)
+            _process.context = Context(engine, cleanup.pop_all(), rendezvous, place)
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())

@@ -48,16 +48,17 @@ def run_fn(
 
     @functools.wraps(func)
     def loop(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        must_sync, must_reset = True, False
-        if (member := rendezvous()) is not None:
-            member.begin()
+        must_sync, is_new = True, _begin()
+        must_reset = is_new
         while True:
             try:
                 if must_reset:
                     # Of several ranks some may have failed and others not: they decide together.
                     must_sync = bool(reset()) or must_sync
                     must_reset = False
-                    state.on_reset()
+                    if not is_new:
+                        state.on_reset()
+                    is_new = False
                 if must_sync:
                     state.sync()
                     _note_synced()
@@ -81,6 +82,14 @@ def run_fn(
             must_reset = True
 
     return loop  # type: ignore[return-value]  # mypy takes a first argument of `wraps` for one with a name
+
+
+def _begin() -> bool:
+    """Return whether this process is new in a job that runs, and joins it now."""
+    if (member := rendezvous()) is None:
+        return False
+    member.begin()
+    return member.joins_later
 
 
 def reset() -> bool:

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import check_compression, to_integer
@@ -150,7 +151,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups = num_groups if groups is None else groups
     if groups is not None and to_integer(groups) is None:
         groups = group_lists(groups)  # which a sharded optimizer goes through twice
-    if op is Adasum and not sharded and len(ranks) > 1 and context().engine.topology.rank in ranks:
+    # The ranks of an elastic job may become more than one.
+    is_elastic = isinstance(context().rendezvous, ElasticRendezvous)
+    is_combined = op is Adasum and not sharded and (len(ranks) > 1 or is_elastic)
+    if is_combined and context().engine.topology.rank in ranks:
         check_size(len(ranks))
         unshare(p for group in optimizer.param_groups for p in group["params"])
         combining = _subclass_of(optimizer, DistributedAdasum)

@@ -83,6 +83,25 @@ def test_one_rank_that_is_left_goes_on_alone_and_grows_again() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_nobody_waits_for_a_process_that_prepares_to_join() -> None:
+    """It is behind the others, and joins them when its function begins."""
+    with elastic_job(f"{BODIES}:count_rows", 2) as job:
+        tell(job.members, pause=0.04)
+        for member in job.members:
+            member.expect()
+        assert job.next_change().change.generation == 1
+        (new,) = job.start(1, f"{BODIES}:prepare")
+        place = new.expect()
+        assert (place["rank"], place["size"]) == (2, 3)
+        assert "joins it in the function of hvd.elastic.run" in place["error"]
+        time.sleep(0.2)  # of many commits
+        assert job.formed.empty()
+        tell([new], pause=0.04)
+        assert job.next_change().change.joined == (2,)
+        assert_exact([result_of(member) for member in job.members])
+
+
+@pytest.mark.timeout(60)
 def test_members_that_are_removed_leave_at_a_commit_and_no_row_is_lost() -> None:
     with elastic_job(f"{BODIES}:count_rows", 3) as job:
         tell(job.members, pause=0.02)

@@ -84,6 +84,16 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     }
 
 
+def prepare(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
+    """Come to a job that runs; train when the test says so."""
+    hvd.init(comm=rendezvous)
+    try:
+        hvd.allreduce(torch.ones(1))
+    except sparkhvd.NotInitializedError as error:
+        talk.say({"rank": hvd.rank(), "size": hvd.size(), "error": str(error)})
+    return count_rows(rendezvous, talk)
+
+
 def reduce_for_ever(rendezvous: SocketRendezvous, talk: Talk) -> None:
     """Reduce in a job whose ranks cannot change, until it fails."""
     hvd.init(comm=rendezvous)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sparkhvd.elastic.membership import Change, Limits, Membership
-from sparkhvd.elastic.messages import Ask, Decision, Refusal, Report, Update
+from sparkhvd.elastic.messages import Arrival, Ask, Decision, Refusal, Report, Running, Update
 from sparkhvd.rendezvous import Endpoint
 from tests.harness.soak import amount
 
@@ -56,6 +56,38 @@ class Job:
         (decision,) = set(decisions.values())
         assert set(decisions) == set(decision.members)
         return decision
+
+
+def test_a_process_that_comes_learns_whether_a_generation_runs() -> None:
+    job = Job(2)
+    job.membership.receive(0, Arrival(), 0.0)
+    assert job.told() == {0: Running(0)}
+    job.begin()
+    job.membership.expect(2)
+    job.membership.receive(2, Arrival(), 1.0)
+    assert job.told() == {2: Running(2)}  # and members are told nothing
+    job.membership.end(1, "has died", 2.0)
+    job.membership.receive(0, ask(0, 1, state=True), 2.0)
+    assert job.decided().members == (0,)  # without the one that is not ready
+    job.membership.receive(2, ask(2), 3.0)
+    assert job.told() == {0: Update(only_removals=False)}
+
+
+@pytest.mark.parametrize("why", ["failed", "removed", "over"])
+def test_a_process_that_comes_in_vain_learns_it_at_once(why: str) -> None:
+    job = Job(2)
+    job.begin()
+    job.membership.expect(2)
+    if why == "failed":
+        job.membership.fail("it is so", 1.0)
+    elif why == "removed":
+        job.membership.remove(2, "its slot is gone", 1.0)
+    else:
+        job.membership.receive(0, Report("finished", 1), 1.0)
+    job.membership.receive(2, Arrival(), 1.0)
+    refusal = job.told()[2]
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind == why
 
 
 def test_first_generation_waits_for_the_members_that_start() -> None:

@@ -1,0 +1,273 @@
+"""Time that a lost rank and one that joins cost the others: three ranks of one host, each killed by turns.
+
+    .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--torchft PYTHON] [--json FILE] [--write]
+
+A training of 100 MB of parameters in float32, batches of one row, one thread a rank, a commit each step. A round kills a rank (SIGKILL), waits until both others have
+finished a step, and until a process that has joined in its place has made five steps with them. Beside, in the same run:
+`torchrun --max-restarts` with DDP over Gloo and a checkpoint in memory (/dev/shm) each step, and torchft, where PYTHON is that of
+an environment with torch and torchft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import ROOT, Report, Target, median_and_quartiles
+
+RANK = ROOT / "benchmarks" / "elastic_rank.py"
+RANKS, STEPS_TOGETHER = 3, 5
+DEADLINE_S = 120.0
+LOSS_MS = 300.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a rank: what it finished, when, in a job of how many, and its step."""
+
+    time: float
+    event: str
+    size: int
+    step: int
+
+
+@dataclass
+class Found:
+    """Seconds of every round.
+
+    Attributes:
+        allreduce: from the kill until every other rank has finished an allreduce.
+        step: the same for a step.
+        join: what a join adds to the step in which it falls, on the slower of the others.
+        steps: of three ranks.
+        broadcasts: of the parameters, by the slower rank.
+    """
+
+    allreduce: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    join: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    broadcasts: list[float] = field(default_factory=list)
+
+
+class Job:
+    """Ranks that train, by their lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ended: set[int] = set()
+
+    def lines(self, pid: int) -> list[Line]:
+        found = []
+        text = (self.folder / str(pid)).read_text()
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            seconds, event, size, step = line.split()
+            found.append(Line(float(seconds), event, int(size), int(step)))
+        return found
+
+    def ranks(self) -> list[int]:
+        pids = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+        return sorted(
+            pid for pid in pids if pid not in self.ended and Path(f"/proc/{pid}").exists()
+        )
+
+    def together(self) -> list[int]:
+        """Wait until all ranks have made steps together; return their processes."""
+
+        def are_there() -> list[int]:
+            pids = self.ranks()
+            last = [[x for x in self.lines(p) if x.event == "step"][-STEPS_TOGETHER:] for p in pids]
+            works = all(len(x) == STEPS_TOGETHER and all(y.size == RANKS for y in x) for x in last)
+            return pids if len(pids) == RANKS and works else []
+
+        return wait_for(are_there, f"{RANKS} ranks that train together")
+
+    def kill(self, pid: int) -> float:
+        """Kill a rank; return the time."""
+        self.ended.add(pid)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return killed
+
+
+def wait_for(condition: Callable[[], list[int]], what: str) -> list[int]:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {DEADLINE_S:.0f} s for {what}")
+        time.sleep(0.02)
+    return found
+
+
+def rounds(job: Job, count: int, found: Found) -> None:
+    """Kill one of three ranks again and again."""
+    pids = job.together()
+    for number in range(count):
+        for pid in pids:
+            found.steps += between_steps(job.lines(pid))[-STEPS_TOGETHER + 1 :]
+        victim = pids[number % RANKS]
+        others = [pid for pid in pids if pid != victim]
+        time.sleep(0.1 * (number % 5))  # anywhere in a step
+        killed = job.kill(victim)
+        again = job.together()
+        after = {pid: [x for x in job.lines(pid) if x.time > killed] for pid in again}
+        stayed = [pid for pid in others if pid in after] or again  # torchrun starts all anew
+        # What was under way may still end, with three.
+        smaller = [x for pid in stayed for x in after[pid] if x.size < RANKS]
+        size = min((x.size for x in smaller), default=RANKS)
+        for into, events in ((found.allreduce, ("allreduce", "step")), (found.step, ("step",))):
+            firsts = [
+                next(x.time for x in after[pid] if x.size == size and x.event in events)
+                for pid in stayed
+            ]
+            into.append(max(firsts) - killed)
+        if size < RANKS:
+            found.join.append(max(cost_of_join(after[pid]) for pid in stayed))
+        pids = again
+
+
+def between_steps(lines: list[Line]) -> list[float]:
+    times = [x.time for x in lines if x.event == "step"]
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
+def cost_of_join(lines: list[Line]) -> float:
+    """Return the time between the last step of two ranks and the first of three, less a step of three."""
+    steps = [x for x in lines if x.event == "step"]
+    at = next(i for i in range(1, len(steps)) if steps[i].size > steps[i - 1].size)
+    usual = statistics.median(between_steps(steps[at:]))
+    return steps[at].time - steps[at - 1].time - usual
+
+
+@contextlib.contextmanager
+def started(*command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    with open(os.devnull, "wb") as nothing:
+        process = subprocess.Popen(
+            command, stdout=nothing, stderr=nothing, env={**os.environ, **variables}
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+
+
+def measure_sparkhvd(folder: Path, count: int) -> Found:
+    launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "3", "--min-np", "2"]
+    flags = ["--max-np", "3", "--blacklist-cooldown-range", "1", "1"]
+    rank = [sys.executable, str(RANK), "sparkhvd", str(folder)]
+    job, found = Job(folder), Found()
+    with started(*launcher, *flags, *rank, PYTHONPATH=str(ROOT)) as process:
+        rounds(job, count, found)
+        pids = job.ranks()
+        (folder / "end").touch()
+        process.wait(DEADLINE_S)
+    names = [[x.event for x in job.lines(pid) if x.event.startswith("broadcast")] for pid in pids]
+    for same in zip(*names, strict=True):
+        found.broadcasts.append(max(float(name.partition(":")[2]) for name in same))
+    return found
+
+
+def measure_torchrun(folder: Path, count: int) -> Found:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    rank = [f"--max-restarts={count}", str(RANK), "torchrun", str(folder)]
+    job, found = Job(folder), Found()
+    with started(*launcher, *rank, OMP_NUM_THREADS="1") as process:
+        rounds(job, count, found)
+        (folder / "end").touch()
+        process.wait(DEADLINE_S)
+    return found
+
+
+def measure_torchft(folder: Path, count: int, python: str) -> Found:
+    """Start the lighthouse and three replica groups, and a new one for each that is killed."""
+    from socket import create_server
+
+    with create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    lighthouse = [str(Path(python).parent / "torchft_lighthouse"), "--min_replicas=2"]
+    flags = [f"--bind=127.0.0.1:{port}", "--join_timeout_ms=200", "--quorum_tick_ms=50"]
+    variables = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+    job, found = Job(folder), Found()
+
+    class Respawned(Job):
+        def kill(self, pid: int) -> float:
+            killed = super().kill(pid)
+            start()
+            return killed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(started(*lighthouse, *flags))
+
+        def start() -> None:
+            stack.enter_context(started(python, str(RANK), "torchft", str(folder), **variables))
+
+        for _ in range(RANKS):
+            start()
+        job = Respawned(folder)
+        rounds(job, count, found)
+        (folder / "end").touch()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--peer-rounds", type=int, default=5)
+    parser.add_argument("--torchft", default="", metavar="PYTHON")
+    parser.add_argument("--json")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    report = Report(
+        f"A lost rank and one that joins: 3 ranks of one host, 100 MB of parameters, load {os.getloadavg()[0]:.1f} at the start"
+    )
+    measures: dict[str, Callable[[Path], Found]] = {
+        "sparkhvd": lambda folder: measure_sparkhvd(folder, given.rounds),
+        "torchrun, Gloo": lambda folder: measure_torchrun(folder, given.peer_rounds),
+    }
+    if given.torchft:
+        measures["torchft, Gloo"] = lambda folder: measure_torchft(
+            folder, given.peer_rounds, given.torchft
+        )
+    else:
+        report.note("Without torchft: no environment given.")
+    rows = []
+    for name, measure in measures.items():
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-elastic-", dir="/dev/shm") as folder:
+            found = measure(Path(folder))
+        report.raw[name] = vars(found)
+        targets = []
+        if name == "sparkhvd":
+            step = statistics.median(found.steps)
+            broadcast = statistics.median(found.broadcasts)
+            join = statistics.median(found.join)
+            loss = statistics.median(found.allreduce) * 1e3
+            targets = [
+                Target("to the next allreduce", loss, LOSS_MS, False, "ms"),
+                Target("a join", join * 1e3, (step + broadcast) * 1e3, False, "ms"),
+            ]
+            report.note(
+                f"A join may cost a step and a broadcast of the parameters, {step * 1e3:.0f} and {broadcast * 1e3:.0f} ms."
+            )
+        cells = (found.allreduce, found.step, found.join, found.steps)
+        shown = [median_and_quartiles(times) if times else "-" for times in cells]
+        rows.append([name, str(len(found.step)), *shown, targets])
+        print(rows[-1], flush=True)
+    columns = ["", "rounds", "kill to the next allreduce", "kill to the next step"]
+    report.table([*columns, "a join costs", "a step of 3 ranks", "targets"], rows)
+    report.note("Median (25 % to 75 %). Of the ranks that stayed the slower one counts.")
+    report.finish("benchmarks/elastic.py", write=given.write, json_path=given.json)
+
+
+if __name__ == "__main__":
+    main()
