@@ -61,6 +61,7 @@ _BATCHES = "batches come from the fit, or from data_module= of the Lightning est
 _DATA_PATH = "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read"
 _ELASTIC = "it is of Horovod's launcher. Start ranks with sparkhvdrun --host-discovery-script, and train with horovod.torch.elastic"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
+_HELPER = "it is of Horovod's own modules. Write what you need of it; extension_available(), nccl_built() and their like tell what there is"
 _LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
 # Modules of Horovod's launcher, by package.
 _OF_LAUNCHER = {
@@ -84,7 +85,7 @@ STUBS = {
     "horovod.common.elastic": "train a loop of your own with horovod.torch.elastic",
     "horovod.common.exceptions": "nothing has two parts whose versions differ. Leave it out",
     "horovod.common.basics": "call the functions of horovod.torch",
-    "horovod.common.util": _GRADIENTS,
+    "horovod.common.util": _HELPER,
     "horovod.data": _LOADERS,
     "horovod.data.data_loader_base": _LOADERS,
     "horovod.keras.elastic": "train a loop of your own with horovod.torch.elastic",

@@ -31,7 +31,7 @@ NAMES: dict[str, str] = {
     "grouped_allreduce_async grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async grouped_allgather "
     "grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async "
     "grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize broadcast_parameters broadcast_optimizer_state broadcast_object "
-    "allgather_object Compression DistributedOptimizer SyncBatchNorm HorovodInternalError elastic",
+    "allgather_object Compression DistributedOptimizer SyncBatchNorm HorovodInternalError elastic check_extension gpu_available num_rank_is_power_2",
     "horovod.torch.mpi_ops": "is_homogeneous allreduce allgather broadcast alltoall reducescatter synchronize poll join barrier "
     "HorovodAllreduce handle_average_backwards_compatibility",
     "horovod.torch.functions": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
@@ -44,7 +44,7 @@ NAMES: dict[str, str] = {
     "horovod.common.elastic": "State ObjectState run_fn notification_manager",
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError get_version_mismatch_message",
     "horovod.common.util": "extension_available check_extension gpu_available gloo_built mpi_built nccl_built ddl_built ccl_built cuda_built rocm_built "
-    "get_average_backwards_compatibility_fun",
+    "num_rank_is_power_2 get_average_backwards_compatibility_fun",
     "horovod.common.basics": "HorovodBasics",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "horovod.runner": "run run_commandline",
@@ -104,17 +104,19 @@ NAMES: dict[str, str] = {
     "horovod.spark.keras.util": "all",
     "horovod.spark.common.backend": "Backend SparkBackend",
     "horovod.spark.common.cache": "TrainingDataCache",
-    "horovod.spark.common.store": "Store FilesystemStore LocalStore HDFSStore DBFSLocalStore AbstractFilesystemStore",
+    "horovod.spark.common.store": "Store FilesystemStore LocalStore HDFSStore DBFSLocalStore AbstractFilesystemStore "
+    "is_databricks host_hash",
     "horovod.spark.common.store.Store": "create is_parquet_dataset get_parquet_dataset get_train_data_path get_val_data_path get_test_data_path "
     "get_data_metadata_path saving_runs get_runs_path get_run_path get_checkpoint_path get_checkpoints get_logs_path get_checkpoint_filename "
     "get_logs_subdir exists read write_text read_serialized_keras_model get_local_output_dir_fn sync_fn to_remote fs get_localized_path "
     "get_full_path get_full_path_fn copy",
     "horovod.spark.common.params": "EstimatorParams ModelParams",
     "horovod.spark.common.estimator": "HorovodEstimator HorovodModel",
-    "horovod.spark.common.constants": "ARRAY CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER",
+    "horovod.spark.common.constants": "ARRAY BYTES_PER_GIB CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER TOTAL_BUFFER_MEMORY_CAP_GIB "
+    "METRIC_PRINT_FREQUENCY MIXED_SPARSE_DENSE_VECTOR",
     "horovod.spark.common.codec": "all",
     "horovod.spark.common.serialization": "HorovodParamsReader HorovodParamsWriter",
-    "horovod.spark.common.util": "prepare_data check_shape_compatibility",
+    "horovod.spark.common.util": "is_databricks host_hash prepare_data check_shape_compatibility",
     "horovod.spark.common.datamodule": "DataModule",
     "horovod.spark.data_loaders.pytorch_data_loaders": "PytorchDataLoader PytorchAsyncDataLoader PytorchInfiniteDataLoader "
     "PytorchInfiniteAsyncDataLoader PytorchInmemDataLoader PytorchInmemAsyncDataLoader PetastormBatchedDataLoader",
@@ -153,6 +155,9 @@ NOTES: dict[str, str] = {
     "horovod.spark.common.store.Store.get_checkpoint_filename": "`latest.json`, which points to the newest",
     "horovod.spark.common.store.Store.get_localized_path": "as `fs` takes it",
     "horovod.spark.common.store": "data that `fit` packs are in the store's folder `data`; opens every file system by its URL",
+    "horovod.spark.common.store.is_databricks": "",
+    "horovod.spark.common.constants.METRIC_PRINT_FREQUENCY": "epochs are shown, not steps: print those in a callback's on_step_end()",
+    "horovod.spark.common.constants.MIXED_SPARSE_DENSE_VECTOR": "sparse and dense vectors of a column are one type: leave it out",
     "horovod.spark.common.params": "names that have no effect; the others are in sparkhvd's table of Params",
     "horovod.ray": "Ray is not a launcher of sparkhvd: use sparkhvdrun, mpirun or Spark",
     "horovod.spark.keras.bare": "of a Keras that sparkhvd does not have: use Keras 3 on its torch backend",
@@ -167,10 +172,10 @@ def _found(module: str, name: str) -> Any:
     home = module.removesuffix(".Store")
     try:
         value = importlib.import_module(home)
+        return getattr(value if home == module else value.Store, name, None)
     except ImportError as error:
         needs = (error.name or "").partition(".")[0]
         return needs not in ("", "horovod", "sparkhvd") or None
-    return getattr(value if home == module else value.Store, name, None)
 
 
 def rows() -> list[tuple[str, str, str, str]]:

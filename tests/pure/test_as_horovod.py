@@ -53,6 +53,33 @@ assert issubclass(TorchModel, sparkhvd.TorchModel)
 assert HorovodInternalError is hvd.HorovodInternalError
 assert extension_available("torch") and not extension_available("tensorflow")
 assert SparkBackend(3).num_processes() == 3
+import os
+
+from horovod.common.util import num_rank_is_power_2
+from horovod.spark.common import constants, store
+
+assert [ranks for ranks in range(-1, 9) if num_rank_is_power_2(ranks)] == [1, 2, 4, 8]
+assert hvd.num_rank_is_power_2 is num_rank_is_power_2
+assert hvd.gpu_available("torch") == __import__("torch").cuda.is_available()
+hvd.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", "", "mpi_lib_v2")
+assert {*sparkhvd.torch.__all__} < {*hvd.__all__}
+assert constants.TOTAL_BUFFER_MEMORY_CAP_GIB * constants.BYTES_PER_GIB == 4 * 2**30
+for absent, word in (
+    ("METRIC_PRINT_FREQUENCY", "a callback's on_step_end()"),
+    ("MIXED_SPARSE_DENSE_VECTOR", "Leave it out"),
+    ("NONSENSE", "cannot import name 'NONSENSE'"),
+):
+    try:
+        exec(f"from horovod.spark.common.constants import {absent}")
+    except ImportError as e:
+        assert word in str(e), e
+    else:
+        raise AssertionError(absent)
+for version, wanted in ((None, False), ("15.4", True)):
+    os.environ.pop("DATABRICKS_RUNTIME_VERSION", None)
+    os.environ.update({} if version is None else {"DATABRICKS_RUNTIME_VERSION": version})
+    assert store.is_databricks() is wanted
+del os.environ["DATABRICKS_RUNTIME_VERSION"]
 for missing, word in (
     ("horovod.tensorflow", "Train with PyTorch"),
     ("horovod.tensorflow.keras", "and horovod.keras"),
@@ -111,6 +138,8 @@ for make, name, word in (
     (PetastormDataModule, "horovod.spark.lightning.datamodule.PetastormDataModule", "batches come from"),
     (HorovodParamsReader, "horovod.spark.common.serialization.HorovodParamsReader", "call save() and"),
     (util.anything, "horovod.spark.lightning.util.anything", "it is of Horovod's training loop"),
+    (store.host_hash, "horovod.spark.common.util.host_hash", "tell which ranks share a host"),
+    (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write what you need of it"),
     (horovod.spark.common.util.prepare_data, "horovod.spark.common.util.prepare_data", "Use sparkhvd.data.prepare"),
     (horovod.torch.mpi_ops.HorovodAllreduce, "horovod.torch.mpi_ops.HorovodAllreduce", "call allreduce()"),
     (get_available_devices, "horovod.spark.task.get_available_devices", "set_device(hvd.local_rank())"),

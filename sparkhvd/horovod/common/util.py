@@ -1,7 +1,8 @@
-"""Horovod's `horovod.common.util`: questions about what was built."""
+"""Horovod's `horovod.common.util`: questions about what was built, and about numbers of ranks."""
 
 from __future__ import annotations
 
+from sparkhvd import as_horovod
 from sparkhvd.horovod.common.exceptions import HorovodVersionMismatchError
 from sparkhvd.torch import (
     ccl_built,
@@ -20,12 +21,19 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "extension_available",
+    "get_average_backwards_compatibility_fun",
     "gloo_built",
     "gpu_available",
     "mpi_built",
     "nccl_built",
+    "num_rank_is_power_2",
     "rocm_built",
 ]
+
+get_average_backwards_compatibility_fun = as_horovod.stub(
+    "horovod.common.util.get_average_backwards_compatibility_fun",
+    "call allreduce() and its like, which take average=",
+)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -51,3 +59,8 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return True for 1, 2, 4, 8, ... ranks, which Adasum needs."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0

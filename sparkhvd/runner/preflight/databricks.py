@@ -6,7 +6,12 @@ import os
 
 from sparkhvd.errors import PreflightError
 
-__all__ = ["check_databricks"]
+__all__ = ["check_databricks", "databricks_runtime"]
+
+
+def databricks_runtime() -> str:
+    """Return the version of Databricks' runtime; "" elsewhere."""
+    return os.environ.get("DATABRICKS_RUNTIME_VERSION", "")  # noqa: TID251 - Databricks' own
 
 
 def check_databricks(is_connect: bool) -> None:
@@ -21,7 +26,7 @@ def check_databricks(is_connect: bool) -> None:
     Raises:
         PreflightError: the program runs there.
     """
-    runtime = os.environ.get("DATABRICKS_RUNTIME_VERSION", "")  # noqa: TID251 - Databricks' own
+    runtime = databricks_runtime()
     if runtime and is_connect:
         kind = "serverless" if runtime.startswith("client.") else "in standard access mode"
         raise PreflightError(

@@ -2,10 +2,11 @@
 
 Each module imports only those above it:
 
+    util       where a program runs
     backend    where the ranks of a fit run
     store      where a fit keeps its files
     parquet    data of a fit as plain Parquet in the store
-    constants  words of Horovod's data path
+    constants  words and numbers of Horovod's data path
     params     names of Params
     model      models
     estimator  estimators

@@ -25,6 +25,7 @@ from sparkhvd.data.store import addresses
 from sparkhvd.data.store import store as own
 from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.spark.common.util import host_hash, is_databricks
 from sparkhvd.sessions import connect_session
 
 # Arguments of `FilesystemStore` besides the place and storage options.
@@ -42,6 +43,8 @@ __all__ = [
     "Store",
     "checked_for_fit",
     "data_path",
+    "host_hash",
+    "is_databricks",
 ]
 
 

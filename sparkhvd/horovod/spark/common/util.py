@@ -1,0 +1,16 @@
+"""Horovod's `horovod.spark.common.util`: where a program runs."""
+
+from sparkhvd import as_horovod
+from sparkhvd.runner.preflight.databricks import databricks_runtime
+
+__all__ = ["host_hash", "is_databricks"]
+
+host_hash = as_horovod.stub(
+    "horovod.spark.common.util.host_hash",
+    "it is of Horovod's launcher. hvd.local_rank(), hvd.local_size() and hvd.cross_rank() tell which ranks share a host",
+)
+
+
+def is_databricks() -> bool:
+    """Return True in Databricks' runtime."""
+    return bool(databricks_runtime())
