@@ -1,11 +1,10 @@
 """Time that a lost rank and one that joins cost the others: three ranks of one host, each killed by turns.
 
-    .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--torchft PYTHON] [--json FILE] [--write]
+    .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--json FILE] [--write]
 
 A training of 100 MB of parameters in float32, batches of one row, one thread a rank, a commit each step. A round kills a rank (SIGKILL), waits until both others have
 finished a step, and until a process that has joined in its place has made five steps with them. Beside, in the same run:
-`torchrun --max-restarts` with DDP over Gloo and a checkpoint in memory (/dev/shm) each step, and torchft, where PYTHON is that of
-an environment with torch and torchft.
+`torchrun --max-restarts` with DDP over Gloo and a checkpoint in memory (/dev/shm) each step.
 """
 
 from __future__ import annotations
@@ -182,41 +181,12 @@ def measure_torchrun(folder: Path, count: int) -> Found:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     rank = [f"--max-restarts={count}", str(RANK), "torchrun", str(folder)]
     job, found = Job(folder), Found()
-    with started(*launcher, *rank, OMP_NUM_THREADS="1") as process:
+    # The store that ranks share with the agent by default still has the addresses of Gloo's former ranks.
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with started(*launcher, *rank, **variables) as process:
         rounds(job, count, found)
         (folder / "end").touch()
         process.wait(DEADLINE_S)
-    return found
-
-
-def measure_torchft(folder: Path, count: int, python: str) -> Found:
-    """Start the lighthouse and three replica groups, and a new one for each that is killed."""
-    from socket import create_server
-
-    with create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    lighthouse = [str(Path(python).parent / "torchft_lighthouse"), "--min_replicas=2"]
-    flags = [f"--bind=127.0.0.1:{port}", "--join_timeout_ms=200", "--quorum_tick_ms=50"]
-    variables = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
-    job, found = Job(folder), Found()
-
-    class Respawned(Job):
-        def kill(self, pid: int) -> float:
-            killed = super().kill(pid)
-            start()
-            return killed
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(started(*lighthouse, *flags))
-
-        def start() -> None:
-            stack.enter_context(started(python, str(RANK), "torchft", str(folder), **variables))
-
-        for _ in range(RANKS):
-            start()
-        job = Respawned(folder)
-        rounds(job, count, found)
-        (folder / "end").touch()
     return found
 
 
@@ -224,7 +194,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peer-rounds", type=int, default=5)
-    parser.add_argument("--torchft", default="", metavar="PYTHON")
     parser.add_argument("--json")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
@@ -235,12 +204,6 @@ def main() -> None:
         "sparkhvd": lambda folder: measure_sparkhvd(folder, given.rounds),
         "torchrun, Gloo": lambda folder: measure_torchrun(folder, given.peer_rounds),
     }
-    if given.torchft:
-        measures["torchft, Gloo"] = lambda folder: measure_torchft(
-            folder, given.peer_rounds, given.torchft
-        )
-    else:
-        report.note("Without torchft: no environment given.")
     rows = []
     for name, measure in measures.items():
         with tempfile.TemporaryDirectory(prefix="sparkhvd-elastic-", dir="/dev/shm") as folder:

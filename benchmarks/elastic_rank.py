@@ -1,6 +1,6 @@
 """A rank of benchmarks/elastic.py: trains until a file is there, and writes a line for each allreduce and step that has finished.
 
-    python benchmarks/elastic_rank.py {sparkhvd,torchrun,torchft} FOLDER
+    python benchmarks/elastic_rank.py {sparkhvd,torchrun} FOLDER
 
 Lines of FOLDER/PID: `time event size step`, with the time of `time.monotonic()`, which processes of a host share.
 """
@@ -18,7 +18,6 @@ from torch import nn
 
 LAYERS, WIDTH = 6, 2048  # 100 MB of parameters
 BROADCASTS = 5
-SECONDS = 60.0  # longest wait of the peers' operations
 
 
 class Log:
@@ -109,45 +108,7 @@ def run_torchrun(folder: Path, log: Log) -> None:
     dist.destroy_process_group()
 
 
-def run_torchft(folder: Path, log: Log) -> None:
-    """Train as a replica group of one rank; its quorum is that of a lighthouse (`TORCHFT_LIGHTHOUSE`)."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def load(saved: Any) -> None:
-        model.load_state_dict(saved["model"])
-        inner.load_state_dict(saved["optimizer"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=SECONDS)),
-        min_replica_size=2,
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        timeout=timedelta(seconds=SECONDS),
-        replica_id=f"replica_{os.getpid()}",
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-    )
-    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
-    while not (folder / "end").exists():
-        before = manager.current_step()
-        optimizer.zero_grad()  # asks for the quorum
-        differentiate(ddp)
-        optimizer.step()
-        if manager.current_step() > before:
-            log.write("step", manager.num_participants(), manager.current_step())
-    manager.shutdown(wait=False)
-
-
-RUNS = {"sparkhvd": run_sparkhvd, "torchrun": run_torchrun, "torchft": run_torchft}
+RUNS = {"sparkhvd": run_sparkhvd, "torchrun": run_torchrun}
 
 
 def main() -> None:
