@@ -61,6 +61,10 @@ class Trained:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Records of the epochs, in order."""
+        return self._records()
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Return `history`, which is a Param in the classes under Horovod's name."""
         return [dict(record) for record in self._require_fitted().history]
 
     def history_frame(self) -> pd.DataFrame:
@@ -79,7 +83,7 @@ class Trained:
     def summary(self) -> TrainingSummary:
         """Summary of the training, with the names of Spark ML's summaries."""
         fitted = self._require_fitted()
-        return TrainingSummary(self.history, self.timings, fitted.run_id)
+        return TrainingSummary(self._records(), self.timings, fitted.run_id)
 
     def report(self) -> Report:
         """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/report.md).
@@ -116,7 +120,7 @@ class Trained:
             raise InvalidArgumentError(
                 "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
             ) from None
-        history = self.history
+        history = self._records()
         known = [n for n in measures({"history": history}) if not n.startswith("val_")]
         chosen = known if names is None else list(names)
         if wrong := [name for name in chosen if not any(name in r for r in history)]:

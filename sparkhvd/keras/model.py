@@ -29,6 +29,6 @@ class KerasModel(TorchModel):
 
     def getHistory(self) -> Any:  # noqa: N802
         """Return the metrics as Keras' `History` has them: lists by name, with an element per epoch."""
-        records = self.history
+        records = self._records()
         names = {name: None for record in records for name in record if name != "epoch"}
         return {name: [record[name] for record in records if name in record] for name in names}

@@ -308,6 +308,14 @@ def _field(
             if lower + close
             else ""
         )
+        # Spark ML's names, which TorchClassifier and TorchRegressor look for unless they are given others.
+        if name == "features" and not close:
+            hint = (
+                " Give feature_cols=[...], or make it: "
+                "VectorAssembler(inputCols=[...], outputCol='features')."
+            )
+        elif name == "label" and not close:
+            hint = " Give label_cols=[...]."
         outer = name.partition(".")[0]
         if outer != name and any(hasattr(f.dataType, "fields") for f in by_name.get(outer, [])):
             hint = f" {outer!r} is a struct: select its fields first, df.select('*', '{outer}.*'), and name them alone."

@@ -22,7 +22,16 @@ from sparkhvd.training.types import Columns
 __all__ = ["fitted_widths", "output_widths", "trial_outputs", "zeros"]
 
 
-def _hint(inputs: InputBinding) -> str:
+# Of torch's linear layers: rows x numbers per row, and numbers per row x outputs.
+_LINEAR = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+
+
+def _hint(inputs: InputBinding, error: Exception) -> str:
+    if sizes := _LINEAR.search(str(error)):
+        return (
+            f". A linear layer takes {sizes[2]} numbers per row and gets {sizes[1]}: "
+            f"make it with in_features={sizes[1]}, or give other columns."
+        )
     whole = [a for a in inputs.arguments if not getattr(torch, a.dtype).is_floating_point]
     if not whole:
         return ""
@@ -99,7 +108,7 @@ def trial_outputs(
         shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
         problem = (
             f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
-            + _hint(inputs)
+            + _hint(inputs, e)
         )
         if _is_certain(e):
             raise InvalidArgumentError(problem) from e

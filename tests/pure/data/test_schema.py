@@ -96,6 +96,14 @@ def test_missing_column_names_near_ones_and_all() -> None:
         check(["VECTOR"])
 
 
+def test_missing_column_of_a_default_name_says_how_to_give_or_make_it() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"does not have. Give feature_cols=\[...\], or"):
+        check(["features"])
+    columns = T.StructType([T.StructField("x", T.DoubleType())])
+    with pytest.raises(InvalidArgumentError, match=r"'label', .* Give label_cols=\[...\]. Its col"):
+        check_schema(columns, feature_cols=["x"], label_cols=["label"])
+
+
 def test_a_field_of_a_struct_names_the_select_that_makes_it_a_column() -> None:
     inner = T.StructType([T.StructField("a", T.DoubleType())])
     schema = T.StructType([T.StructField("s", inner), T.StructField("y", T.DoubleType())])

@@ -11,6 +11,7 @@ import torch
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
+from sparkhvd.horovod.spark.torch import TorchModel as TorchModelOfHorovods
 from sparkhvd.observe.report.document import dumps
 from tests.pure.observe.documents import document
 
@@ -64,3 +65,12 @@ def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         InvalidArgumentError, match=r"matplotlib is not installed. pip install matpl"
     ):
         model(history=HISTORY).plot()
+
+
+def test_a_model_under_horovods_name_whose_history_is_a_param_tells_the_same() -> None:
+    pytest.importorskip("matplotlib")
+    trained = TorchModelOfHorovods(history=[{"train": {"loss": 1.0}}])
+    trained._take(model(history=HISTORY))
+    assert [axes.get_title() for axes in trained.plot().axes] == ["loss", "mae"]
+    assert trained.summary.objectiveHistory == [1.0, 0.5]
+    assert "2 epochs" in repr(trained)

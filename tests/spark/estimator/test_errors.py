@@ -274,7 +274,9 @@ def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store)
         (
             nn.Linear(3, 1),
             {},
-            "model: forward failed on two rows of zeros (x (2, 2); ",
+            "model: forward failed on two rows of zeros (x (2, 2); argument = 'x' (float32)): RuntimeError: mat1 and mat2 shapes "
+            "cannot be multiplied (2x2 and 3x1). A linear layer takes 3 numbers per row and gets 2: make it with in_features=2, or "
+            "give other columns.",
         ),
         (
             nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)),
