@@ -30,6 +30,13 @@ def test_images() -> None:
     assert accuracy > 0.9
 
 
+@soak("ranks/training; soak/users/test_lightning_estimator")
+def test_lightning_module() -> None:
+    pytest.importorskip("lightning", reason="needs Lightning")
+    (accuracy,) = numbers("lightning_module", r"accuracy ([\d.]+)")
+    assert accuracy > 0.95
+
+
 @soak("spark/estimator/test_fit")
 def test_recommender() -> None:
     hits, by_chance = numbers("recommender", r"hit rate at 10: (\S+), by chance (\S+)")
