@@ -121,9 +121,10 @@ class Trained:
                 "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
             ) from None
         history = self._records()
-        known = [n for n in measures({"history": history}) if not n.startswith("val_")]
+        # A loop of the user's may log validation alone.
+        known = [*dict.fromkeys(n.removeprefix("val_") for n in measures({"history": history}))]
         chosen = known if names is None else list(names)
-        if wrong := [name for name in chosen if not any(name in r for r in history)]:
+        if wrong := [n for n in chosen if not any({n, f"val_{n}"} & r.keys() for r in history)]:
             raise InvalidArgumentError(
                 f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
             )

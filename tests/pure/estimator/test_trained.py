@@ -53,6 +53,10 @@ def test_plot_draws_validation_beside_training() -> None:
     assert [line.get_label() for line in lines] == ["training", "validation"]
     assert list(lines[1].get_ydata()) == [2.0, 1.0]
     assert len(trained.plot(["rows"]).axes) == 1
+    of_a_loop = model(history=[{"epoch": 1, "val_error": 2.0}, {"epoch": 2, "val_error": 1.0}])
+    (axes,) = of_a_loop.plot().axes
+    assert axes.get_title() == "error"
+    assert [line.get_label() for line in axes.get_lines()] == ["validation"]
     with pytest.raises(InvalidArgumentError, match="'nothing' is not in the history, which has 'l"):
         trained.plot(["nothing"])
     with pytest.raises(InvalidArgumentError, match="the model has no history"):
