@@ -10,7 +10,7 @@ from pyspark.ml.base import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.data.reuse import Scope
-from sparkhvd.errors import RankError
+from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
 from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
 from sparkhvd.estimator.fitting.on_parquet import (
@@ -86,7 +86,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         """
         try:
             return super().fit(dataset, params)
-        except RankError as e:  # the frames of the driver say nothing about a rank
+        # The frames of the driver say nothing about a rank, or about an argument; those of a function of the caller's are in the cause.
+        except (RankError, InvalidArgumentError) as e:
             raise e.with_traceback(None) from e.__cause__
 
     def _fit(self, dataset: DataFrame) -> M:

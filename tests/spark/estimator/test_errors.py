@@ -263,8 +263,9 @@ def test_a_gpu_that_no_rank_has_is_an_error_that_says_what_was_found(
 def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:
     with pytest.raises(
         PreflightError, match=r"num_proc=3: the application can run 2 barrier tasks"
-    ):
+    ) as failed:
         estimator(mlp(2), store, num_proc=3).fit(df)
+    assert len(failed.traceback) == 2  # here and `fit`: a notebook shows the code of every frame
     assert store.list("data") == []
 
 
