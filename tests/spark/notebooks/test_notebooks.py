@@ -1,49 +1,43 @@
-"""notebooks/quickstart.ipynb runs from its first cell to its last."""
+"""The notebooks run from their first cell to their last, with an evaluation that must come out well; text.ipynb in soak/users."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.harness.notebooks import FOLDER, TIMEOUT_S, executed, num_images, number
 from tests.harness.soak import soak
-from tests.harness.spark import ROOT
 
-NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+# What is printed in front of the number that must be larger, and how many plots there are.
+EVALUATIONS = {
+    "quickstart": ("test accuracy", 0.9, 3),
+    "from_horovod": ("accuracy of the estimator's model", 0.9, 1),
+    "from_torchdistributor": ("test accuracy", 0.9, 1),
+    "images": ("test accuracy", 0.9, 2),
+    "tuning": ("test area under ROC", 0.95, 1),
+    "own_loop": ("better than the mean by", 0.1, 1),
+    "when_it_fails": ("test r2", 0.9, 0),
+}
 
 
-@soak("pure/estimator/test_progress, examples/test_readme")
-@pytest.mark.timeout(500)
-def test_quickstart_notebook_runs_with_live_progress_and_plots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@soak("pure/estimator/test_progress, test_recorder; spark/examples: programs of the pages")
+@pytest.mark.timeout(TIMEOUT_S + 50)
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_notebook_runs_and_its_evaluation_comes_out_well(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
-    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-    # The kernel starts a session of its own; nothing of this process's gateway may reach it.
-    for name in [n for n in os.environ if n.startswith("PYSPARK_GATEWAY")]:
-        monkeypatch.delenv(name)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=450, startup_timeout=180, kernel_name="python3", allow_errors=False
-    )
-    client.execute(cwd=str(tmp_path))
-
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    images = [o for o in outputs if "image/png" in o.get("data", {})]
-    texts = "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs)
-    assert len(images) >= 2
-    assert "test accuracy" in texts
+    label, least, plots = EVALUATIONS[name]
+    notebook = executed(name, tmp_path, monkeypatch)
+    assert number(notebook, label) > least
+    assert num_images(notebook) >= plots
 
 
-def test_quickstart_notebook_is_stored_without_outputs() -> None:
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_is_stored_without_outputs(path: Path) -> None:
     import nbformat
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert [c for c in notebook.cells if c.cell_type == "code" and c.outputs] == []
+    assert {*EVALUATIONS, "text"} >= {path.stem}
