@@ -169,7 +169,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             verbose=cluster.verbose,
             shared=request.store,
             run_dir=spec.run_dir,
-            progress=checkpoints.latest_position,
+            progress=functools.partial(request.run.progress, spec.epochs),
             requirements=required_modules(request.options),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,

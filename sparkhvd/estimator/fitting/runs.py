@@ -184,6 +184,13 @@ class Run:
         """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
+    def progress(self, epochs: int) -> str:
+        """Return the newest checkpoint in words."""
+        position = self.position()
+        if position == (0, 0):
+            return "the beginning, without a checkpoint"
+        return f"the checkpoint {position_text(position, epochs)}"
+
     def announce(self, epochs: int) -> None:
         """Print the run and its store, and from where it goes on."""
         line = f"run {self.name!r} in {self.store.url}"

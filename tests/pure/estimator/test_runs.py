@@ -68,9 +68,11 @@ def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(
     assert run.store.exists("runs/r/seed.json")
     explain(run, error, None)
     assert run.store.list("runs") == []  # there was no checkpoint
+    assert run.progress(10) == "the beginning, without a checkpoint"
     Checkpoints(run.store, run.run_dir).save(Checkpoint(2, {}, {}, None, [], "{}", step=7))
     explain(run, error, None)
     assert Checkpoints(run.store, run.run_dir).latest_position() == (2, 7)
+    assert run.progress(10) == "the checkpoint after 7 steps of epoch 3 of 10"
     if sys.version_info >= (3, 11):
         assert error.__notes__ == [
             "The checkpoint after 7 steps of epoch 3 of 10 stays: a fit with run_id='r' and "
