@@ -88,7 +88,7 @@ def main() -> None:
     model.setOutputFn(lambda scores: scores.softmax(1)).setPredictionCol("prediction")
     predicted = model.transform(held_out)
     evaluator = MulticlassClassificationEvaluator(labelCol="digit", metricName="accuracy")
-    print(f"accuracy {evaluator.evaluate(predicted):.3f}")
+    print(f"test accuracy {evaluator.evaluate(predicted):.3f}")
     spark.stop()
 
 

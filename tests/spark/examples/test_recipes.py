@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -30,10 +31,10 @@ def test_images() -> None:
     assert accuracy > 0.9
 
 
-@soak("ranks/training; soak/users/test_lightning_estimator")
+@soak("spark/estimator/test_fit; soak/users/test_lightning_estimator")
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
 def test_lightning_module() -> None:
-    pytest.importorskip("lightning", reason="needs Lightning")
-    (accuracy,) = numbers("lightning_module", r"accuracy ([\d.]+)")
+    (accuracy,) = numbers("lightning_module", r"test accuracy ([\d.]+)")
     assert accuracy > 0.95
 
 
