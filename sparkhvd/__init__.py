@@ -24,7 +24,7 @@ Each module imports only those above it:
     rendezvous     authenticated connections between ranks
     elastic        members of a job whose ranks change
     launchers      a script's rendezvous, by what started it
-    observe        report, timeline, autotune
+    observe        report, loggers, timeline, autotune
     torch          Horovod's API on the engine
     distributed    the engine as a backend of torch.distributed
     runner         a function on every rank
@@ -75,6 +75,10 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.horovod import install_as_horovod as install_as_horovod
+    from sparkhvd.observe.loggers.logger import Logger as Logger
+    from sparkhvd.observe.loggers.mlflow import MLflowLogger as MLflowLogger
+    from sparkhvd.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from sparkhvd.rank_messages import log_metrics as log_metrics
     from sparkhvd.rank_messages import log_to_driver as log_to_driver
     from sparkhvd.runner import run as run
     from sparkhvd.runner import run_hosts as run_hosts
@@ -108,7 +112,11 @@ _HOMES = {
     **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
     "Settings": "sparkhvd.settings",
     "metrics": "sparkhvd.torch",
+    "log_metrics": "sparkhvd.rank_messages",
     "log_to_driver": "sparkhvd.rank_messages",
+    "Logger": "sparkhvd.observe.loggers.logger",
+    "MLflowLogger": "sparkhvd.observe.loggers.mlflow",
+    "TensorBoardLogger": "sparkhvd.observe.loggers.tensorboard",
     "Callback": "sparkhvd.estimator",
     "Store": "sparkhvd.estimator",
     "TorchClassificationModel": "sparkhvd.estimator",

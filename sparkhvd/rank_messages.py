@@ -5,11 +5,20 @@ Threads: any. A process that the rank has forked, and one that the runner did no
 
 from __future__ import annotations
 
+import json
+import operator
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import SupportsFloat
 
-__all__ = ["install", "log_to_driver", "report_progress"]
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["METRICS", "install", "log_metrics", "log_to_driver", "report_progress"]
+
+# Begins the line of `log_metrics`; an object of JSON follows.
+METRICS = "metrics "
 
 # The rest of a longer message is left out.
 _MAX_BYTES = 64 << 10
@@ -37,6 +46,30 @@ def log_to_driver(message: object) -> None:
             return
     sys.stderr.write(f"{data.decode(errors='replace')}\n")
     sys.stderr.flush()
+
+
+def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
+    """Give numbers to the loggers of the driver: those of `run(fn, loggers=[...])`, `run_local` and `run_hosts`; else they are a line of output.
+
+    From any rank and thread; what several ranks give under one name, the loggers get several times. Never waits for the driver. 100 calls per second
+    of a rank are taken.
+
+    Args:
+        metrics: numbers by name: floats, or what `float` takes, such as a tensor with one element.
+        step: such as the epoch, or the number of the step.
+
+    Raises:
+        InvalidArgumentError: a value is no number, or `step` no whole number.
+    """
+    try:
+        values = {str(name): float(value) for name, value in metrics.items()}
+        whole = operator.index(step)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise InvalidArgumentError(
+            f"log_metrics({metrics!r:.200}, step={step!r}): {e}. Give numbers by name, and a whole number as step."
+        ) from e
+    entry = {"step": whole, "time": round(time.time(), 3), "values": values}
+    log_to_driver(f"{METRICS}{json.dumps(entry)}")
 
 
 def report_progress(text: str) -> None:

@@ -38,8 +38,17 @@ SETTLE_S = 10.0
 LONG_S = 10.0
 LONG_TIERS = ("tests/spark", "tests/soak")
 MANY_MODULES = 100
-# Variables that pytest, the JVM gateway or BLAS set by themselves.
-FOREIGN_VARIABLES = ("PYTEST_", "PYSPARK_", "SPARK_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+# Variables that pytest, the JVM gateway, MLflow or BLAS set by themselves.
+FOREIGN_VARIABLES = (
+    "PYTEST_",
+    "PYSPARK_",
+    "SPARK_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "MLFLOW_",
+    "_MLFLOW_",
+)
 
 
 # Folders by what their tests need; each is a marker of the tests in it.

@@ -94,7 +94,7 @@ LAZY = {
         "the function of transform, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
-    "sparkhvd/runner/__init__.py": (6, "`import sparkhvd.runner` on a rank loads no launcher"),
+    "sparkhvd/runner/__init__.py": (9, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/command.py": (
         7,
         "ranks start without what the doctor, other hosts and elastic jobs need",
@@ -112,6 +112,7 @@ LAZY_PACKAGES = {
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "matplotlib": (1, "optional: curves of a model"),
+    "mlflow": (13, "optional: a logger"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
@@ -123,8 +124,10 @@ LAZY_PACKAGES = {
         21,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
+    "requests": (1, "optional: comes with MLflow"),
     "resource": (3, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
+    "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
     "torch": (2, "the driver and readers of NumPy arrays start without it"),
 }

@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparkhvd.data.store.store import Store
+from sparkhvd.observe.loggers.logger import Logger
 from sparkhvd.settings import Settings
 from sparkhvd.training.user_code.callbacks import Callback
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from sparkhvd.data.store.store import Store
+    from sparkhvd.observe.loggers.logger import Logger
     from sparkhvd.settings import Settings
     from sparkhvd.training.user_code.callbacks import Callback
 

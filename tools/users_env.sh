@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder>.
 #
-# Lightning, Accelerate, transformers and PEFT are installed here; torch and all else comes from the main environment, by a path
+# Lightning, Accelerate, transformers, PEFT, MLflow and TensorBoard are installed here; torch and all else comes from the main environment, by a path
 # that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
 
-echo "test-users: installing lightning, accelerate, transformers and peft into $folder"
+echo "test-users: installing lightning, accelerate, transformers, peft, mlflow and tensorboard into $folder"
 rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
@@ -19,3 +19,5 @@ pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$main" > "$(site "$folder/bin/python")/zz_main_environment.pth"
+# What these want besides is mostly there now.
+pip install "mlflow>=3,<4" "tensorboard>=2.14,<3"

@@ -23,6 +23,7 @@ from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
+from sparkhvd.observe.loggers.followers import bound
 from sparkhvd.sessions import active_session, check_dataframe, check_session
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         shared.clear(shared.data_key)
         shared._scope = scope = Scope()
         shared._label = self._folds.label()
+        if self.hasParam("loggers") and (loggers := bound(self._get("loggers") or [])):
+            shared._set(loggers=loggers)
         has_run_id = any(given.get(self.run_id, self._get("run_id")) for given in paramMaps)
         maps = self._with_run_ids(paramMaps, dataset.semanticHash() if has_run_id else 0)
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)

@@ -28,10 +28,13 @@ from sparkhvd.estimator.fitting.recorder import Recorder
 from sparkhvd.estimator.fitting.request import Request, check_request
 from sparkhvd.estimator.fitting.runs import Finished
 from sparkhvd.estimator.fitting.specify import specify
+from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
@@ -75,33 +78,61 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         recorder = Recorder()
         request = check_request(self._options(), sources, self.uid)
         recorder.lap("check")
-        options, verbose = request.options, request.cluster.verbose
-        with request.held:
-            try:
-                recorder.settled(options, request.cluster.settings.values, request.store)
-                if verbose and request.outlives_process:
-                    request.run.announce(options.epochs)
-                model, epoch = self._train(request, recorder)
-            except BaseException as e:
-                request.run.explain_failure(
-                    e, options.run_id, epochs=options.epochs, verbose=verbose
-                )
-                recorder.write_failure(request.store, request.run.run_dir, e)
-                raise
-            if request.num_checkpoints:
-                fitted = model._require_fitted()
-                finished = Finished(epoch, fitted.widths, fitted.timings)
-                request.run.finish(finished, request.num_checkpoints)
-        if not request.num_checkpoints:
-            request.run.delete()
-        fitted = model._require_fitted()
-        is_kept = options.keep_checkpoints != 0
-        history = fitted.history
-        recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
-        model._fitted = replace(fitted, report=recorder.document)
+        options = request.options
+        recorder.settled(options, request.cluster.settings.values, request.store)
+        with self._followers(request, recorder) as followers:
+            with request.held:
+                model, epoch = self._train_or_explain(request, recorder, followers)
+                if request.num_checkpoints:
+                    fitted = model._require_fitted()
+                    finished = Finished(epoch, fitted.widths, fitted.timings)
+                    request.run.finish(finished, request.num_checkpoints)
+            if not request.num_checkpoints:
+                request.run.delete(keeps_timeline=bool(options.timeline))
+            fitted = model._require_fitted()
+            is_kept = options.keep_checkpoints != 0
+            history = fitted.history
+            recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
+            model._fitted = replace(fitted, report=recorder.document)
+            followers.finished(model, recorder.document)
         return model
 
-    def _train(self, request: Request, recorder: Recorder) -> tuple[TorchModel, int]:
+    def _train_or_explain(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> tuple[TorchModel, int]:
+        """Train; of an error say how the run goes on, and tell report and loggers."""
+        options, verbose = request.options, request.cluster.verbose
+        try:
+            if verbose and request.outlives_process:
+                request.run.announce(options.epochs)
+            return self._train(request, recorder, followers)
+        except BaseException as e:
+            request.run.explain_failure(e, options.run_id, epochs=options.epochs, verbose=verbose)
+            recorder.write_failure(request.store, request.run.run_dir, e)
+            followers.failed(e, recorder.document)
+            raise
+
+    def _followers(self, request: Request, recorder: Recorder) -> Followers:
+        """Begin to tell loggers of a fit."""
+        cluster = request.cluster
+        facts = {"num_proc": str(cluster.num_proc), "random_seed": str(request.seed)}
+        tags = {"sparkhvd.store": request.store.url, "sparkhvd.estimator": type(self).__name__}
+
+        def fit() -> Fit:
+            return Fit(
+                run_id=request.run.run_dir.removeprefix("runs/"),
+                params={**recorder.params, **facts},
+                tags=tags,
+                label=self._label,
+                epochs_done=request.run.position()[0],
+            )
+
+        say = of_this_process.print if cluster.verbose else lambda line: None
+        return Followers(request.options.loggers or (), fit, say)
+
+    def _train(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> tuple[TorchModel, int]:
         """Return the model, and the epoch whose weights it has."""
         with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
             options = request.options
@@ -134,7 +165,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             model = self._untrained(request, spec, data, widths)
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
             recorder.lap("prepare")
-            report = self._launch(request, spec, recorder)
+            report = self._launch(request, spec, recorder, followers)
             recorder.launched(report, request.store)
         _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
@@ -148,7 +179,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return head_start(request.shim, cluster.num_proc, options)
 
     def _launch(
-        self, request: Request, spec: TrainSpec, recorder: Recorder
+        self, request: Request, spec: TrainSpec, recorder: Recorder, followers: Followers
     ) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
@@ -158,6 +189,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             epochs=spec.epochs,
             verbose=cluster.verbose,
             progress=request.options.progress,
+            followers=followers,
             poll_s=poll_s,
             name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
             label=self._label,
@@ -179,7 +211,12 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         )
         with reporter:
             report = self._run_ranks(request, spec, options)
+        followers.load(report.results[0].profile)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
+        if request.options.timeline and cluster.verbose:
+            of_this_process.print(
+                f"timeline: {request.run.timeline_url} (open it in ui.perfetto.dev)"
+            )
         report_skipped(report.results[0].skipped, cluster.verbose)
         if report.results[0].warning:
             warnings.warn(report.results[0].warning, stacklevel=4)

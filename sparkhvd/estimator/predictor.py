@@ -20,6 +20,7 @@ from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.options import FitOptions, PredictOptions
 from sparkhvd.estimator.transform.single import Row, bind_row, num_features, predict_one
 from sparkhvd.estimator.transform.worker import Output
+from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.spec import TrainSpec
 
@@ -106,9 +107,11 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         has_own = options.loss_constructors is not None and "loss" not in options.explicit
         return replace(options, loss=None) if has_own else options
 
-    def _train(self, request: Request, recorder: Recorder) -> tuple[TorchModel, int]:
+    def _train(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> tuple[TorchModel, int]:
         self._link(request)
-        return super()._train(request, recorder)
+        return super()._train(request, recorder, followers)
 
     def _link(self, request: Request) -> str:
         """Return the link of the model's output; raises where the loss does not tell it."""

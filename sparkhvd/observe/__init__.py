@@ -1,11 +1,14 @@
-"""Watch a job, and tune it: the timeline and autotune, which stand on the engine alone, and the report of a fit, which stands on nothing.
+"""Watch a job, and tune it: the timeline and autotune, which stand on the engine alone; the report of a fit and its loggers, which stand on nothing.
 
-Threads: none of their own; the engine writes its events. Failure: a file that cannot be written is an error at once. A timeline is valid JSON
+Threads: the engine writes its events; a rank has one that samples its load (`system`), the driver one per logger of a fit. Failure: a file that cannot be written is an error at once. A timeline is valid JSON
 at any moment, also after kill -9; one of all ranks keeps rank 0's part when a rank is lost.
 
 Each module imports only those above it:
 
     report    report of a fit as JSON and HTML
+    system    load of a rank's process, once per second
+    loggers   MLflow, TensorBoard and others, fed by a fit
+    spans     the training's own work, for a timeline
     timeline  events of all ranks in Chrome's trace format
     autotune  search for the fastest settings while training goes on
 """

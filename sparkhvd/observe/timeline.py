@@ -29,13 +29,16 @@ from typing import IO
 
 from sparkhvd.engine.engine import DType, Engine, TensorView
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.observe.spans import Spans
 
-__all__ = ["clock_offset", "merge", "start", "stop"]
+__all__ = ["abandon", "clock_offset", "merge", "start", "stop"]
 
 _BARRIERS = 12
 # What all ranks together send per round of gathering: bounds memory, not the length of a timeline.
 _ROUND_BYTES = 16 << 20
 _TIME = re.compile(r'"ts":(-?\d+\.\d{3})')
+# Of the head of an engine's file, which is there when its timeline has started.
+_ORIGIN, _HEAD_BYTES = re.compile(rb'"start_monotonic_ns":(\d+)'), 4096
 
 
 @dataclass
@@ -45,10 +48,12 @@ class _Recording:
     Attributes:
         path: of the merged file on rank 0.
         file: of this rank.
+        spans: of the training's own work on this rank; may be off.
     """
 
     path: str
     file: IO[bytes]
+    spans: Spans
 
 
 _recordings: weakref.WeakKeyDictionary[Engine, _Recording] = weakref.WeakKeyDictionary()
@@ -61,6 +66,7 @@ def start(
     *,
     mark_cycles: bool = False,
     all_ranks: bool = False,
+    spans: Spans | None = None,
 ) -> None:
     """Start to write a timeline; one that is being written ends.
 
@@ -70,6 +76,7 @@ def start(
         mark_cycles: also mark when a thread begins to drive the engine.
         all_ranks: every rank records, and every rank must call this and later `stop`. Without it the other
             ranks do nothing here.
+        spans: to begin with it, and to be part of what `stop` writes; with `all_ranks` only.
 
     Raises:
         InvalidArgumentError: the file cannot be written; with `all_ranks` on every rank, naming the rank.
@@ -81,15 +88,18 @@ def start(
             engine.start_timeline(path, mark_cycles=mark_cycles)
         return
     trouble = b""
+    is_wanted, spans = spans is not None, spans or Spans()
     try:
         if engine.rank == 0:
             engine.start_timeline(path, mark_cycles=mark_cycles)
-            _recordings[engine] = _Recording(path, open(path, "rb"))  # noqa: SIM115 - closed by stop()
+            _recordings[engine] = _Recording(path, open(path, "rb"), spans)  # noqa: SIM115 - closed by stop()
         else:
             # Without a name, so that nothing is left over, even if the process is killed.
             file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - closed by stop()
-            _recordings[engine] = _Recording(path, file)
+            _recordings[engine] = _Recording(path, file, spans)
             engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
+        if is_wanted:
+            spans.begin(engine.rank, _origin_ns(_recordings[engine].file))
     except (OSError, SparkhvdError) as error:
         trouble = f"rank {engine.rank}: {error}".encode()
     troubles = [text.decode() for text in _exchange(engine, trouble) if text]
@@ -117,7 +127,10 @@ def stop(engine: Engine) -> None:
     try:
         offsets = _measure_offsets(engine)
         with contextlib.ExitStack() as opened:
-            files = _gather(engine, recording.file, opened)
+            parts = [recording.file]
+            if (lines := recording.spans.rewound()) is not None:
+                parts.append(opened.enter_context(lines))
+            files = _gather(engine, parts, opened)
             trouble = b""
             if engine.rank == 0:
                 try:
@@ -134,10 +147,26 @@ def stop(engine: Engine) -> None:
         )
 
 
+def abandon(engine: Engine) -> None:
+    """End the timeline after an error, with no word to the other ranks: the file has rank 0's part, without spans."""
+    with contextlib.suppress(SparkhvdError):
+        engine.stop_timeline()
+    _forget(engine)
+
+
 def _forget(engine: Engine) -> None:
     recording = _recordings.pop(engine, None)
     if recording is not None:
         recording.file.close()
+        recording.spans.close()
+
+
+def _origin_ns(file: IO[bytes]) -> int:
+    """Return moment 0 of a timeline that the engine has begun, by `time.monotonic_ns`."""
+    found = _ORIGIN.search(os.pread(file.fileno(), _HEAD_BYTES, 0))
+    if found is None:
+        raise OSError("the timeline has no beginning")
+    return int(found[1])
 
 
 # --- Merging. ---
@@ -246,18 +275,25 @@ def _measure_offsets(engine: Engine) -> list[int]:
     return [clock_offset(own, by_rank[0])[0] for own in by_rank]
 
 
-def _gather(engine: Engine, file: IO[bytes], opened: contextlib.ExitStack) -> list[IO[bytes]]:
-    """Return every rank's file, by rank, on rank 0, as long as `opened` is; elsewhere nothing."""
+def _gather(
+    engine: Engine, own: Sequence[IO[bytes]], opened: contextlib.ExitStack
+) -> list[IO[bytes]]:
+    """Return every rank's `own` files as one, by rank, on rank 0, as long as `opened` is; elsewhere nothing."""
     chunk = max(4096, _ROUND_BYTES // engine.size)
-    file.seek(0)
+    own[0].seek(0)
     files: list[IO[bytes]] = []
     if engine.rank == 0:
         for _ in range(engine.size):
             made = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - entered below
             files.append(opened.enter_context(made))
     while True:
-        parts = _exchange(engine, file.read(chunk))
+        parts = _exchange(engine, _read(own, chunk))
         if not any(parts):
             return files
         for target, part in zip(files, parts, strict=False):
             target.write(part)
+
+
+def _read(files: Sequence[IO[bytes]], num_bytes: int) -> bytes:
+    """Read on in the first of the files that has not ended."""
+    return next(filter(None, (file.read(num_bytes) for file in files)), b"")

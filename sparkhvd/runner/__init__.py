@@ -57,6 +57,7 @@ Each module imports only those above it:
     gpu         a GPU for each rank
     stored      outcomes of ranks as files of the run
     live        output of ranks on the driver while they run
+    metric_lines  loggers of `run(fn)`
     options     options and result of a launch under Spark
     interrupts  Ctrl-C, from the driver to the ranks
     blas        threads of OpenBLAS across a fork
@@ -86,6 +87,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from sparkhvd.rank_context import RankContext, context
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
+    from sparkhvd.observe.loggers.logger import Logger
     from sparkhvd.settings import Settings
 
 __all__ = ["RankContext", "context", "run", "run_hosts", "run_local"]
@@ -123,6 +126,7 @@ def run(
     max_retries: int = 2,
     use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
+    loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
 
@@ -170,6 +174,7 @@ def run(
             GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
             GPU and its share of the cores per rank, where Spark gives ranks GPUs.
+        loggers: such as [sparkhvd.MLflowLogger()]: get what ranks give to `sparkhvd.log_metrics`, while they run. See docs/loggers.md.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -179,8 +184,10 @@ def run(
         PreflightError: the cluster cannot run this job; the message has the remedy. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal.
     """
-    from sparkhvd.runner import horovod_arguments, job
+    from sparkhvd.runner import horovod_arguments, job, metric_lines
 
+    stream = horovod_arguments.choose_stream(stdout, stderr)
+    facts = {"num_proc": num_proc}
     horovod_arguments.warn_of(use_mpi=use_mpi, use_gloo=use_gloo, extra_mpi_args=extra_mpi_args)
     interfaces = horovod_arguments.join_interfaces(nics)
     options = job.LaunchOptions(
@@ -192,7 +199,7 @@ def run(
         use_gpu=use_gpu,
         profile=profile,
         timestamps=prefix_output_with_timestamp,
-        stream=horovod_arguments.choose_stream(stdout, stderr),
+        stream=stream,
     )
     shim = job.SparkShim(job.active_session() if spark is None else spark)
     horovod_arguments.check_executable(
@@ -200,7 +207,9 @@ def run(
         shim.worker_python(),
         "Set spark.pyspark.python or PYSPARK_PYTHON to it before the session starts.",
     )
-    return job.launch(shim, fn, args, kwargs or {}, num_proc, options).results
+    with metric_lines.following(loggers, fn, facts, stream, verbose) as split:
+        options = replace(options, stream=split)
+        return job.launch(shim, fn, args, kwargs or {}, num_proc, options).results
 
 
 def run_local(
@@ -223,6 +232,7 @@ def run_local(
     use_gloo: bool | None = None,
     mpi_args: str | None = None,
     network_interfaces: Iterable[str] | str | None = None,
+    loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
@@ -254,6 +264,7 @@ def run_local(
         use_gloo: the same.
         mpi_args: the same.
         network_interfaces: Horovod's, without effect: the ranks meet on the loopback interface.
+        loggers: as of `run`.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -264,7 +275,7 @@ def run_local(
             started.
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
-    from sparkhvd.runner import horovod_arguments, local
+    from sparkhvd.runner import horovod_arguments, local, metric_lines
 
     horovod_arguments.warn_of(
         start_timeout=start_timeout,
@@ -276,19 +287,22 @@ def run_local(
     horovod_arguments.check_executable(
         executable, sys.executable, "Start this program with the one that the ranks need."
     )
-    return local.launch_local(
-        fn,
-        args,
-        kwargs or {},
-        num_proc,
-        env=dict(env or {}),
-        settings=settings,
-        verbose=1 if verbose is None else verbose,
-        use_gpu=use_gpu,
-        hosts=hosts,
-        stream=horovod_arguments.choose_stream(stdout, stderr),
-        timestamps=prefix_output_with_timestamp,
-    )
+    verbose = 1 if verbose is None else verbose
+    stream = horovod_arguments.choose_stream(stdout, stderr)
+    with metric_lines.following(loggers, fn, {"num_proc": num_proc}, stream, verbose) as split:
+        return local.launch_local(
+            fn,
+            args,
+            kwargs or {},
+            num_proc,
+            env=dict(env or {}),
+            settings=settings,
+            verbose=verbose,
+            use_gpu=use_gpu,
+            hosts=hosts,
+            stream=split,
+            timestamps=prefix_output_with_timestamp,
+        )
 
 
 def run_hosts(
@@ -310,6 +324,7 @@ def run_hosts(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     prefix_output_with_timestamp: bool = False,
+    loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on processes of several hosts, which ssh reaches without a password; return results by rank.
 
@@ -340,6 +355,7 @@ def run_hosts(
         stdout: a stream for the ranks' output, line by line.
         stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
         prefix_output_with_timestamp: whether lines begin with the local time.
+        loggers: as of `run`.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -349,7 +365,7 @@ def run_hosts(
         PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal; or a host was lost.
     """
-    from sparkhvd.runner import horovod_arguments
+    from sparkhvd.runner import horovod_arguments, metric_lines
     from sparkhvd.runner.hosts import function
 
     options = function.HostsOptions(
@@ -366,4 +382,7 @@ def run_hosts(
         stream=horovod_arguments.choose_stream(stdout, stderr),
         timestamps=prefix_output_with_timestamp,
     )
-    return function.launch_on_hosts(fn, args, kwargs or {}, num_proc, options)
+    facts = {"num_proc": num_proc, "hosts": hosts}
+    with metric_lines.following(loggers, fn, facts, options.stream, options.verbose) as split:
+        options = replace(options, stream=split)
+        return function.launch_on_hosts(fn, args, kwargs or {}, num_proc, options)

@@ -32,6 +32,7 @@ Each module imports only those above it:
     precision         mixed precision
     compile           torch.compile
     waits             time in which the ranks of an epoch waited for each other
+    run_timeline      timeline of the first steps, in the run's folder
     profile           where the time of a training goes
     checkpoints       checkpoints, and resuming from them
     schedule          steps of the scheduler

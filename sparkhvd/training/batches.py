@@ -22,6 +22,7 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.subset import is_flagged
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.spans import Spans
 from sparkhvd.training.host_rows import HostRows, read_flags_once, read_groups_once
 from sparkhvd.training.spec import TrainSpec
 
@@ -60,6 +61,7 @@ class Data:
         functions: RowFunctions | None = None,
         *,
         pin_memory: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
 
@@ -67,8 +69,10 @@ class Data:
             spec: of the run.
             functions: the user's decoders and collate functions.
             pin_memory: put batches into page-locked memory, from which a GPU copies beside its work.
+            spans: of this rank, for a timeline.
         """
         self._spec = spec
+        self._spans = spans or Spans()
         self.waited_s = 0.0
         self.skips = functions is not None and functions.skips
         self.skipped: dict[str, tuple[int, int]] = {}
@@ -163,7 +167,8 @@ class Data:
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             began = time.perf_counter()
-            batch = next(batches, None)
+            with self._spans.span("data"):
+                batch = next(batches, None)
             self.waited_s += time.perf_counter() - began
             if batch is None:
                 return

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 import sparkhvd.torch as hvd
+from sparkhvd.observe.system import Gpu
 from sparkhvd.runner import RankContext
 from sparkhvd.training.together import fail_together
 
-__all__ = ["agree", "choose_device"]
+__all__ = ["agree", "choose_device", "gpu_of"]
 
 _CPU = torch.device("cpu")
 
@@ -64,3 +65,11 @@ def agree(device: torch.device, problem: str) -> None:
                 f"use_gpu: rank 0 would train on {devices[0][0]} and rank {rank} on {kind}. Run on hosts that all have "
                 "GPUs, or give use_gpu=False."
             )
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the GPU of a device, to ask how busy it is; None for the CPU, and where nobody tells."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else Gpu.find(f"GPU-{uuid}")

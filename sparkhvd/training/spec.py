@@ -67,6 +67,7 @@ class TrainSpec:
         transformed: the columns as the user's transformations return them; None without these.
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
             None where it could.
+        timeline: steps of a launch that the run's timeline shows; 0: there is none.
         fingerprint: JSON object that a checkpoint of this run shares.
     """
 
@@ -113,6 +114,7 @@ class TrainSpec:
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
     trial: Columns | None = None
+    timeline: int = 0
     fingerprint: str = "{}"
 
     @property

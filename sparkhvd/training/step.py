@@ -70,6 +70,7 @@ class Step:
         self.call = call
         self.optimizer = state.optimizer
         self.scaler = state.scaler
+        self.spans = state.profile.spans
         self.device = next(state.model.parameters()).device
         self.move = Mover(self.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -99,11 +100,13 @@ class Step:
         weight, problem = 0.0, ""
         loss: Tensor | float = 0.0
         for batch, columns in self.prepared(batches, plan):
-            result = self.result(batch, columns)
+            with self.spans.span("forward"):
+                result = self.result(batch, columns)
             if result is None:
                 continue
             if result.weight:  # a mean over nothing may be NaN, and adds nothing
-                self.backward(result, plan)
+                with self.spans.span("backward"):
+                    self.backward(result, plan)
                 problem = problem or self.check_loss(result)
                 loss = loss + result.loss.detach() * result.weight
             weight += result.weight
@@ -111,9 +114,12 @@ class Step:
         self.last_loss = (loss, weight)
         sums = self.send_weight(weight, problem)  # in flight beside the gradients
         began = time.perf_counter()
-        self.optimizer.wait_for_gradients()
+        with self.spans.span("wait for gradients"):
+            self.optimizer.wait_for_gradients()
         self.waited_s += time.perf_counter() - began
-        return self.apply(self.factor(sums, plan, problem, where))
+        factor = self.factor(sums, plan, problem, where)
+        with self.spans.span("optimizer"):
+            return self.apply(factor)
 
     def prepared(
         self, batches: Iterable[Batch], plan: StepPlan

@@ -16,6 +16,7 @@ inside an epoch also holds each rank's own state, and the reader starts at the s
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from dataclasses import replace
@@ -29,6 +30,7 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data
@@ -38,7 +40,7 @@ from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 from sparkhvd.training.checkpoints.resume import Position, TrainingState, find_start, resume
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.compile import compile_model
-from sparkhvd.training.device import agree, choose_device
+from sparkhvd.training.device import agree, choose_device, gpu_of
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
@@ -49,6 +51,7 @@ from sparkhvd.training.precision import loss_scaler
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import Program, load_program
 from sparkhvd.training.progress import Progress
+from sparkhvd.training.run_timeline import RunTimeline
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
@@ -73,8 +76,10 @@ def train(spec: TrainSpec) -> TrainResult:
             not finite where `terminate_on_nan` asks for an end.
         CollectiveError: another rank was lost. The last checkpoint is whole.
     """
-    profile = Profile()
+    profile = Profile(RunTimeline(spec.store, spec.run_dir, spec.timeline))
     device = connect(spec)
+    profile.sampler = Sampler(gpu_of(device))
+    profile.timeline.begin()
     profile.lap("connect")
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     model = build_model(program.model, spec.seed)
@@ -84,7 +89,13 @@ def train(spec: TrainSpec) -> TrainResult:
     move_losses(program.losses, device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
-    with Data(spec, program.functions, pin_memory=device.type == "cuda") as data:
+    is_cuda = device.type == "cuda"
+    profile.sampler.start()
+    with (
+        contextlib.closing(profile.sampler),
+        profile.timeline,
+        Data(spec, program.functions, pin_memory=is_cuda, spans=profile.spans) as data,
+    ):
         start = find_start(spec, checkpoints, program.model)
         data.prepare(*start.position)
         load_compression(program.compression, start.compression, device)
@@ -256,6 +267,7 @@ def train_epoch(
         callbacks.step_end(*step.last_loss)
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
         profile.step()
+        profile.timeline.step()
     own_rows, own_seconds = totals.num_rows, time.monotonic() - began
     totals.combine()
     if not step.user.takes(is_training=True):

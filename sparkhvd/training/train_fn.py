@@ -112,7 +112,8 @@ class Loader:
             seed_everything(spec.seed, epoch, hvd.rank())
         if start:
             self._ctx._restore()
-        for batch in self._reader.epoch(epoch if self._is_training else 0, start):
+        batches = self._reader.epoch(epoch if self._is_training else 0, start)
+        for batch in self._ctx._profile.spans.timed(batches, "data"):
             columns = batch.columns
             if spec.transformed is not None:
                 expected = spec.transformed.columns
@@ -181,6 +182,7 @@ class TrainFnContext(Context):
             rows = torch.tensor(self.num_rows)
             self.num_global_rows = int(hvd.allreduce(rows, name="train_fn.rows", op=hvd.Sum))
         if epoch is not None:
+            self._profile.timeline.step()
             steps = len(self.train_loader)
             self.moment.epoch, self.moment.step = epoch + 1, epoch * steps + batch.step + 1
             self._steps_done = batch.step + 1
@@ -207,7 +209,8 @@ class TrainFnContext(Context):
         none: here a rank without rows adds nothing, and its loss may be anything.
         """
         if self.num_rows:
-            (loss * self._share).backward()
+            with self._profile.spans.span("backward"):
+                (loss * self._share).backward()
 
     def log(self, record: Mapping[str, object]) -> None:
         """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
@@ -288,6 +291,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
     if data.validation is not None:
         ctx.val_loader = Loader(data.validation, data.schema, functions, ctx, is_training=False)
     assert user.train_fn is not None
+    ctx._profile.timeline.watch(ctx.model, ctx.optimizer)
     try:
         user.train_fn(ctx)
     except (CollectiveError, InvalidArgumentError):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FINISHED_NAME",
     "POINTER_NAME",
+    "TIMELINE_NAME",
     "StoredData",
     "StoredRun",
     "delete_data",
@@ -33,6 +34,7 @@ __all__ = [
 
 FINISHED_NAME = "finished.json"
 POINTER_NAME = "checkpoints/latest.json"
+TIMELINE_NAME = "timeline.json"
 _WARM = re.compile(r"warm-(\d+)/")
 
 
@@ -90,7 +92,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     holder = holder_of(store, run_id) if HOLDER_NAME in names else None
     is_held = holder is not None and is_running(holder)
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
-    if names <= {JSON_NAME, HTML_NAME}:
+    if names <= {JSON_NAME, HTML_NAME, TIMELINE_NAME}:
         state = "report"
     epochs = 0
     if f"{part}{POINTER_NAME}" in names:

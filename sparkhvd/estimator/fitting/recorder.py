@@ -49,6 +49,12 @@ class Recorder:
         self._relaunches: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
 
+    @property
+    def params(self) -> Mapping[str, str]:
+        """Params that were set, as texts without secrets."""
+        found: Mapping[str, str] = self._facts.get("params", {})
+        return found
+
     def lap(self, name: str) -> None:
         """End a phase of the driver that began with the one before."""
         now = time.time()

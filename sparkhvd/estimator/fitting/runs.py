@@ -7,7 +7,7 @@
 
 `fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
 finished one is an error, or with `warm_start` the next `warm-<n>` begins (or goes on) from its weights.
-A run without a `run_id` is deleted when its model is there, all but its report, unless `keep_checkpoints` is given.
+A run without a `run_id` is deleted when its model is there, all but its report and timeline, unless `keep_checkpoints` is given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
-from sparkhvd.data.store.contents import FINISHED_NAME
+from sparkhvd.data.store.contents import FINISHED_NAME, TIMELINE_NAME
 from sparkhvd.data.store.default import is_temporary_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
@@ -175,10 +175,20 @@ class Run:
             )
         return None
 
-    def delete(self) -> None:
-        """Delete the run, whose model the driver has."""
+    def delete(self, *, keeps_timeline: bool = False) -> None:
+        """Delete the run, whose model the driver has; with `keeps_timeline` all but that."""
         with _warning_of_leftovers():
-            self.store.delete(self.run_dir)
+            if not keeps_timeline:
+                self.store.delete(self.run_dir)
+                return
+            for path in self.store.list(self.run_dir):
+                if path != f"{self.run_dir}/{TIMELINE_NAME}":
+                    self.store.delete(path)
+
+    @property
+    def timeline_url(self) -> str:
+        """Where the timeline is, if there is one."""
+        return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
         """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""

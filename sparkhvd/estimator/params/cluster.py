@@ -7,7 +7,13 @@ import functools
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
-from sparkhvd.estimator.params.converters import any_value, to_function, to_whole
+from sparkhvd.estimator.params.converters import (
+    any_value,
+    to_function,
+    to_loggers,
+    to_timeline,
+    to_whole,
+)
 from sparkhvd.estimator.params.table import above, at_least, param
 
 __all__ = ["ClusterParams"]
@@ -34,6 +40,17 @@ class ClusterParams(TorchParams):
         in_conf=True,
     )
     progress = cluster_param(to_function, "called on the driver with each epoch's record")
+    loggers = cluster_param(
+        to_loggers,
+        "list of loggers, such as sparkhvd.MLflowLogger() or sparkhvd.TensorBoardLogger(), fed on the driver",
+    )
+    timeline = cluster_param(
+        to_timeline,
+        "True, or a number of steps: write their timeline, for ui.perfetto.dev, into the run's folder",
+        default=0,
+        check=at_least(0),
+        to_ranks=True,
+    )
     settings = cluster_param(
         any_value,
         "sparkhvd.Settings of the engine",

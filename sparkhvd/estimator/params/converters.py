@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from sparkhvd.data.store.addresses import secrets_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers.logger import Logger
 
 __all__ = [
     "ACCEPTED",
@@ -23,6 +24,7 @@ __all__ = [
     "to_dtypes",
     "to_function",
     "to_inputs",
+    "to_loggers",
     "to_losses",
     "to_mapping",
     "to_optimizer",
@@ -31,6 +33,7 @@ __all__ = [
     "to_stopping",
     "to_store",
     "to_thresholds",
+    "to_timeline",
     "to_whole",
 ]
 
@@ -93,6 +96,27 @@ def to_whole(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError("expected a whole number")
     return TypeConverters.toInt(value)
+
+
+def to_loggers(value: object) -> list[Logger]:
+    """Convert one logger, or several, to a list."""
+    loggers = [value] if isinstance(value, Logger) else value
+    if not isinstance(loggers, (list, tuple)) or not all(isinstance(e, Logger) for e in loggers):
+        raise TypeError(
+            "expected loggers, such as [sparkhvd.MLflowLogger()], or instances of a subclass of sparkhvd.Logger"
+        )
+    return list(loggers)
+
+
+# Steps of a timeline whose number is not given: tens of megabytes, which a browser still shows well.
+_TIMELINE_STEPS = 1000
+
+
+def to_timeline(value: object) -> int:
+    """Convert a number of steps; True is a default number."""
+    if isinstance(value, bool):
+        return _TIMELINE_STEPS if value else 0
+    return to_whole(value)
 
 
 def to_thresholds(value: object) -> list[float]:
@@ -187,6 +211,8 @@ ACCEPTED: dict[Converter, str] = {
     to_mapping: "Mapping[str, Any]",
     to_thresholds: "Sequence[float]",
     to_whole: "int",
+    to_timeline: "bool | int",
+    to_loggers: "Logger | Sequence[Logger]",
     to_function: "Callable[..., Any]",
     to_scheduler: "Callable[..., Any]",
     to_stopping: "Mapping[str, Any]",
@@ -206,5 +232,7 @@ CONVERTED: dict[Converter, str] = {
     to_optimizer: "Optimizer | Callable[..., Any]",
     to_losses: "Callable[..., Any] | Sequence[Callable[..., Any]]",
     to_thresholds: "list[float]",
+    to_timeline: "int",
+    to_loggers: "list[Logger]",
     TypeConverters.toListFloat: "list[float]",
 }

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparkhvd.data.store.store import Store
+from sparkhvd.observe.loggers.logger import Logger
 from sparkhvd.settings import Settings
 from sparkhvd.training.user_code.callbacks import Callback
 
@@ -132,6 +133,8 @@ class EstimatorKeywords(TypedDict, total=False):
     num_proc: int | None
     verbose: int | None
     progress: Callable[..., Any] | None
+    loggers: Logger | Sequence[Logger] | None
+    timeline: bool | int | None
     settings: Settings | None
     max_retries: int | None
     start_timeout: float | None

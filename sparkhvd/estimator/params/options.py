@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from sparkhvd.data.store.store import Store
+    from sparkhvd.observe.loggers.logger import Logger
     from sparkhvd.settings import Settings
     from sparkhvd.training.user_code.callbacks import Callback
 
@@ -115,6 +116,8 @@ class FitOptions(PredictOptions):
     num_proc: int | None = None
     verbose: int = 1
     progress: Callable[..., Any] | None = None
+    loggers: list[Logger] | None = None
+    timeline: int = 0
     settings: Settings | None = None
     max_retries: int = 2
     start_timeout: float | None = None

@@ -9,6 +9,7 @@ Each module imports only those above it:
 
     document  the document and its JSON
     charts    charts as SVG
+    load      load of the ranks, as charts
     page      a document as a page
     compare   two documents side by side
 """

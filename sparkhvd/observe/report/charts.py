@@ -77,8 +77,10 @@ def _below(x: float, text: str) -> str:
     return f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - 19}" text-anchor="middle">{escape(text)}</text>'
 
 
-def lines(label: str, series: Sequence[Series], *, from_zero: bool = False) -> str:
-    """Draw lines over epochs, with a legend where there are several; "" without a finite value.
+def lines(
+    label: str, series: Sequence[Series], *, from_zero: bool = False, axis: str = "epoch"
+) -> str:
+    """Draw lines over epochs, or what `axis` names, with a legend where there are several; "" without a finite value.
 
     Positive values of more than two orders of magnitude have a logarithmic axis.
 
@@ -86,6 +88,7 @@ def lines(label: str, series: Sequence[Series], *, from_zero: bool = False) -> s
         label: what is drawn.
         series: at most 8 lines.
         from_zero: begin the vertical axis at 0.
+        axis: what the horizontal axis counts.
     """
     points = [(x, y) for s in series for x, y in zip(s.xs, s.ys, strict=True) if math.isfinite(y)]
     if not points:
@@ -122,7 +125,7 @@ def lines(label: str, series: Sequence[Series], *, from_zero: bool = False) -> s
                 continue
             pieces[-1].append(f"{across(x):.1f},{down(y):.1f}")
             if has_markers:
-                title = f"{each.name}, epoch {format_number(x)}: {format_number(y)}"
+                title = f"{each.name}, {axis} {format_number(x)}: {format_number(y)}"
                 drawn.append(
                     f'<circle class="f{colour}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5"><title>{escape(title)}</title></circle>'
                 )
@@ -133,7 +136,7 @@ def lines(label: str, series: Sequence[Series], *, from_zero: bool = False) -> s
         ]
     names = [each.name for each in series] if len(series) > 1 else []
     return legend(names) + _frame(
-        label, "epoch; vertical axis logarithmic" if is_log else "epoch", "".join(drawn)
+        label, f"{axis}; vertical axis logarithmic" if is_log else axis, "".join(drawn)
     )
 
 

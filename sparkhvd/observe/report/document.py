@@ -5,6 +5,8 @@
     phases                         [{"name", "seconds"}], in order; their sum is `seconds`
     history                        the records of the epochs, as `TorchModel.history`
     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by rank
+    load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}] by rank, each a list by
+                                   sample, one per second or less; `time` in seconds since 1970, null for what is not known
     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i / `per_octave`) seconds
     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank

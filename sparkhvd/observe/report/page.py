@@ -18,6 +18,7 @@ from sparkhvd.observe.report.charts import (
     waterfall,
 )
 from sparkhvd.observe.report.document import OF_EPOCH, Document, number, total
+from sparkhvd.observe.report.load import load_charts
 
 __all__ = ["measures", "render"]
 
@@ -64,6 +65,11 @@ def render(document: Document) -> str:
         _section("Losses and metrics", _curves(document), kind="charts"),
         _section("Throughput", _throughput(document), kind="charts"),
         _section("Why it took so long", _waits(document)),
+        _section(
+            "Load of the ranks",
+            "".join(_figure(title, chart) for title, chart in load_charts(document)),
+            kind="charts",
+        ),
         _section("Epochs", _epochs(document)),
         _section("Relaunches", _relaunches(document)),
         _section("Collectives of rank 0", _collectives(document)),

@@ -22,6 +22,7 @@ from tests.harness import faults
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
 from tests.harness.spark import started_script
 from tests.harness.waiting import wait_until
+from tests.pure.runner.test_metric_lines import Kept
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,23 @@ def test_values_come_back_by_rank() -> None:
         return base + step * here.rank, here.size
 
     assert run_local(place, (100,), {"step": 5}, num_proc=3) == [(100, 3), (105, 3), (110, 3)]
+
+
+def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
+    def train() -> None:
+        here = context()
+        assert here is not None
+        for step in range(1, 51):
+            sparkhvd.log_metrics({f"loss_{here.rank}": step / 2}, step)
+        print("trained")
+
+    kept, shown = Kept(), io.StringIO()
+    run_local(train, num_proc=2, loggers=[kept], stdout=shown)
+    assert sorted(shown.getvalue().splitlines()) == ["[0] trained", "[1] trained"]
+    for rank in range(2):
+        found = [(m.step, m.value) for m in kept.metrics if m.name == f"loss_{rank}"]
+        assert found == [(step, step / 2) for step in range(1, 51)]
+    assert kept.state == "finished"
 
 
 def test_ranks_know_the_standard_variables_and_their_threads() -> None:

@@ -27,6 +27,7 @@ from sparkhvd.estimator.params.foreign import ELSEWHERE
 from sparkhvd.estimator.params.keywords import EstimatorKeywords
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.estimator.params.table import GROUPS, rows_of
+from sparkhvd.observe.loggers.logger import Fit, Logger, Sink
 from tests.harness.paths import ROOT
 from tools import keywords
 
@@ -49,6 +50,13 @@ def test_every_param_has_a_doc_a_getter_and_a_chainable_setter() -> None:
         assert setter(value) is estimator
         assert getter() == value
         assert setter.__doc__.startswith(f"Set `{param.name}`")
+
+
+class Nowhere(Logger):
+    """Logger that logs nothing."""
+
+    def begin(self, fit: Fit) -> Sink:
+        return Sink()
 
 
 EXAMPLES: dict[str, Any] = {
@@ -95,6 +103,8 @@ EXAMPLES: dict[str, Any] = {
     "verbose": 0,
     "progress": print,
     "settings": Settings(),
+    "loggers": [Nowhere()],
+    "timeline": 7,
     "max_retries": 0,
     "keep_checkpoints": 2,
     "start_timeout": 1.5,

@@ -47,6 +47,17 @@ def document(ranks: int = 2, epochs: int = 3, **entries: Any) -> dict[str, Any]:
         "phases": [{"name": "materialize", "seconds": 4.0}, {"name": "train", "seconds": 6.0}],
         "history": history,
         "epochs": times,
+        "load": [
+            {
+                "host": f"host-{rank}",
+                "time": [100.0, 101.0, 102.0],
+                "cpu_percent": [90.0, 150.0 + rank, 100.0],
+                "rss_megabytes": [300.0, 310.0, 320.0],
+                "gpu_percent": [None] * 3,
+                "gpu_megabytes": [None] * 3,
+            }
+            for rank in range(ranks)
+        ],
         "steps": {"first_s": 16e-6, "per_octave": 4, "counts": counts},
         "collectives": [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def test_a_fit_writes_a_report_whose_figures_are_those_of_its_training(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     df = spark.range(100).selectExpr("array(rand(1), rand(2)) AS x", "rand(3) AS y")
-    est = estimator(mlp(2), store, epochs=3, metrics=["mae"], validation=0.2)
+    est = estimator(mlp(2), store, epochs=3, metrics=["mae"], validation=0.2, timeline=True)
     model = est.fit(df)
     run = f"runs/{model.getRunId()}"
     document = loads(store.read_bytes(f"{run}/report.json"), run)
@@ -39,6 +40,8 @@ def test_a_fit_writes_a_report_whose_figures_are_those_of_its_training(
     assert document["params"]["epochs"] == "3"
     assert document["relaunches"] == []
     assert list(model.history_frame().index) == [1, 2, 3]
+    events = json.loads(store.read_bytes(f"{run}/timeline.json"))
+    assert {e["pid"] for e in events if e.get("name") == "backward"} == {0, 1}
     # It is all that is left, and no run that goes on.
     (stored,) = store.runs()
     assert (stored.state, stored.num_bytes > 10_000) == ("report", True)

@@ -1,0 +1,14 @@
+"""Loggers: where the numbers of a fit go besides its report. MLflow and TensorBoard are here; a subclass of `Logger` is any other.
+
+Everything runs on the driver, in a thread of its own for each fit and logger: no logger can slow down a training, or end one. Failure: what a server
+does not take is tried again until it is there, after the end of the fit for `patience_s` more seconds; then a warning counts what is lost. What a
+server refuses is a warning at once. Nothing here knows a store or its credentials: texts are masked before they come.
+
+Each module imports only those above it:
+
+    logger       interface: a logger, and where one fit's numbers go
+    delivery     the thread that delivers, tries again and gives up
+    tensorboard  TensorBoard
+    mlflow       MLflow
+    followers    the loggers of one fit
+"""

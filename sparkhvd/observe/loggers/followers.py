@@ -1,0 +1,146 @@
+"""Loggers of one fit, or of one call of `run`, fed with what the driver gets anyway: records of epochs, the report, the model.
+
+Failure: nothing here ends a fit; what goes wrong is a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from sparkhvd.observe.loggers.delivery import Delivery
+from sparkhvd.observe.loggers.logger import Fit, Logger, Metric
+from sparkhvd.observe.loggers.mlflow import MLflowLogger
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps
+from sparkhvd.observe.report.page import render
+from sparkhvd.observe.system import METRICS
+
+__all__ = ["Followers", "bound"]
+
+# Seconds that a fit waits for a server after Ctrl-C.
+_PATIENCE_OF_A_USER_S = 5.0
+
+
+class Followers:
+    """Loggers that follow one fit; a context manager."""
+
+    def __init__(
+        self, loggers: Sequence[Logger], fit: Callable[[], Fit], say: Callable[[str], object]
+    ) -> None:
+        """Begin to follow a fit.
+
+        Args:
+            loggers: those of the estimator; MLflow's autologging adds one.
+            fit: gives what is known of the fit, if there is a logger.
+            say: shows a line to the user.
+        """
+        self._deliveries: list[Delivery] = []
+        self._known_until: dict[int, float] = {}  # by rank, the time of the last sample of its load
+        self._began = math.inf
+        self._epoch = self._load_epoch = 0  # of the last record, and of the last known load
+        known: Fit | None = None
+        for logger in (*loggers, *_of_autolog(loggers)):
+            try:
+                known = known or fit()
+                delivery = Delivery(logger.begin(known), logger.patience_s, say)
+            except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
+                warnings.warn(
+                    f"{logger!r} does not follow this fit: {type(e).__name__}: {e}", stacklevel=4
+                )
+            else:
+                self._deliveries.append(delivery)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers in the record of an epoch."""
+        now = time.time()
+        self._epoch = int(record["epoch"])
+        self.put(
+            Metric(name, float(value), int(record["epoch"]), now)
+            for name, value in record.items()
+            if name != "epoch" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        )
+
+    @property
+    def is_behind(self) -> bool:
+        """True if a logger lacks the load of the ranks in epochs that have ended."""
+        return bool(self._deliveries) and self._load_epoch < self._epoch
+
+    def load(self, profile: Mapping[str, Any]) -> None:
+        """Log the samples of the ranks' load that are newer than those of the last call.
+
+        Args:
+            profile: of the training, as far as it is known; see `Profile.state`.
+        """
+        if epochs := profile.get("epochs"):
+            self._load_epoch = epochs[-1]["epoch"] + profile["every"] - 1
+        for rank, columns in enumerate(profile.get("load", ()) if self._deliveries else ()):
+            node = f"{columns['host']}-rank-{rank}"
+            known = self._known_until.get(rank, 0.0)
+            for index, moment in enumerate(columns["time"]):
+                self._began = min(self._began, moment)
+                if moment > known:
+                    self.put(
+                        Metric(f"system/{node}/{name}", value, int(moment - self._began), moment)
+                        for key, name in METRICS.items()
+                        if (value := columns[key][index]) is not None
+                    )
+                    self._known_until[rank] = moment
+
+    def put(self, metrics: Iterable[Metric]) -> None:
+        """Log numbers."""
+        found = list(metrics)
+        for each in self._deliveries:
+            each.put(found)
+
+    def finished(self, model: object, document: Mapping[str, Any]) -> None:
+        """Log model and report, None or {} where there is none, and wait until everything is logged."""
+        for each in self._deliveries if model is not None else ():
+            each.call(lambda sink: sink.log_model(model))
+        self._end("finished", document, None)
+
+    def failed(self, error: BaseException, document: Mapping[str, Any]) -> None:
+        """Log the end of a fit without a model, and wait until it is logged; after Ctrl-C not for long."""
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        patience_s = _PATIENCE_OF_A_USER_S if is_interrupt else None
+        self._end("interrupted" if is_interrupt else "failed", document, patience_s)
+
+    def __enter__(self) -> Followers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End without a word, if nobody has told the end: an error has come between the training and that."""
+        for each in self._deliveries:
+            each.abandon()
+
+    def _end(self, state: str, document: Mapping[str, Any], patience_s: float | None) -> None:
+        files: dict[str, bytes] = {}
+        if document and self._deliveries:
+            files = {JSON_NAME: dumps(document), HTML_NAME: render(document).encode()}
+        for each in self._deliveries:
+            each.call(lambda sink: sink.finish(state, files))
+        for each in self._deliveries:
+            each.close(patience_s)
+
+
+def bound(loggers: Sequence[Logger]) -> list[Logger]:
+    """Return loggers with what belongs to the calling thread, for fits in other threads."""
+    try:
+        return [logger.bound() for logger in (*loggers, *_of_autolog(loggers))]
+    except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
+        warnings.warn(f"A logger does not know the run that is active here: {e}", stacklevel=3)
+        return list(loggers)
+
+
+def _of_autolog(loggers: Sequence[Logger]) -> Sequence[Logger]:
+    """Return the logger of MLflow's autologging, if that is on and none of the estimator's is MLflow's."""
+    if any(isinstance(logger, MLflowLogger) for logger in loggers):
+        return ()
+    try:
+        found = MLflowLogger.of_autolog()
+    except Exception as e:  # noqa: BLE001 - of another version of MLflow
+        warnings.warn(f"This fit does not follow mlflow.pyspark.ml.autolog(): {e}", stacklevel=5)
+        return ()
+    return () if found is None else (found,)

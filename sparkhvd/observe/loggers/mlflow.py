@@ -1,0 +1,295 @@
+"""MLflow: a run per fit, with Params, numbers of each epoch, the report, and the model in the flavours `spark` and `pytorch`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sparkhvd._version import __version__
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MLflowLogger"]
+
+# Names of the model in the flavours.
+SPARK_NAME, PYTORCH_NAME = "model", "pytorch-model"
+# Tag by which a run that goes on is found again.
+_RUN_TAG = "sparkhvd.run_id"
+# Limits of MLflow's servers.
+_MOST_PARAMS, _LONGEST_TEXT = 100, 500
+# What MLflow has in no name.
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /:]", re.ASCII)
+# Seconds in which a server answers whether it is there.
+_ANSWER_S = 5.0
+
+
+class MLflowLogger(Logger):
+    """Logs to MLflow: into the run that is active where `fit` is called, or one of its own.
+
+    A fit of a grid or of folds has a run of its own, below the active one.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        log_model: bool = True,
+        patience_s: float = 60.0,
+    ) -> None:
+        """Log by MLflow's settings, or those that are given.
+
+        Args:
+            experiment: name of the experiment, made if there is none; default MLflow's active one.
+            tracking_uri: of the server; default `mlflow.get_tracking_uri()` where `fit` is called.
+            run_name: default the name of the run in the store.
+            run_id: of a run of MLflow to log into.
+            tags: of the run.
+            log_model: also log the model.
+            patience_s: seconds that a fit waits at its end for a server that does not answer.
+
+        Raises:
+            InvalidArgumentError: the package mlflow is missing.
+        """
+        if util.find_spec("mlflow") is None:
+            raise InvalidArgumentError(
+                "MLflowLogger needs the package mlflow. Install it: pip install 'sparkhvd[mlflow]'."
+            )
+        self.experiment, self.tracking_uri = experiment, tracking_uri
+        self.run_name, self.run_id, self.tags = run_name, run_id, dict(tags or {})
+        self.log_model, self.patience_s = log_model, patience_s
+        self._parent = ""  # of runs of a grid
+
+    def __repr__(self) -> str:
+        return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
+
+    def bound(self) -> Self:
+        """Return a copy whose runs are below the run that is active here."""
+        that = copy.copy(self)
+        that._parent = self._parent or self._active()
+        return that
+
+    def _active(self) -> str:
+        """Return the run that is active in this thread, if the logger would use it; else ""."""
+        import mlflow
+
+        is_elsewhere = self.run_id or self.tracking_uri or self.experiment
+        active = None if is_elsewhere else mlflow.active_run()
+        return "" if active is None else str(active.info.run_id)
+
+    def begin(self, fit: Fit) -> Sink:
+        """Choose the run: what is active belongs to the calling thread."""
+        import mlflow
+
+        active = self._parent or self._active()
+        is_part = bool(self._parent or fit.label)
+        run_id, parent = (self.run_id or "", active) if is_part else (self.run_id or active, "")
+        uri = self.tracking_uri or mlflow.get_tracking_uri()
+        return _Run(self, fit, uri=uri, run_id=run_id, parent=parent)
+
+    @classmethod
+    def of_autolog(cls) -> Self | None:
+        """Return what `mlflow.pyspark.ml.autolog()` asks for; None if it is off, or no run is active."""
+        if "mlflow.pyspark.ml" not in sys.modules:
+            return None
+        import mlflow
+        from mlflow.utils import autologging_utils
+
+        name = "pyspark.ml"
+        if autologging_utils.autologging_is_disabled(name) or mlflow.active_run() is None:
+            return None
+        return cls(log_model=bool(autologging_utils.get_autologging_config(name, "log_models")))
+
+
+class _Run(Sink):
+    """Run of MLflow, as it gets one fit's numbers."""
+
+    def __init__(
+        self, logger: MLflowLogger, fit: Fit, *, uri: str, run_id: str, parent: str
+    ) -> None:
+        address = urlsplit(uri)
+        self._server = uri if address.scheme in ("http", "https") else ""
+        # Without a user's name and password.
+        host = address.netloc.rpartition("@")[2]
+        self.place = f"MLflow at {host}" if self._server else "MLflow"
+        self._logger, self._fit, self._uri = logger, fit, uri
+        self._run_id, self._parent = run_id, parent
+        self._is_own = not run_id
+        self._logged_models: set[str] = set()
+
+    def start(self) -> None:
+        """Find or make the run, and log what is known at its start."""
+        self._ask()
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunTag
+
+        self._client = MlflowClient(tracking_uri=self._uri)
+        if not self._run_id:
+            self._run_id = self._interrupted() or self._make()
+        known = self._client.get_run(self._run_id).data.params
+        params = [
+            Param(name, text[:_LONGEST_TEXT])
+            for name, text in self._fit.params.items()
+            if name not in known  # a run's Params cannot change
+        ]
+        tags = {**self._fit.tags, _RUN_TAG: self._fit.run_id, **self._logger.tags}
+        marks = [RunTag(name, text) for name, text in tags.items()]
+        for begin in range(0, max(1, len(params)), _MOST_PARAMS):
+            part = params[begin : begin + _MOST_PARAMS]
+            self._client.log_batch(self._run_id, params=part, tags=[] if begin else marks)
+
+    def _experiment_id(self) -> str:
+        import mlflow
+        from mlflow.tracking import fluent
+
+        name = self._logger.experiment
+        if name is None:
+            if self._parent:
+                return str(self._client.get_run(self._parent).info.experiment_id)
+            return str(fluent._get_experiment_id())
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        try:
+            return str(self._client.create_experiment(name))
+        except mlflow.MlflowException:  # another fit was faster
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)
+
+    def _interrupted(self) -> str:
+        """Return the run of MLflow that an interrupted fit has begun; "" if there is none."""
+        if not self._fit.epochs_done:
+            return ""
+        wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"
+        found = self._client.search_runs([self._experiment_id()], wanted, max_results=1)
+        if not found:
+            return ""
+        run_id = str(found[0].info.run_id)
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _make(self) -> str:
+        from mlflow.tracking.context import registry
+
+        tags = {"mlflow.runName": self._logger.run_name or self._fit.label or self._fit.run_id}
+        if self._parent:
+            tags["mlflow.parentRunId"] = self._parent
+        made = self._client.create_run(self._experiment_id(), tags=registry.resolve_tags(tags))
+        return str(made.info.run_id)
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        """Log numbers in one request."""
+        self._ask()
+        from mlflow.entities import Metric as Number
+
+        numbers = [
+            Number(_NOT_IN_NAMES.sub("_", m.name), m.value, int(m.time * 1000), m.step)
+            for m in metrics
+        ]
+        self._client.log_batch(self._run_id, metrics=numbers)
+
+    def log_model(self, model: Any) -> None:
+        """Log the model in both flavours, each once.
+
+        Raises:
+            InvalidArgumentError: MLflow cannot save one of them.
+        """
+        if not self._logger.log_model:
+            return
+        self._ask()
+        import mlflow.pytorch
+        import mlflow.spark
+
+        requirements = [f"sparkhvd=={__version__}", *_installed("torch", "pyspark")]
+        flavours: dict[str, Callable[[str], object]] = {
+            SPARK_NAME: lambda folder: mlflow.spark.save_model(
+                model, folder, pip_requirements=requirements
+            ),
+            PYTORCH_NAME: lambda folder: mlflow.pytorch.save_model(
+                model.getModel(), folder, pip_requirements=requirements[1:], **_as_pickle()
+            ),
+        }
+        problems = []
+        for name, save in flavours.items():
+            if name in self._logged_models:
+                continue
+            with tempfile.TemporaryDirectory(prefix="sparkhvd-mlflow-") as parent:
+                folder = str(Path(parent, "saved"))
+                try:
+                    save(folder)
+                except Exception as e:  # noqa: BLE001 - another try would not help
+                    problems.append(f"{name}: {type(e).__name__}: {e}")
+                else:
+                    self._client.log_artifacts(self._run_id, folder, name)
+            self._logged_models.add(name)
+        if problems:
+            raise InvalidArgumentError("; ".join(problems))
+
+    def finish(self, state: str, files: Mapping[str, bytes]) -> None:
+        """Log the report, and end the run if the fit began it."""
+        self._ask()
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-mlflow-") as folder:
+            for name, data in files.items():
+                Path(folder, name).write_bytes(data)
+            if files:
+                self._client.log_artifacts(self._run_id, folder, "report")
+        if self._is_own:
+            ends = {"finished": "FINISHED", "interrupted": "KILLED"}
+            self._client.set_terminated(self._run_id, ends.get(state, "FAILED"))
+
+    def _ask(self) -> None:
+        """Ask whether the server is there: MLflow's own calls try for minutes.
+
+        Raises:
+            ConnectionError: it is not.
+        """
+        if not self._server:
+            return
+        import requests
+
+        gone = (requests.exceptions.ConnectionError, requests.exceptions.Timeout)
+        try:
+            requests.get(f"{self._server.rstrip('/')}/health", timeout=_ANSWER_S)
+        except requests.exceptions.SSLError:
+            return  # it is; MLflow has its own settings of certificates
+        except gone as e:
+            raise ConnectionError(type(e).__name__) from None
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return True for what a server answers in words, but for an error of its own."""
+        if isinstance(error, (ConnectionError, TimeoutError)):
+            return False
+        status = getattr(error, "get_http_status_code", None)
+        if status is None:
+            return not type(error).__module__.startswith(("requests", "urllib3"))
+        return 400 <= status() < 500 and status() not in (408, 429)
+
+
+def _as_pickle() -> dict[str, str]:
+    """Return the argument by which MLflow saves any module: newer versions export it by default, which needs an example of its input."""
+    import mlflow.pytorch
+
+    name = "serialization_format"
+    return (
+        {name: "pickle"} if name in inspect.signature(mlflow.pytorch.save_model).parameters else {}
+    )
+
+
+def _installed(*packages: str) -> list[str]:
+    return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in packages]

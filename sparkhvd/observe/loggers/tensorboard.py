@@ -1,0 +1,66 @@
+"""TensorBoard: a file of events per fit, which `tensorboard --logdir` shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import util
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
+
+__all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger(Logger):
+    """Writes the numbers of each epoch for TensorBoard, into a folder per run below `log_dir`."""
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
+        """Write below a folder that the driver sees.
+
+        Args:
+            log_dir: of all fits; each has a folder with the name of its run.
+
+        Raises:
+            InvalidArgumentError: the package tensorboard is missing.
+        """
+        if util.find_spec("tensorboard") is None:
+            raise InvalidArgumentError(
+                "TensorBoardLogger needs the package tensorboard. Install it: pip install 'sparkhvd[tensorboard]'."
+            )
+        self.log_dir = os.fspath(log_dir)
+
+    def __repr__(self) -> str:
+        return f"TensorBoardLogger({self.log_dir!r})"
+
+    def begin(self, fit: Fit) -> Sink:
+        """Name the folder of a fit."""
+        return _Events(os.path.join(self.log_dir, fit.run_id), fit)
+
+
+class _Events(Sink):
+    """Events of one fit."""
+
+    def __init__(self, folder: str, fit: Fit) -> None:
+        self.place = f"TensorBoard's folder {folder}"
+        self._folder, self._fit = folder, fit
+        self._writer: Any = None
+
+    def start(self) -> None:
+        """Open the file."""
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(self._folder)
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        """Write numbers."""
+        for metric in metrics:
+            self._writer.add_scalar(
+                metric.name, metric.value, step=metric.step, wall_time=metric.time
+            )
+        self._writer.flush()
+
+    def finish(self, state: str, files: Mapping[str, bytes]) -> None:
+        """Close the file."""
+        self._writer.close()

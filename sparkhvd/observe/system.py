@@ -1,0 +1,139 @@
+"""Load of a rank's process, sampled once per second: CPU, memory, and of its GPU what NVIDIA's library tells.
+
+Threads: one, which sleeps but for 0.1 ms per second. Failure: what cannot be read is NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["METRICS", "Gpu", "Sample", "Sampler"]
+
+_INTERVAL_S = 1.0
+
+
+class Sample(NamedTuple):
+    """What a rank's process used in a second; NaN where it is not known.
+
+    Attributes:
+        time: seconds since 1970.
+        cpu_percent: of its threads together; 100 is one CPU.
+        rss_megabytes: resident memory, 10^6 bytes.
+        gpu_percent: of the second, in which its GPU ran a kernel of any process.
+        gpu_megabytes: memory in use on its GPU, by any process.
+    """
+
+    time: float
+    cpu_percent: float
+    rss_megabytes: float
+    gpu_percent: float = math.nan
+    gpu_megabytes: float = math.nan
+
+
+# Names of the numbers of a sample, as MLflow has them where it has them.
+METRICS = {
+    "cpu_percent": "cpu_utilization_percentage",
+    "rss_megabytes": "rss_megabytes",
+    "gpu_percent": "gpu_utilization_percentage",
+    "gpu_megabytes": "gpu_memory_usage_megabytes",
+}
+
+
+class Sampler:
+    """Samples of this process until `close`."""
+
+    def __init__(self, gpu: Callable[[], tuple[float, float]] | None = None) -> None:
+        """Prepare to sample.
+
+        Args:
+            gpu: gives percent and megabytes of the rank's GPU.
+        """
+        self._gpu = gpu
+        self._samples: list[Sample] = []
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to sample."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sparkhvd-system", daemon=True)
+            self._thread.start()
+
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call."""
+        samples, self._samples = self._samples, []
+        return samples
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        before, used = time.monotonic(), _cpu_s()
+        due = before + _INTERVAL_S
+        while not self._stopping.wait(max(0.0, due - time.monotonic())):
+            now, now_used = time.monotonic(), _cpu_s()
+            percent = 100 * (now_used - used) / (now - before)
+            gpu = self._gpu() if self._gpu is not None else (math.nan, math.nan)
+            self._samples.append(Sample(time.time(), percent, _rss_megabytes(), *gpu))
+            before, used = now, now_used
+            due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)  # after a stopped process not twice
+
+
+def _cpu_s() -> float:
+    return time.process_time()
+
+
+def _rss_megabytes() -> float:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return math.nan
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+class Gpu:
+    """A GPU, as NVIDIA's management library tells of it."""
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        self._library, self._handle = library, handle
+
+    @classmethod
+    def find(cls, uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> Gpu | None:
+        """Return the GPU with a UUID, such as "GPU-1234..."; None if the library is missing or does not know it."""
+        try:
+            library, handle = load("libnvidia-ml.so.1"), ctypes.c_void_p()
+            if library.nvmlInit_v2():
+                return None
+            if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+                return None
+        except (OSError, AttributeError):
+            return None
+        return cls(library, handle)
+
+    def __call__(self) -> tuple[float, float]:
+        """Return percent and megabytes in use."""
+        rates, memory = _Utilization(), _Memory()
+        percent = megabytes = math.nan
+        if not self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates)):
+            percent = float(rates.gpu)
+        if not self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)):
+            megabytes = memory.used / 1e6
+        return percent, megabytes

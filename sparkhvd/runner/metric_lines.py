@@ -1,0 +1,105 @@
+"""Loggers of `run(fn)`: lines of `log_metrics` in the ranks' output go to them, the others where they would go without.
+
+Threads: the stream is written by one thread at a time. Failure: a line that cannot be read is shown as it is; see `observe.loggers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO, cast
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.logger import Fit, Logger, Metric
+from sparkhvd.rank_messages import METRICS
+
+__all__ = ["LineSplitter", "following"]
+
+_LINE = re.compile(r"(?m)^(?:\S+ )?\[\d+\] " + METRICS + r"(\{.*\})\n")
+
+
+class LineSplitter:
+    """Stream of the ranks' output that takes lines of `log_metrics` out of it."""
+
+    def __init__(self, take: Callable[[list[Metric]], None], rest: TextIO | None) -> None:
+        """Split what is written.
+
+        Args:
+            take: gets the numbers.
+            rest: gets the other lines; None for nobody.
+        """
+        self._take, self._rest = take, rest
+
+    def write(self, text: str) -> int:
+        """Write whole lines."""
+        rest = _LINE.sub(self._taken, text)
+        if self._rest is not None and rest:
+            self._rest.write(rest)
+        return len(text)
+
+    def _taken(self, match: re.Match[str]) -> str:
+        try:
+            entry = json.loads(match[1])
+            step, moment = int(entry["step"]), float(entry["time"])
+            metrics = [Metric(name, float(v), step, moment) for name, v in entry["values"].items()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return match[0]
+        self._take(metrics)
+        return ""
+
+    def flush(self) -> None:
+        """Flush the rest."""
+        if self._rest is not None:
+            self._rest.flush()
+
+
+@contextlib.contextmanager
+def following(
+    loggers: Sequence[Logger] | None,
+    fn: Callable[..., object],
+    params: Mapping[str, object],
+    stream: TextIO | None,
+    verbose: int,
+) -> Iterator[TextIO | None]:
+    """Let loggers follow a call on ranks; yield the stream for its output.
+
+    Args:
+        loggers: of the call; none: the stream is as given.
+        fn: the function, whose name the run gets.
+        params: of the run; None for what is not known.
+        stream: that the user gave, or None for stderr.
+        verbose: 0 prints nothing on stderr.
+
+    Raises:
+        InvalidArgumentError: `loggers` are none.
+    """
+    if not loggers:
+        yield stream
+        return
+    found = [loggers] if isinstance(loggers, Logger) else list(loggers)
+    if not all(isinstance(each, Logger) for each in found):
+        raise InvalidArgumentError(
+            f"loggers is {loggers!r:.200}; it must be a list such as [sparkhvd.MLflowLogger()]."
+        )
+    name = str(getattr(fn, "__name__", type(fn).__name__)).strip("<>")
+    run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    texts = {key: str(value) for key, value in params.items() if value is not None}
+
+    def say(line: str) -> None:
+        if verbose:
+            sys.stderr.write(f"{line}\n")
+
+    followers = Followers(found, lambda: Fit(run_id, params=texts), say)
+    rest = sys.stderr if stream is None and verbose else stream
+    try:
+        yield cast("TextIO", LineSplitter(followers.put, rest))
+    except BaseException as e:
+        followers.failed(e, {})
+        raise
+    followers.finished(None, {})
