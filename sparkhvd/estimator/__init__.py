@@ -21,6 +21,7 @@ Each module imports only those above it:
 
     params          the table of Params
     summary         summary of a training
+    importance      importance of features by permutation
     trained         what a model tells of its training
     fitting         the parts of a fit
     transform       the parts of a transform

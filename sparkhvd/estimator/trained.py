@@ -1,4 +1,4 @@
-"""What a model tells of its training: history, summary, report, curves."""
+"""What a model tells of its training: history, summary, report, curves, importance of features."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.estimator.importance import Importance, permutation_importance
 from sparkhvd.estimator.summary import TrainingSummary
 from sparkhvd.observe.report.document import JSON_NAME, Document, dumps, loads, number
 from sparkhvd.observe.report.page import measures, render
@@ -19,6 +20,8 @@ from sparkhvd.training.modules.fitted import Fitted
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+    from pyspark.ml.evaluation import Evaluator
+    from pyspark.sql import DataFrame
 
 __all__ = ["Report", "Trained"]
 
@@ -101,6 +104,42 @@ class Trained:
         with contextlib.suppress(OSError, SparkhvdError):
             return loads(store.read_bytes(path), store.full_url(path))
         return {}
+
+    def permutation_importance(
+        self,
+        dataset: DataFrame,
+        evaluator: Evaluator,
+        *,
+        num_rows: int = 2000,
+        repeats: int = 3,
+        seed: int = 0,
+    ) -> list[Importance]:
+        """Tell how much worse the predictions are when one feature has the values of other rows; the greatest first.
+
+        Each scalar column is a feature, and each element of a vector or list of numbers, which Spark ML's metadata may name. Correlated features share
+        their importance.
+
+        Args:
+            dataset: rows with the columns that the model reads, and what the evaluator reads; best such that it was not trained with.
+            evaluator: of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
+            num_rows: at most so many rows, chosen at random; the driver holds them.
+            repeats: permutations of each feature.
+            seed: of the choice and the permutations.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two rows, or a number is too small.
+        """
+        columns = self._get("feature_cols") or [c.name for c in self._require_fitted().columns]
+        transform = cast("Any", self).transform
+        return permutation_importance(
+            transform,
+            columns,
+            dataset,
+            evaluator,
+            num_rows=num_rows,
+            repeats=repeats,
+            seed=seed,
+        )
 
     def plot(self, names: Sequence[str] | None = None) -> Figure:
         """Draw curves over the epochs with matplotlib, validation beside training.
