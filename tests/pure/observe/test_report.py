@@ -64,13 +64,14 @@ def test_page_shows_every_part_of_a_document() -> None:
         "The others waited most for rank 1, up to 2.4 s. It spent 85% computing and 10% waiting for data.",
         "rank 1 was killed",
         "grads.0",
+        "CPU of each rank, percent of one",
         "host-1",
         "avx2",
         "2.13.0",
     ):
         assert expected in shown
-    # loss, accuracy, rows/s and durations; lr never changes.
-    assert page.tags.count("svg") == 4
+    # loss, accuracy, rows/s, durations, CPU and memory; lr never changes, and of GPUs nothing is known.
+    assert page.tags.count("svg") == 6
     assert "script" not in page.tags
     assert "link" not in page.tags
 

@@ -17,7 +17,10 @@ from tests.spark.estimator.fits import fitted
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-EVALUATOR = RegressionEvaluator(labelCol="y", metricName="mse")
+
+@pytest.fixture(scope="module")
+def evaluator(spark: SparkSession) -> RegressionEvaluator:
+    return RegressionEvaluator(labelCol="y", metricName="mse")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +40,11 @@ def exact() -> nn.Module:
     return module
 
 
-def test_features_are_ranked_by_what_the_model_makes_of_them(df: DataFrame) -> None:
+def test_features_are_ranked_by_what_the_model_makes_of_them(
+    df: DataFrame, evaluator: RegressionEvaluator
+) -> None:
     model: Any = fitted(exact(), inputs=3)
-    much, some, none = model.permutation_importance(df, EVALUATOR, repeats=2)
+    much, some, none = model.permutation_importance(df, evaluator, repeats=2)
     assert [each.feature for each in (much, some, none)] == ["much", "some", "none"]
     # Permuting adds twice the variance of what a feature contributes: 9 / 12 and 1 / 12.
     assert much.importance == pytest.approx(2 * 9 / 12, rel=0.4)
@@ -48,16 +53,16 @@ def test_features_are_ranked_by_what_the_model_makes_of_them(df: DataFrame) -> N
     assert much.std > 0
 
 
-def test_a_vector_without_names_has_numbers(df: DataFrame) -> None:
+def test_a_vector_without_names_has_numbers(df: DataFrame, evaluator: RegressionEvaluator) -> None:
     bare = df.withColumn("x", F.col("x").alias("x", metadata={"ml_attr": {"num_attrs": 3}}))
     model: Any = fitted(exact(), inputs=3)
-    found = model.permutation_importance(bare, EVALUATOR, num_rows=20, repeats=1)
+    found = model.permutation_importance(bare, evaluator, num_rows=20, repeats=1)
     assert [each.feature for each in found] == ["x[0]", "x[2]", "x[1]"]
 
 
-def test_what_cannot_be_permuted_is_an_error(df: DataFrame) -> None:
+def test_what_cannot_be_permuted_is_an_error(df: DataFrame, evaluator: RegressionEvaluator) -> None:
     model: Any = fitted(exact(), inputs=3)
     with pytest.raises(InvalidArgumentError, match="has 1 rows"):
-        model.permutation_importance(df.limit(1), EVALUATOR)
+        model.permutation_importance(df.limit(1), evaluator)
     with pytest.raises(InvalidArgumentError, match="at least 2 and 1"):
-        model.permutation_importance(df, EVALUATOR, repeats=0)
+        model.permutation_importance(df, evaluator, repeats=0)
