@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,3 +28,12 @@ def wait_until(
             return found
         assert not is_last, f"not within {within_s:g} s: {what}; last seen: {found!r}"
         time.sleep(every_s)
+
+
+def wait_until_no_checkpoint_is_written() -> None:
+    """Wait for the checkpoint of a step or an epoch in a rank that is a thread: while it is written, no other is taken."""
+
+    def is_idle() -> bool:
+        return all(thread.name != "sparkhvd-checkpoint" for thread in threading.enumerate())
+
+    wait_until(is_idle, "the checkpoint is written", every_s=0.005)

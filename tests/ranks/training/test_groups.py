@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.ranks import RanksFailed
+from tests.harness.waiting import wait_until_no_checkpoint_is_written
 from tests.ranks.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear, without_times
 
 LENGTHS = [1, 7, 3, 2, 5, 6, 1, 4, 8, 3] * 4
@@ -42,19 +41,11 @@ FAILS_AT: set[int] = set()
 def train_step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
     SEEN.append((ctx.epoch, ctx.rank, batch["g"].tolist()))
     if ctx.rank == 0 and ctx.step + 3 in FAILS_AT:
-        wait_until_nothing_is_written()
+        wait_until_no_checkpoint_is_written()
     if ctx.rank == 0 and ctx.step in FAILS_AT:
         FAILS_AT.clear()
         raise ValueError("a loss")
     return pairs(model(batch["x"])[:, 0], batch["y"], batch["g"])
-
-
-def wait_until_nothing_is_written() -> None:
-    """Wait for the checkpoint of the epoch before: while it is written, no step's is taken."""
-    deadline = time.monotonic() + 20
-    while any(thread.name == "sparkhvd-checkpoint" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def case(folder: Path, **options: Any) -> Case:

@@ -26,7 +26,7 @@ from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.harness.soak import left_to_soak
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import wait_until, wait_until_no_checkpoint_is_written
 from tests.ranks.training.ranks import RUN_DIR, Case, assert_close, linear, without_times
 
 VALIDATION = {"has_validation": True, "validation": 0.25}
@@ -544,6 +544,8 @@ def test_train_fn_goes_on_inside_an_epoch_with_the_states_that_it_keeps(
                 ctx.backward(loss)
                 optimizer.step()
                 ctx.after_step()
+                if ctx.step == stops_at[0] - 3:
+                    wait_until_no_checkpoint_is_written()
                 if ctx.step == stops_at[0]:
                     raise ValueError("a loss")
             ctx.log({"began": f"{ctx.start_epoch}, {ctx.start_step > 0}"})
