@@ -19,6 +19,8 @@ __all__ = ["Importance", "permutation_importance"]
 
 # Column of the frame with the permuted rows: which permutation, 0 for none.
 _VARIANT = "__sparkhvd_variant"
+# Of the seed of the choice: a column that is `rand` with the same seed would else decide which rows are chosen.
+_SALT = 0x7065726D
 
 
 class Importance(NamedTuple):
@@ -72,7 +74,8 @@ def permutation_importance(
             f"permutation_importance: num_rows is {num_rows} and repeats {repeats}; they must be at least 2 and 1."
         )
     rows = [
-        row.asDict(recursive=False) for row in df.orderBy(F.rand(seed)).limit(num_rows).collect()
+        row.asDict(recursive=False)
+        for row in df.orderBy(F.rand(seed ^ _SALT)).limit(num_rows).collect()
     ]
     if len(rows) < 2:
         raise InvalidArgumentError(

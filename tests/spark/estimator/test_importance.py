@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def evaluator(spark: SparkSession) -> RegressionEvaluator:
-    return RegressionEvaluator(labelCol="y", metricName="mse")
+    return RegressionEvaluator(labelCol="y", predictionCol="y__output", metricName="mse")
 
 
 @pytest.fixture(scope="module")
