@@ -280,9 +280,9 @@ soak-python: test-python
 soak-packaging: env
 	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging
 
-# Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random.
+# Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random; executors that come and go.
 soak-launchers: env
-	$(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers
+	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"

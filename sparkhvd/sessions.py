@@ -18,6 +18,7 @@ __all__ = [
     "check_dataframe",
     "check_session",
     "connect_session",
+    "has_died",
     "is_connect",
     "is_dataframe",
     "ml_context",
@@ -71,6 +72,20 @@ def session_key(spark: SparkSession) -> str:
     if is_connect(spark):
         return str(session.session_id)
     return str(session._jsparkSession.sessionUUID())
+
+
+def has_died(spark: SparkSession) -> bool:
+    """Return True if a classic driver's JVM no longer answers."""
+    from py4j.protocol import Py4JError
+
+    if is_connect(spark):
+        return False
+    session: Any = spark
+    try:
+        session._jvm.java.lang.System.nanoTime()
+    except (OSError, Py4JError):
+        return True
+    return False
 
 
 def ml_context(spark: SparkSession) -> SparkSession | SparkContext:

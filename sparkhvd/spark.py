@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd import connect
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.interfaces import LOOPBACK, address_towards
-from sparkhvd.sessions import check_session, is_connect, session_key
+from sparkhvd.sessions import check_session, has_died, is_connect, session_key
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
-__all__ = ["SparkShim"]
+__all__ = ["SparkShim", "cancel_until_over", "job_thread"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
@@ -131,6 +131,13 @@ class SparkShim:
             return None
         return int(context.maxNumConcurrentTasks(chosen))
 
+    def decommissioned(self, executors: Iterable[str]) -> set[str]:
+        """Return those of these executors that Spark will take away; none over Connect, which does not tell."""
+        if self.is_connect:
+            return set()
+        scheduler = self.session.sparkContext._jsc.sc().taskScheduler()
+        return {e for e in executors if scheduler.getExecutorDecommissionState(e).isDefined()}
+
     def profile(self, cpus: int | None, gpus: float | None) -> ResourceProfile:
         """Register a resource profile with so much for each task of a stage; None leaves a resource out.
 
@@ -166,13 +173,18 @@ class SparkShim:
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
     def stage(
-        self, size: int, task: ArrowTask, schema: str, profile: ResourceProfile | None = None
+        self,
+        size: int,
+        task: ArrowTask,
+        schema: str,
+        profile: ResourceProfile | None = None,
+        *,
+        is_barrier: bool = True,
     ) -> DataFrame:
-        """Return the DataFrame whose `collect` runs `task` in a barrier stage of `size` tasks."""
+        """Return the DataFrame whose `collect` runs `task` in a stage of `size` tasks, which start together or as slots are free."""
         rows: DataFrame = self.session.range(0, size, 1, numPartitions=size)
-        if profile is None:
-            return rows.mapInArrow(task, schema, barrier=True)
-        return rows.mapInArrow(task, schema, barrier=True, profile=profile)
+        given = {} if profile is None else {"profile": profile}
+        return rows.mapInArrow(task, schema, barrier=is_barrier, **given)
 
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
@@ -234,7 +246,7 @@ class SparkShim:
                     return _collect_beside(self, stage, tag, interrupt)
             except BaseException as e:  # noqa: BLE001 - raised again
                 self.cancel(tag)
-                if isinstance(e, Exception) and _has_died(self):
+                if isinstance(e, Exception) and has_died(self.session):
                     raise SparkhvdError(
                         f"Spark's JVM has died while it ran {description or 'a job'!r}; look for why in its log (out of memory, "
                         "or killed). Start a new session, if need be in a new process: this one's is lost."
@@ -333,7 +345,7 @@ def _collect_beside(
         except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
             future.set_exception(e)
 
-    thread = _thread(shim, collects, "sparkhvd-collect")
+    thread = job_thread(shim, collects, "sparkhvd-collect")
     thread.start()
     try:
         return future.result()
@@ -342,15 +354,15 @@ def _collect_beside(
             interrupt()
         raise
     finally:
-        _cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # not done if it was interrupted
+        cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # not done if it was interrupted
         if future.done():
             thread.join(_CANCEL_WAIT_S)
         else:  # a slow driver has yet to submit the job, which nobody would end
             rest = (shim, tag, future, _CANCEL_REST_S)
-            _thread(shim, lambda: _cancel_until_over(*rest), "sparkhvd-cancel").start()
+            job_thread(shim, lambda: cancel_until_over(*rest), "sparkhvd-cancel").start()
 
 
-def _cancel_until_over(
+def cancel_until_over(
     shim: SparkShim, tag: str, future: concurrent.futures.Future[Any], limit_s: float
 ) -> None:
     """Cancel the jobs of a tag again and again: they may not have been submitted yet."""
@@ -360,26 +372,13 @@ def _cancel_until_over(
         concurrent.futures.wait([future], _CANCEL_AGAIN_S)
 
 
-def _thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
+def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
     """Return a daemon thread; on classic Spark its jobs have the properties of this thread's."""
     if shim.is_connect:
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
 
     return InheritableThread(target, name=name, daemon=True)
-
-
-def _has_died(shim: SparkShim) -> bool:
-    """Return True if the driver's JVM no longer answers."""
-    from py4j.protocol import Py4JError
-
-    if shim.is_connect:
-        return False
-    try:
-        shim.session._jvm.java.lang.System.nanoTime()
-    except (OSError, Py4JError):
-        return True
-    return False
 
 
 @contextlib.contextmanager

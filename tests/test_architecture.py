@@ -57,7 +57,7 @@ ENVIRONMENT = {
 UNPICKLING = {
     "sparkhvd/runner/child.py": "a rank: the driver's closure, through its parent process",
     "sparkhvd/runner/task.py": "a rank's task: the driver's closure, through Spark",
-    "sparkhvd/runner/launching.py": "the driver: results through Spark or its own child's pipe",
+    "sparkhvd/runner/launching.py": "the driver: results through Spark, its port for the tasks of an elastic job, or its own child's pipe",
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
     "sparkhvd/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
     "sparkhvd/estimator/transform/worker.py": "a worker of transform: the driver's closure, through Spark",
@@ -95,12 +95,13 @@ LAZY = {
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (9, "`import sparkhvd.runner` on a rank loads no launcher"),
+    "sparkhvd/runner/elastic/function.py": (4, "likewise"),
     "sparkhvd/runner/command.py": (
         7,
         "ranks start without what the doctor, other hosts and elastic jobs need",
     ),
     "sparkhvd/__main__.py": (2, "the doctor tells what is missing, such as pyarrow"),
-    "sparkhvd/runner/child.py": (3, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/child.py": (4, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
@@ -109,6 +110,7 @@ LAZY = {
 LAZY_PACKAGES = {
     "IPython": (1, "a kernel of Jupyter has imported it, nobody else has a use for it"),
     "PIL": (1, "optional: columns of images"),
+    "importlib": (1, "the function of a task, pickled by value"),
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "matplotlib": (1, "optional: curves of a model"),
@@ -117,11 +119,11 @@ LAZY_PACKAGES = {
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
     "pyarrow": (
-        7,
+        8,
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",
     ),
     "pyspark": (
-        21,
+        22,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
     "requests": (1, "optional: comes with MLflow"),

@@ -21,7 +21,8 @@ BEGIN, END = (
     "<!-- end of names -->\n",
 )
 
-_ELASTIC = "the number of ranks does not change on Spark in this version"
+# Of the numbers of ranks.
+_ELASTIC = "by default as many ranks as there are slots"
 
 NAMES: dict[str, str] = {
     "horovod": "run __version__",
@@ -131,14 +132,14 @@ NAMES: dict[str, str] = {
 
 # What to know of a name, or of all names of a module.
 NOTES: dict[str, str] = {
-    "horovod.run": "arguments for a number of ranks that changes, and `output_filename`, are errors",
+    "horovod.run": "a number of ranks that changes is for this host alone; `output_filename` is an error",
     "horovod.runner.run": "as `horovod.run`",
     "horovod.torch.elastic.ElasticSampler": "also `batches(size)`, which repeats no row",
     "horovod.torch.elastic.sampler.ElasticSampler": "the same",
     "horovod.spark.run_elastic": _ELASTIC,
     "horovod.spark.runner.run_elastic": _ELASTIC,
-    "horovod.spark.conf": "for a number of ranks that changes, which this version has not on Spark: leave them out",
     "horovod.spark.elastic": _ELASTIC,
+    "horovod.spark.conf": "a process that dies fails no task, so nothing need be set: leave them out",
     "horovod.torch.HorovodInternalError": "of `PeerLostError` and its like; a mismatch between ranks is a `MismatchError`",
     "horovod.torch.synchronize": "a handle is a `Handle`; a second call gives the result again",
     "horovod.torch.reducescatter": "also Min, Max, Product",
@@ -187,9 +188,7 @@ def rows() -> list[tuple[str, str, str, str]]:
             note = NOTES.get(f"{module}.{name}", NOTES.get(module, ""))
             value = _found(module, name)
             state = "not" if value is None else "differs" if note else "there"
-            if note == _ELASTIC:
-                state = "stub"
-            elif isinstance(value, type) and issubclass(value, as_horovod.Stub):
+            if isinstance(value, type) and issubclass(value, as_horovod.Stub):
                 state = "stub"
                 note = value.refusal.partition(" is not in sparkhvd: ")[2].removesuffix(".")
             shown = name if name == "all" else f"`{name}`"

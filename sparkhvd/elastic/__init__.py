@@ -13,6 +13,7 @@ Each module imports only those above it:
     messages     questions, decisions, news
     membership   who is in the next generation; pure
     channel      authenticated connections for them
+    service      a thread that serves connections
     coordinator  the deciding process's part
     member       a rank's connection to it
     rendezvous   a rank's rendezvous
@@ -23,6 +24,7 @@ from sparkhvd.elastic.coordinator import Coordinator, Formed
 from sparkhvd.elastic.member import Invitation
 from sparkhvd.elastic.membership import Change, Limits
 from sparkhvd.elastic.rendezvous import ElasticRendezvous, Standing
+from sparkhvd.elastic.service import Service
 
 __all__ = [
     "Change",
@@ -31,5 +33,6 @@ __all__ = [
     "Formed",
     "Invitation",
     "Limits",
+    "Service",
     "Standing",
 ]

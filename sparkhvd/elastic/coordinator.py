@@ -9,11 +9,8 @@ takes no part any more. The end of this process ends the job.
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +18,15 @@ from dataclasses import dataclass
 from sparkhvd.elastic.channel import FIRST_TURN, pack, party, take
 from sparkhvd.elastic.membership import FINISHED, Change, Limits, Membership
 from sparkhvd.elastic.messages import Message, Refusal, Report
+from sparkhvd.elastic.service import Service
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.rendezvous.handshake import Turn
-from sparkhvd.rendezvous.loop import Loop, Task, Wait, send, sleep
+from sparkhvd.rendezvous.loop import Task, Wait, send
 from sparkhvd.rendezvous.reception import Reception
 
 __all__ = ["Coordinator", "Formed"]
 
 _READ_BYTES = 1 << 16
-_IDLE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -74,19 +71,24 @@ class Coordinator:
         self._on_formed = on_formed
         self._on_refused = on_refused
         self._side = party(key, job_id, None)
-        self._loop = Loop()
+        self._service = Service("sparkhvd-elastic", self._tell)
+        self._loop = self._service.loop
         self._links: dict[int, socket.socket] = {}
         self._expected: set[int] = set()
         self._unmet: set[int] = set()  # of the change that is being carried out
         self._change: Change | None = None
         self._alarm: tuple[float, Task] | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._is_closing = False
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="sparkhvd-elastic", daemon=True)
-        self._thread.start()
+        reception = Reception(
+            self._side,
+            listener.sockets(),
+            self._loop,
+            current_turn=lambda: FIRST_TURN,
+            on_peer=self._receive_member,
+            on_notice=lambda _: None,
+            on_shortage=lambda _: None,
+        )
+        reception.start()
+        self._service.start(at_end=self._close_links)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -100,11 +102,11 @@ class Coordinator:
             self._expected.add(number)
             self._membership.expect(number)
 
-        self._call(note)
+        self._service.call(note)
 
     def end(self, number: int, why: str) -> None:
         """Note that a member's process has ended."""
-        self._call(lambda: self._membership.end(number, why, time.monotonic()))
+        self._service.call(lambda: self._membership.end(number, why, time.monotonic()))
 
     def finish(self, number: int) -> None:
         """Note that a member's process has ended well: nobody joins any more."""
@@ -113,27 +115,20 @@ class Coordinator:
             self._membership.receive(number, Report("finished", 0), time.monotonic())
             self._membership.end(number, FINISHED, time.monotonic())
 
-        self._call(note)
+        self._service.call(note)
 
     def remove(self, number: int, why: str) -> None:
         """Let a member leave at its next commit."""
-        self._call(lambda: self._membership.remove(number, why, time.monotonic()))
+        self._service.call(lambda: self._membership.remove(number, why, time.monotonic()))
 
     def fail(self, text: str) -> None:
         """End the job for all members: it cannot go on."""
-        self._call(lambda: self._membership.fail(text, time.monotonic()))
+        self._service.call(lambda: self._membership.fail(text, time.monotonic()))
 
     def close(self) -> None:
         """End all connections."""
-        if self._thread.is_alive() and os.getpid() == self._pid:
-
-            def stop() -> None:
-                self._is_closing = True
-
-            self._call(stop)
-            self._thread.join()
-        for sock in (self._bell, self._ringer, *self._links.values()):
-            sock.close()
+        self._service.close()
+        self._close_links()  # in a fork
         self._listener.close()
 
     def __enter__(self) -> Coordinator:
@@ -144,41 +139,9 @@ class Coordinator:
 
     # --- The thread. ---
 
-    def _call(self, step: Callable[[], None]) -> None:
-        self._calls.put(step)
-        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
-            self._ringer.send(b"\0", socket.MSG_DONTWAIT)
-
-    def _run(self) -> None:
-        reception = Reception(
-            self._side,
-            self._listener.sockets(),
-            self._loop,
-            current_turn=lambda: FIRST_TURN,
-            on_peer=self._receive_member,
-            on_notice=lambda _: None,
-            on_shortage=lambda _: None,
-        )
-        reception.start()
-        self._loop.start(self._hear())
-        self._loop.start(self._live())
-        try:
-            self._loop.run(lambda: self._is_closing)
-        finally:
-            self._loop.close()
-            for link in self._links.values():  # whatever ended this thread: members do not wait
-                link.close()
-
-    def _hear(self) -> Task:
-        """Do what other threads have asked for."""
-        while True:
-            yield Wait(self._bell, selectors.EVENT_READ, float("inf"))
-            with contextlib.suppress(BlockingIOError):
-                self._bell.recv(_READ_BYTES)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._calls.get_nowait()()
-            self._tell()
+    def _close_links(self) -> None:
+        for link in self._links.values():  # whatever ended the thread: members do not wait
+            link.close()
 
     def _set_alarm(self) -> None:
         """Wake when the membership has something to do."""
@@ -195,11 +158,6 @@ class Coordinator:
         self._alarm = None
         self._membership.step(time.monotonic())
         self._tell()
-
-    def _live(self) -> Task:
-        """Keep the loop from waiting for ever, which a selector cannot."""
-        while True:
-            yield from sleep(_IDLE_S)
 
     def _receive_member(self, _: Turn, rank: int, sock: socket.socket) -> None:
         number = rank - 1

@@ -26,9 +26,12 @@ from sparkhvd.elastic.messages import (
     Update,
 )
 
-__all__ = ["FINISHED", "Change", "Limits", "Membership"]
+__all__ = ["FINISHED", "STATE_IS_GONE", "Change", "Limits", "Membership"]
 
 FINISHED = "has finished"
+STATE_IS_GONE = (
+    "every rank that had the training's state is gone. Start the job again, from a checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,7 @@ class Membership:
     def _problem(self, candidates: tuple[int, ...]) -> str:
         """Return why these members cannot go on; "" if they can."""
         if self._has_state and not any(self._asked[number].has_state for number in candidates):
-            return "every rank that had the training's state is gone. Start the job again, from a checkpoint"
+            return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:
             return (
                 f"the job was reset {self.limits.resets} times, as often as its reset limit allows (--reset-limit, reset_limit=). "
@@ -308,8 +311,9 @@ class Membership:
         return ""
 
     def _too_few(self, found: int) -> str:
+        name = "elastic_timeout=" if self.generation else "start_timeout="
         return (
-            f"after {self._longest_wait_s:g} s (--elastic-timeout, elastic_timeout=) {found} of the {self.limits.least} ranks are there that it "
+            f"after {self._longest_wait_s:g} s (--elastic-timeout, {name}) {found} of the {self.limits.least} ranks are there that it "
             "needs (--min-np, min_num_proc=)"
         )
 

@@ -50,6 +50,7 @@ class ElasticRendezvous:
         settings: returns the settings, called by every `connect`.
         num_threads: threads that this process may use.
         local_rank: number of its slot on its host.
+        gpu: ordinal of this process's GPU; None for none.
 
     Attributes:
         standing: what this member brings to the next generation; the caller keeps it up to date.
@@ -65,6 +66,7 @@ class ElasticRendezvous:
         settings: Callable[[], Settings],
         num_threads: int = 1,
         local_rank: int = 0,
+        gpu: int | None = None,
     ) -> None:
         self.standing = Standing()
         self.joins_later = False
@@ -75,6 +77,7 @@ class ElasticRendezvous:
         self._listener = listener
         self._num_threads = num_threads
         self._local_rank = local_rank
+        self._gpu = gpu
         self._link = Link(invitation)
         self._decision: Decision | None = None
         self._has_finished = False
@@ -224,13 +227,12 @@ class ElasticRendezvous:
         )
 
     def _install(self, place: Topology) -> None:
-        before = rank_context.context()
         made = rank_context.RankContext(
             place.rank,
             place.size,
             place.local_rank,
             0,
-            self._num_threads if before is None else before.num_threads,
-            None if before is None else before.gpu,
+            self._num_threads,
+            self._gpu,
         )
         rank_context.install(made)

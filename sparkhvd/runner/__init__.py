@@ -75,11 +75,12 @@ Each module imports only those above it:
     watching    wait for them, and end them together
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`
-    elastic     the user's command on ranks that come and go
-    command     the command line: `sparkhvdrun`
     live_output  live output, or the last lines, of an attempt on the driver
     task        executor's side of a launch under Spark
+    planning    what the driver decides before a launch under Spark
     job         driver's side of a launch under Spark: `run`
+    elastic     the user's command on ranks that come and go, and a function under Spark: `run_elastic`
+    command     the command line: `sparkhvdrun`
     horovod_runner  Databricks' `HorovodRunner`
 """
 
@@ -91,6 +92,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from sparkhvd.rank_context import RankContext, context
+from sparkhvd.runner.elastic.function import run_elastic
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -99,7 +101,7 @@ if TYPE_CHECKING:
     from sparkhvd.observe.loggers.logger import Logger
     from sparkhvd.settings import Settings
 
-__all__ = ["RankContext", "context", "run", "run_hosts", "run_local"]
+__all__ = ["RankContext", "context", "run", "run_elastic", "run_hosts", "run_local"]
 
 R = TypeVar("R")
 

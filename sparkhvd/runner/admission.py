@@ -36,6 +36,7 @@ class Turn:
         size: slots that it needs.
         is_alone: whether its ranks find their GPUs by local rank, so that two such launches would share them.
         holds: slots that it holds; 0 while it waits for them, also between two attempts.
+        most: slots that it takes where they are free, once it has those that it needs; 0 for no more.
     """
 
     application: str
@@ -43,6 +44,7 @@ class Turn:
     size: int
     is_alone: bool = False
     holds: int = 0
+    most: int = 0
 
     @contextlib.contextmanager
     def slots(
@@ -118,7 +120,8 @@ class Turn:
                 "Waiting for the GPUs: another launch of this application, whose ranks find theirs by local rank "
                 "too, came earlier."
             )
-        self.holds = self.size
+        free = self.size if slots is None else slots - sum(other.holds for other in running)
+        self.holds = max(self.size, min(self.most, free))
         return ""
 
 
@@ -128,9 +131,11 @@ _changed = threading.Condition()
 
 
 @contextlib.contextmanager
-def turn(application: str, kind: Hashable, size: int, *, is_alone: bool = False) -> Iterator[Turn]:
+def turn(
+    application: str, kind: Hashable, size: int, *, is_alone: bool = False, most: int = 0
+) -> Iterator[Turn]:
     """Take a place in the order of the application's launches for the length of the block; see `Turn`."""
-    place = Turn(application, kind, size, is_alone)
+    place = Turn(application, kind, size, is_alone, most=most)
     with _changed:
         _turns.append(place)
     try:

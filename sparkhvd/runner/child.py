@@ -194,6 +194,7 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rendezvous
+    from sparkhvd.elastic import ElasticRendezvous, Invitation
     from sparkhvd.launchers import mark
     from sparkhvd.rank_settings import JobSettings, RankSettings
 
@@ -201,14 +202,21 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
     os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
     mark()
     settings = RankSettings(JobSettings.from_json(frame.settings))
-    job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
-    rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings.current))
-    place = rank_context.RankContext(
-        job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
-    )
-    rank_context.install(place)
+    if frame.is_elastic:  # its rank is known when it meets the others
+        invitation = Invitation.from_dict(json.loads(frame.job))
+        member = ElasticRendezvous(
+            invitation, listener, settings.current, prologue.num_threads, frame.local_rank, gpu
+        )
+        rendezvous.install(member)
+    else:
+        job = rendezvous.Job.from_json(frame.job)
+        rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings.current))
+        place = rank_context.RankContext(
+            job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
+        )
+        rank_context.install(place)
     if prologue.spark_files:
         with contextlib.suppress(ImportError):
             from pyspark import SparkFiles

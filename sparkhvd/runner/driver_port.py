@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hmac
 import socket
+import time
+from collections.abc import Generator
 
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.rendezvous.handshake import Turn
+from sparkhvd.rendezvous.handshake import Turn, introduce
+from sparkhvd.rendezvous.loop import Loop, Wait
 from sparkhvd.spark import SparkShim
 
-__all__ = ["FIRST", "listen", "proof_between"]
+__all__ = ["FIRST", "connect", "keep_alive", "listen", "proof_between"]
 
 FIRST = Turn(0, 0)
+# Names of Linux; elsewhere the system's own times count.
+_KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+}
 
 
 def listen(shim: SparkShim) -> tuple[socket.socket, str]:
@@ -25,6 +34,43 @@ def listen(shim: SparkShim) -> tuple[socket.socket, str]:
     listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
     listening.setblocking(False)
     return listening, host
+
+
+def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.socket:
+    """Connect to the driver and prove this process; return the connection, which blocks.
+
+    Raises:
+        OSError: nobody is there, or it is not the driver of this job.
+    """
+    until = time.monotonic() + timeout_s
+    sock = socket.create_connection(address, timeout_s)
+    is_proved = False
+
+    def prove() -> Generator[Wait, None, None]:
+        nonlocal is_proved
+        is_proved = yield from introduce(job, 0, FIRST, sock, until)
+
+    loop = Loop()
+    try:
+        loop.start(prove())
+        loop.run(loop.is_idle)
+        if not is_proved:
+            raise ConnectionRefusedError("it is not the driver of this job")
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        loop.close()
+    sock.settimeout(None)
+    keep_alive(sock)
+    return sock
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let a connection end when the other side's host is gone, after half a minute."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def proof_between(purpose: str, key: str, job_id: str, attempt: int, own: int, size: int) -> Job:

@@ -12,6 +12,7 @@ __all__ = [
     "USEFUL_MODULES",
     "JobFrame",
     "Prologue",
+    "frame_of",
     "read_frame",
     "read_report",
     "take_frame",
@@ -84,12 +85,13 @@ class JobFrame:
     """Last frame to a trainer: the ranks of the job. Holds the key, so its repr leaves it out.
 
     Attributes:
-        job: `Job.to_json()`.
+        job: `Job.to_json()`; of a member of an elastic job its invitation, as JSON.
         settings: `JobSettings.to_json()`.
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
         gpu: ordinal of the rank's GPU in its process; None if it has none.
         env: the standard torch variables, and the visible GPUs where they depend on the other ranks.
+        is_elastic: whether the rank is a member of an elastic job.
     """
 
     job: str = field(repr=False)
@@ -98,10 +100,16 @@ class JobFrame:
     attempt: int = 0
     gpu: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    is_elastic: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the payload of a frame."""
         return json.dumps(asdict(self)).encode()
+
+
+def frame_of(payload: bytes) -> bytes:
+    """Return a frame as `write_frame` writes it, for a socket."""
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def write_frame(fd: int, payload: bytes) -> None:

@@ -11,23 +11,20 @@ import collections
 import contextlib
 import functools
 import secrets
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparkhvd import processors
-from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
-from sparkhvd.rank_settings import JobSettings
-from sparkhvd.runner import launching, placement, preflight, spark_log, stored, task
+from sparkhvd.errors import PreflightError, RankError, SparkhvdError
+from sparkhvd.runner import launching, preflight, spark_log, stored, task
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
-from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
+from sparkhvd.runner.gpu.profiles import share_of
 from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.interrupts import Interrupter
-from sparkhvd.runner.live_output import Attempt, LiveOutput
+from sparkhvd.runner.live_output import Attempt
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
     Kind,
@@ -42,10 +39,16 @@ from sparkhvd.runner.outcomes import (
     root_cause,
 )
 from sparkhvd.runner.payload import carried
-from sparkhvd.runner.pickling import dumps
+from sparkhvd.runner.planning import (
+    SHOWS_SPARKS_LOG,
+    Plan,
+    check_size,
+    make_plan,
+    no_progress,
+    print_line,
+)
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.sessions import active_session
-from sparkhvd.settings import Settings, conf_keys
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -63,8 +66,6 @@ __all__ = [
 ]
 
 R = TypeVar("R")
-# From this `verbose` on Spark's own log of a failure is shown, too.
-_SHOWS_SPARKS_LOG = 2
 
 
 def launch(
@@ -83,10 +84,10 @@ def launch(
         RankError: `fn` failed on a rank, or ranks were lost more often than `max_retries` allows.
     """
     program = launching.dump_call(fn, args, kwargs)
-    _check_size(program, shim)
-    plan = _plan(shim, num_proc, options, program)
+    check_size(program, shim)
+    plan = make_plan(shim, num_proc, options, program)
     if plan.gpus.leaves_gpus:
-        _print(
+        print_line(
             options.verbose,
             f"The executors have GPUs, and the ranks get none: {plan.gpus.reason}.",
         )
@@ -96,19 +97,22 @@ def launch(
         return _launch_until_done(plan, place)
 
 
-def head_start(shim: SparkShim, num_proc: int, options: LaunchOptions) -> HeadStart | None:
+def head_start(
+    shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
+) -> HeadStart | None:
     """Return the head start of a launch with this number of ranks and these options, for tasks before it; None without nurseries.
 
     Args:
         shim: of the session.
         num_proc: number of ranks.
         options: of the launch.
+        is_barrier: see `make_plan`.
 
     Raises:
         InvalidArgumentError: see `launch`.
         PreflightError: see `launch`.
     """
-    plan = _plan(shim, num_proc, options, b"")
+    plan = make_plan(shim, num_proc, options, b"", is_barrier=is_barrier)
     if plan.settings.values.nursery == "0":
         return None
     return HeadStart(
@@ -118,32 +122,6 @@ def head_start(shim: SparkShim, num_proc: int, options: LaunchOptions) -> HeadSt
         fixed_threads=plan.fixed_threads,
         gpu_mode=plan.gpus.mode,
     )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Launch that has been checked; the same for all its attempts."""
-
-    shim: SparkShim
-    program: bytes = field(repr=False)
-    size: int
-    options: LaunchOptions
-    settings: JobSettings
-    gpus: decide.GpuPlan
-    fixed_threads: int | None
-    configured_slots: int | None
-    shared: bytes = field(repr=False)
-    is_local: bool
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the tasks' stderr is this process's."""
-        return self.is_local and self.shim.is_served_here()
-
-    def slots(self) -> int | None:
-        """Return the slots of the registered executors, on Spark Connect the configured ones."""
-        registered = self.shim.registered_slots(self.options.profile)
-        return self.configured_slots if registered is None else registered
 
 
 @dataclass(frozen=True)
@@ -159,39 +137,12 @@ class _Failure:
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
 
 
-def _plan(shim: SparkShim, num_proc: int | None, options: LaunchOptions, program: bytes) -> _Plan:
-    """Decide on everything that all attempts of a launch share; see `launch` for the errors."""
-    env = launching.check_env(options.env)
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
-    settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
-    preflight.check_conf(conf)
-    preflight.check_databricks(shim.is_connect)
-    check_profile(options.profile, conf)
-    gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
-    slots = slots_of(conf, gpu_plan, options.profile)
-    if num_proc is None and gpu_plan.mode == decide.Mode.HOST:
-        slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
-    size = placement.choose_num_proc(num_proc, slots)
-    return _Plan(
-        shim=shim,
-        program=program,
-        size=size,
-        options=replace(options, env=env, profile=profile),
-        settings=settings,
-        gpus=gpu_plan,
-        fixed_threads=_fixed_threads(options, conf, size),
-        configured_slots=slots.maximum,
-        shared=b"" if options.shared is None else dumps(options.shared),
-        is_local=placement.is_local(conf.get("spark.master", "")),
-    )
-
-
-def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
+def _launch_until_done(plan: Plan, place: Turn) -> JobReport[Any]:
     options = plan.options
     limit_s = options.start_timeout_s or plan.settings.values.start_timeout_s
     last_progress: object = None
     for attempt in range(options.max_retries + 1):
-        with place.slots(plan.slots, limit_s, functools.partial(_print, options.verbose)):
+        with place.slots(plan.slots, limit_s, functools.partial(print_line, options.verbose)):
             ended = _attempt(plan, attempt)
         if isinstance(ended, JobReport):
             return ended
@@ -201,28 +152,21 @@ def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
         if options.progress is not None:
             progress = options.progress()
             if attempt > 0 and progress == last_progress:
-                raise _no_progress(error, attempt + 1, progress)
+                raise no_progress(error, attempt + 1, progress)
             last_progress = progress
         cause = describe(ended.cause, plan.size)
         options.relaunched(cause)
-        _print(
+        print_line(
             options.verbose,
             f"{cause}\nRelaunching ({attempt + 1} of {options.max_retries}).",
         )
     raise AssertionError("the last attempt returns or raises")
 
 
-def _no_progress(error: SparkhvdError, losses: int, progress: object) -> SparkhvdError:
-    text = f"{error}\nNot relaunched: {losses} losses without progress in between (still at {progress})."
-    if not isinstance(error, RankError):
-        return error
-    return RankError(text, **vars(error), cause=error.__cause__)
-
-
 # --- one attempt --------------------------------------------------------------------------------------------
 
 
-def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
+def _attempt(plan: Plan, attempt: int) -> JobReport[Any] | _Failure:
     """Run one barrier stage to its end."""
     options = plan.options
     job_id, key = secrets.token_hex(8), secrets.token_hex(32)
@@ -231,33 +175,9 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         if problem:
             raise PreflightError(f"The driver {problem}. Give a store that the driver can write.")
     interrupter = Interrupter.listen(plan.shim, key, job_id, attempt, plan.size)
-    live = LiveOutput(
-        plan.shim,
-        options,
-        plan.settings.values.live_output,
-        Attempt(key, job_id, attempt, plan.size),
-        on_terminal=plan.is_terminal,
-    )
-    spec = task.TaskSpec(
-        size=plan.size,
-        attempt=attempt,
-        job_id=job_id,
-        key=key,
-        settings=plan.settings.to_json(),
-        env=dict(options.env),
-        driver=preflight.rank_facts(()).to_dict(),
-        requirements=options.requirements,
-        preload=tuple(launching.preload(plan.program, options.requirements)),
-        fixed_threads=plan.fixed_threads,
-        run_dir=options.run_dir or "",
-        gpu_mode=plan.gpus.mode,
-        needs_gpu=plan.gpus.is_required,
-        driver_at=None if interrupter is None else interrupter.address,
-        is_local=plan.is_local,
-        timestamps=options.timestamps,
-        live=None if live.way is None else live.way.to_dict(),
-        is_quiet=plan.is_terminal and options.verbose <= 0,
-    )
+    named = Attempt(key, job_id, attempt, plan.size)
+    live = plan.live_output(named)
+    spec = plan.spec(plan.size, named, None if interrupter is None else interrupter.address, live)
     with live:
         ended = _run_stage(plan, spec, interrupter)
     live.show_rest(ended.outcomes)
@@ -265,7 +185,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
 
 
 def _run_stage(
-    plan: _Plan, spec: task.TaskSpec, interrupter: Interrupter | None
+    plan: Plan, spec: task.TaskSpec, interrupter: Interrupter | None
 ) -> JobReport[Any] | _Failure:
     options, attempt, job_id = plan.options, spec.attempt, spec.job_id
     submitted_at = time.time()
@@ -276,7 +196,7 @@ def _run_stage(
             interrupter or contextlib.nullcontext(),
             carried(plan.shim, plan.program) as program,
             spark_log.hidden_failures(
-                plan.shim, job_id, is_hidden=options.verbose < _SHOWS_SPARKS_LOG
+                plan.shim, job_id, is_hidden=options.verbose < SHOWS_SPARKS_LOG
             ),
         ):
             body = task.make_task(spec, program, plan.shared)
@@ -290,7 +210,7 @@ def _run_stage(
     return _report(plan, attempt, rows, submitted_at)
 
 
-def _report(plan: _Plan, attempt: int, rows: Sequence[Row], submitted_at: float) -> JobReport[Any]:
+def _report(plan: Plan, attempt: int, rows: Sequence[Row], submitted_at: float) -> JobReport[Any]:
     parts: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
     for row in rows:
         parts[row["rank"]][row["part"]] = bytes(row["data"])
@@ -316,7 +236,7 @@ def _report(plan: _Plan, attempt: int, rows: Sequence[Row], submitted_at: float)
     )
 
 
-def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failure:
+def _failure(plan: Plan, attempt: int, job_id: str, error: Exception) -> _Failure:
     """Find the root cause in the outcomes of the ranks and in Spark's error."""
     options = plan.options
     text = str(error)
@@ -334,42 +254,3 @@ def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failu
     if cause is None:  # every rank that has reported is well: the failure is Spark's
         cause = replace(of_spark, attempt=attempt)
     return _Failure(cause, outcomes, of_spark.message)
-
-
-# --- before the stage ---------------------------------------------------------------------------------------
-
-
-def _check_size(program: bytes, shim: SparkShim) -> None:
-    if shim.closure_limit is not None and len(program) > shim.closure_limit:
-        raise InvalidArgumentError(
-            f"fn and its arguments are {len(program) / 2**20:.0f} MiB when pickled; Spark Connect takes "
-            f"{shim.closure_limit / 2**20:.0f} MiB. Put large data in a file or table and load it inside fn."
-        )
-
-
-def _settings(
-    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str], master: str
-) -> JobSettings:
-    if isinstance(given, JobSettings):
-        chosen = given
-    else:
-        conf = shim.conf(conf_keys()) if given is None else {}
-        chosen = launching.choose_settings(given, env, conf)
-    if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
-        # Its memory would count against the container, and nobody has tried how they end it.
-        chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
-    return chosen
-
-
-def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
-    """Return the threads per rank: the user's number, or on `local[N]` an equal share; None leaves it to the task."""
-    if options.threads_per_rank is not None:
-        return options.threads_per_rank
-    threads = placement.local_slots(conf.get("spark.master", ""), processors.whole())
-    return None if threads is None else max(1, threads // size)
-
-
-def _print(verbose: int, text: str) -> None:
-    if verbose > 0:
-        sys.stderr.write(f"sparkhvd: {text}\n")
-        sys.stderr.flush()

@@ -109,16 +109,23 @@ class TaskSpec:
 
 
 def make_task(
-    spec: TaskSpec, program: Payload, shared: bytes
+    spec: TaskSpec, program: Payload, shared: bytes, module: str = "sparkhvd.runner.task"
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return the function for `mapInArrow`.
 
     It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
     the job's key, so it must stay below the size at which pyspark writes a function to a file: `program` is a payload.
+
+    Args:
+        spec: what the ranks need.
+        program: the pickled call.
+        shared: the pickled shared files; empty for none.
+        module: its `run_task` is called.
     """
     text = spec.to_json()
 
-    def barrier_task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def rank_task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import importlib
         import sys
 
         try:
@@ -131,11 +138,9 @@ def make_task(
                 "it there, or set PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it.]"
             )
             raise ModuleNotFoundError(marked) from e
-        from sparkhvd.runner.task import run_task
+        yield from importlib.import_module(module).run_task(batches, text, program, shared)
 
-        yield from run_task(batches, text, program, shared)
-
-    return barrier_task
+    return rank_task
 
 
 def run_task(

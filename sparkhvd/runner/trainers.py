@@ -30,6 +30,7 @@ class TrainersPlan:
         settings: of the launch.
         use_gpu: of `run_local`.
         may_fork: whether a nursery of this process may fork them.
+        num_threads: of each; None for an equal share of the processors.
     """
 
     env: Mapping[str, str]
@@ -38,6 +39,7 @@ class TrainersPlan:
     settings: JobSettings
     use_gpu: bool | None = None
     may_fork: bool = True
+    num_threads: int | None = None
 
 
 class Trainers:
@@ -77,7 +79,7 @@ class Trainers:
             env=self._env,
             sys_path=list(plan.sys_path),
             cwd=plan.cwd,
-            num_threads=max(1, int(processors.allowed() / len(ranks))),
+            num_threads=plan.num_threads or max(1, int(processors.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
             nursery=plan.may_fork and settings.nursery != "0",
             preload=modules,

@@ -47,10 +47,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a rank; the status is negative for a signal."""
+    """End of a rank.
+
+    Attributes:
+        rank: the rank, or the number of a member of an elastic job.
+        status: exit status, negative for a signal.
+        how: in words, where they say more than the status.
+        is_final: whether the same would happen to another one.
+    """
 
     rank: int
     status: int
+    how: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def place(extra):
 if __name__ == "__main__":
     name = "sparkhvd.horovod.torch"
     assert horovod.run(place, args=(5,), np=2) == [(0, 2, 5, name), (1, 2, 5, name)]
-    for argument in ({"min_np": 1}, {"slots": 2}):
+    assert horovod.run(place, args=(5,), np=2, min_np=1) == [(0, 2, 5, name), (1, 2, 5, name)]
+    for argument in ({"min_np": 1, "hosts": "a:2"}, {"host_discovery_script": "./hosts.sh"}):
         try:
             horovod.run(place, args=(5,), **argument)
         except NotImplementedError:

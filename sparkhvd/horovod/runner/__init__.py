@@ -13,20 +13,15 @@ from typing import Any, TypeVar
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.horovod.runner.launch import run_commandline
 from sparkhvd.runner import run_hosts, run_local
+from sparkhvd.runner.elastic.local import launch_elastic_local
+from sparkhvd.runner.elastic.options import RankRange
 
 __all__ = ["run", "run_commandline"]
 
 R = TypeVar("R")
-_ELASTIC = (
-    "min_num_proc",
-    "max_num_proc",
-    "min_np",
-    "max_np",
-    "slots",
-    "reset_limit",
-    "cooldown_range",
-    "host_discovery_script",
-)
+# Each asks for a number of ranks that changes.
+_ELASTIC = ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit")
+_ON_HOSTS = ("hosts", "hostfile", "host_discovery_script")
 
 
 def run(
@@ -64,18 +59,23 @@ def run(
     them `sparkhvd.run_hosts`; those say what each is for. `np` is the old name of `num_proc`, `network_interface` of
     `network_interfaces`. `disable_cache` has no effect: nothing about hosts is cached.
 
+    With a number that is the least or the most, with `slots` (of this host), `reset_limit` or `cooldown_range` ranks come and go, on this host
+    (docs/elastic.md): a process that dies is replaced, and the results are those of the last generation.
+
     Raises:
-        NotImplementedError: an argument asks for a number of ranks that changes.
+        NotImplementedError: the number of ranks shall change, on several hosts or by a discovery script.
         InvalidArgumentError: an argument is wrong, `output_filename` is given (redirect the ranks' output with `sparkhvdrun
             --output-filename`), or both `hosts` and `hostfile` or `use_gloo` and `use_mpi` are.
         RankError: `func` failed on a rank.
     """
     del disable_cache
     given = {**locals()}
-    if elastic := [name for name in _ELASTIC if given[name] is not None]:
+    is_elastic = any(given[name] is not None for name in (*_ELASTIC, "cooldown_range"))
+    named = [name for name in _ON_HOSTS if given[name] is not None]
+    if named and (is_elastic or host_discovery_script is not None):
         raise NotImplementedError(
-            f"horovod.run({', '.join(elastic)}): the number of ranks of a function does not change in this version of sparkhvd. Give num_proc "
-            "alone, or start a script with sparkhvdrun --min-np."
+            f"horovod.run({', '.join(named)}): the number of ranks of a function changes on this host only, in this version of sparkhvd. Leave "
+            "these out, or start a script with sparkhvdrun --min-np."
         )
     if output_filename is not None:
         raise InvalidArgumentError(
@@ -87,12 +87,31 @@ def run(
             "horovod.run: use_gloo and use_mpi exclude each other. Give neither: there is one transport."
         )
     ranks = num_proc if np is None else np
+    if is_elastic and np is None and num_proc == 1:  # not given: the least
+        ranks = min_num_proc or min_np or 1
     interfaces = network_interfaces if network_interface is None else network_interface
     shown: dict[str, Any] = {
         "verbose": verbose,
         "start_timeout": start_timeout,
         "network_interfaces": interfaces,
     }
+    if is_elastic:
+        return launch_elastic_local(
+            func,
+            args,
+            kwargs or {},
+            RankRange(
+                ranks,
+                min_num_proc if min_np is None else min_np,
+                max_num_proc if max_np is None else max_np,
+                reset_limit=reset_limit,
+                cooldown_s=_seconds(cooldown_range),
+            ),
+            slots=slots,
+            start_timeout_s=start_timeout,
+            env={},
+            verbose=1 if verbose is None else verbose,
+        )
     if hosts is None and hostfile is None:
         return run_local(
             func,
@@ -116,3 +135,14 @@ def run(
         ssh_identity_file=ssh_identity_file,
         **shown,
     )
+
+
+def _seconds(cooldown_range: Sequence[float] | None) -> tuple[float, float] | None:
+    if cooldown_range is None:
+        return None
+    if len(cooldown_range) != 2:
+        raise InvalidArgumentError(
+            f"cooldown_range is {cooldown_range!r}; it must be two numbers of seconds, the shorter one first."
+        )
+    shortest, longest = cooldown_range
+    return float(shortest), float(longest)

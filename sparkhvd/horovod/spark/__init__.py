@@ -6,26 +6,63 @@ Each module imports only those above it:
     torch      the estimator of PyTorch modules
     lightning  the estimator of LightningModules
     keras      the estimator of models of Keras 3
-    elastic    a number of ranks that changes, which is not on Spark in this version
+    elastic    a function on ranks that come and go
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TextIO, TypeVar
 
 from sparkhvd.runner import run
+from sparkhvd.runner import run_elastic as _run_elastic
 
 __all__ = ["run", "run_elastic"]
 
+R = TypeVar("R")
 
-def run_elastic(fn: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: the number of ranks does not change on Spark in this version.
+
+def run_elastic(
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[R]:
+    """Call `fn(*args, **kwargs)` on ranks that come and go; return the results by rank.
+
+    The arguments are those of `horovod.spark.run_elastic`, in its order, and of `sparkhvd.runner.run_elastic`, which says what each is for. `min_np`
+    and `max_np` are the old names of `min_num_proc` and `max_num_proc`.
 
     Raises:
-        NotImplementedError: always.
+        Exception: as `sparkhvd.runner.run_elastic`.
     """
-    del fn, args, kwargs
-    raise NotImplementedError(
-        "horovod.spark.run_elastic: the number of ranks does not change on Spark in this version of sparkhvd. Use horovod.spark.run, whose "
-        "estimators go on from their last checkpoint when a rank is lost, or start a script with sparkhvdrun --min-np."
+    return _run_elastic(
+        fn,
+        args,
+        kwargs,
+        num_proc,
+        min_num_proc if min_np is None else min_np,
+        max_num_proc if max_np is None else max_np,
+        start_timeout,
+        elastic_timeout,
+        reset_limit,
+        env,
+        stdout,
+        stderr,
+        verbose,
+        nics,
+        prefix_output_with_timestamp,
     )

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.elastic`: a name that says that the number of ranks does not change on Spark."""
+"""Horovod's `horovod.spark.elastic`: `run_elastic` by its other name."""
 
 from sparkhvd.horovod.spark import run_elastic
 

@@ -1,4 +1,4 @@
-"""The user's command on ranks that come and go: `sparkhvdrun -np 4 --min-np 2 --max-np 8`.
+"""Ranks that come and go: of the user's command, `sparkhvdrun -np 4 --min-np 2 --max-np 8`, or of a function on Spark, `run_elastic`.
 
 The launcher asks which hosts and slots there are (`discovery`), keeps a process in every slot up to the largest number of ranks, and is
 the job's `Coordinator`. A process that dies is replaced; a host on which processes die again and again is left out for a growing time. Which
@@ -20,4 +20,11 @@ Each module imports only those above it:
     hosts      processes of members on this host and on others
     launcher   what to start and to remove
     script     the user's command on ranks that come and go
+    ends       results and failures of a function's processes; pure
+    local      a function on processes of this host
+    task       executor's side of a job on Spark
+    tasks      its tasks, as the driver sees them
+    stage      its stage, beside the thread that decides
+    job        driver's side of a job on Spark
+    function   `run_elastic`
 """

@@ -6,32 +6,23 @@ import contextlib
 import queue
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.elastic import Coordinator, Formed, Invitation
+from sparkhvd.elastic.membership import FINISHED
 from sparkhvd.elastic.messages import Refusal
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.discovery import Discovered
 from sparkhvd.runner.elastic.hosts import Processes
 from sparkhvd.runner.elastic.options import ElasticOptions
-from sparkhvd.runner.elastic.report import Report, say
-from sparkhvd.runner.elastic.slots import Slot, slots_to_fill, surplus
-from sparkhvd.runner.host_names import Host
-from sparkhvd.runner.screen import Screen
-from sparkhvd.runner.watching import (
-    Ended,
-    Ending,
-    Lost,
-    Signalled,
-    ended_how,
-    first_cause,
-    tell,
-)
+from sparkhvd.runner.elastic.report import Report
+from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
+from sparkhvd.runner.watching import Ended, Ending, Lost, Signalled, ended_how
 
-__all__ = ["Event", "Launcher", "Refused"]
+__all__ = ["Event", "Launcher", "Refused", "Stopped", "Verdict"]
 
 # A process that was left out has so long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
@@ -50,7 +41,35 @@ class Refused:
     refusal: Refusal
 
 
-Event = Ended | Signalled | Lost | Discovered | Formed | Refused
+@dataclass(frozen=True)
+class Stopped:
+    """News that what holds the processes has ended; they end with it."""
+
+    why: str
+
+
+Event = Ended | Signalled | Lost | Discovered | Offer | Formed | Refused | Stopped
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """End of a job.
+
+    Attributes:
+        has_finished: whether a process has ended well.
+        has_begun: whether a process was ever started.
+        problem: why the job could not go on; "" if nothing but its processes has failed.
+        failed: ends of processes since the ranks have met, in their order.
+        received: signal to this process; 0 for none.
+        members: of the last generation that has met, by rank, behind those that had finished before it.
+    """
+
+    has_finished: bool
+    has_begun: bool
+    problem: str
+    failed: tuple[Ended, ...]
+    received: int
+    members: tuple[int, ...]
 
 
 @dataclass
@@ -71,23 +90,32 @@ class _Process:
 
 
 class Launcher:
-    """Decides what to start; all methods are called by the main thread."""
+    """Decides what to start; all methods are called by one thread.
+
+    Args:
+        options: limits of the job.
+        slots: those that are there at the beginning.
+        processes: starts processes.
+        coordinator: of the job.
+        invite: makes the invitation of a process, by its number.
+        say: writes a line.
+    """
 
     def __init__(
         self,
         options: ElasticOptions,
-        hosts: Sequence[Host],
+        slots: Sequence[Slot],
         processes: Processes,
         coordinator: Coordinator,
-        screen: Screen,
         invite: Callable[[int], Invitation],
+        say: Callable[[str], None],
     ) -> None:
         self._options = options
-        self._hosts = tuple(hosts)
+        self._slots = tuple(slots)
         self._processes = processes
         self._coordinator = coordinator
-        self._screen = screen
         self._invite = invite
+        self._say = say
         self._cooldown = Cooldown(*options.cooldown_s)
         self._ending = Ending(processes.send)
         self._report = Report()
@@ -96,14 +124,15 @@ class Launcher:
         self._places: dict[int, str] = {}  # hosts of all processes that there were
         self._ends: dict[int, str] = {}
         self._have_met: set[int] = set()
+        self._members: tuple[int, ...] = ()
         self._failed: list[Ended] = []  # since the ranks have met
         self._has_finished = False
         self._problem = ""  # why the job cannot go on
         self._received = 0  # signal to this process
-        self._deadline = time.monotonic() + options.timeout_s  # for a first process
+        self._deadline = time.monotonic() + options.start_timeout_s  # for a first process
 
-    def run(self, events: queue.SimpleQueue[Event]) -> int:
-        """Run the job to its end; return the exit status."""
+    def run(self, events: queue.SimpleQueue[Event]) -> Verdict:
+        """Run the job to its end."""
         self._fill()
         while self._goes_on():
             with contextlib.suppress(queue.Empty):
@@ -113,7 +142,14 @@ class Launcher:
             self._write_lines()
             self._fill()
         self._write_lines(at_once=True)
-        return self._status()
+        return Verdict(
+            self._has_finished,
+            bool(self._places),
+            self._problem,
+            tuple(self._failed),
+            self._received,
+            self._members,
+        )
 
     def _goes_on(self) -> bool:
         if any(process.refusal is None for process in self._running.values()):
@@ -122,22 +158,6 @@ class Launcher:
             # Those that were left out end with this process.
             return any(process.kill_at is None for process in self._running.values())
         return not self._places and time.monotonic() < self._deadline
-
-    def _status(self) -> int:
-        if self._received:
-            return 128 + self._received
-        if self._has_finished:
-            return 0
-        if not self._places:
-            self._problem = (
-                f"no host is there after {self._options.timeout_s:g} s (--elastic-timeout)"
-            )
-        elif not self._problem and not self._failed:
-            self._problem = "no host is left, and with their ranks the training's state is gone"
-        if self._problem:
-            say(f"the elastic job cannot go on: {self._problem}.")
-            return _FAILED
-        return tell(first_cause(self._failed, self._screen), self._screen)
 
     # --- Events. ---
 
@@ -149,28 +169,36 @@ class Launcher:
             self._note_end(event)
         elif isinstance(event, Lost):
             if not event.ranks:
-                say(f"the connection to {event.host} was lost: {event.why}")
+                self._say(f"the connection to {event.host} was lost: {event.why}")
             for number in event.ranks:
                 self._note_end(Ended(number, _LOST), f"was lost with its host: {event.why}")
         elif isinstance(event, Formed):
             self._lines.append((time.monotonic() + _REPORT_S, event))
             if event.has_met:
                 self._failed.clear()
-                self._have_met.update(event.change.members)
+                finished = [each for each in self._members if self._ends.get(each) == FINISHED]
+                new = event.change.members
+                self._members = (*(each for each in finished if each not in new), *new)
+                self._have_met.update(new)
         elif isinstance(event, Refused):
             self._note_refusal(event)
         elif isinstance(event, Discovered):
             if event.hosts is None:
-                say(f"{event.problem} The hosts that were known are kept.")
+                self._say(f"{event.problem} The hosts that were known are kept.")
             else:
-                self._hosts = event.hosts
+                self._slots = slots_of(event.hosts)
+        elif isinstance(event, Offer):
+            self._slots = event.slots
+        else:
+            self._stop(event.why)
 
     def _note_end(self, ended: Ended, how: str = "") -> None:
         process = self._running.pop(ended.rank)
         number, refusal = ended.rank, process.refusal
-        how = how or ended_how(ended.status)
+        how = how or ended.how or ended_how(ended.status)
         self._ends[number] = how if refusal is None else refusal.text
         if ended.status == 0 and refusal is None:
+            self._ends[number] = FINISHED
             self._has_finished = True
             self._coordinator.finish(number)
             return
@@ -179,11 +207,13 @@ class Launcher:
             return
         self._failed.append(ended)
         host = process.slot.host
+        if ended.is_final and not self._have_met:
+            self._ending.begin()
         if number not in self._have_met:  # no line of a change will tell
-            say(f"process {number} on {host} {how} before it was a rank")
+            self._say(f"process {number} on {host} {how} before it was a rank")
         seconds = self._cooldown.fail(host, time.monotonic())
         if seconds > self._options.cooldown_s[0]:
-            say(
+            self._say(
                 f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and others before."
             )
 
@@ -195,8 +225,12 @@ class Launcher:
             process.kill_at = time.monotonic() + LEFT_OUT_S
         elif refused.refusal.kind == "over":
             self._has_finished = True
-        elif refused.refusal.kind == "failed" and not self._problem:
-            self._problem = refused.refusal.text
+        elif refused.refusal.kind == "failed":
+            self._stop(refused.refusal.text)
+
+    def _stop(self, problem: str) -> None:
+        if not self._problem:
+            self._problem = problem
             self._ending.begin()
 
     # --- What is due. ---
@@ -211,28 +245,27 @@ class Launcher:
         return max(0.0, min((at for at in due if at is not None), default=now + 3600.0) - now)
 
     def _fill(self) -> None:
-        """Start and remove processes, by the hosts that are there."""
+        """Start and remove processes, by the slots that are there."""
         if self._ending.has_begun or self._has_finished or self._problem:
             return
         taken = {number: process.slot for number, process in self._running.items()}
-        for number in surplus(self._hosts, taken):
+        for number in surplus(self._slots, taken):
             if not self._running[number].is_surplus:
                 self._running[number].is_surplus = True
                 self._coordinator.remove(number, "left: its slot is not there any more")
         now = time.monotonic()
-        left_out = {host.name for host in self._hosts if self._cooldown.is_left_out(host.name, now)}
+        count = Counter(slot.host for slot in self._slots)
+        left_out = {host for host in count if self._cooldown.is_left_out(host, now)}
         if self._places and not self._running:
             return  # all that there was is gone, and so is the job
-        slots = {host.name: host.slots for host in self._hosts}
-        free = slots_to_fill(self._hosts, set(taken.values()), self._options.largest, left_out)
+        free = slots_to_fill(self._slots, set(taken.values()), self._options.largest, left_out)
         new = dict(enumerate(free, len(self._places)))
         for number in new:  # before one of them asks, or it would not wait for the others
             self._coordinator.expect(number)
         for number, slot in new.items():
-            self._start(number, slot, slots[slot.host])
+            self._start(number, slot, count[slot.host])
 
     def _start(self, number: int, slot: Slot, slots: int) -> None:
-        self._screen.add(number)
         self._places[number] = slot.host
         self._running[number] = _Process(slot)
         try:
@@ -240,7 +273,7 @@ class Launcher:
         except (OSError, SparkhvdError) as error:
             if number == 0:  # nothing has begun
                 raise
-            say(f"process {number} cannot be started on {slot.host}: {error}")
+            self._say(f"process {number} cannot be started on {slot.host}: {error}")
             self._note_end(Ended(number, _FAILED))
 
     def _kill_those_left_out(self) -> None:
@@ -259,4 +292,4 @@ class Launcher:
                 return
             self._lines.popleft()
             if line := self._report.line(formed, self._places, self._ends):
-                say(line)
+                self._say(line)

@@ -1,16 +1,37 @@
-"""Limits of an elastic job, from the flags of the command line."""
+"""Limits of an elastic job, from the flags of the command line or the arguments of a call."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from sparkhvd.elastic import Invitation, Limits
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Endpoint
 
-__all__ = ["ElasticOptions"]
+__all__ = ["ElasticOptions", "RankRange"]
 
 # As many as anybody asks for.
 _MOST = 1 << 20
+# Of a member's wait, above the coordinator's own, which tells why it ends.
+_MARGIN_S = 60.0
+_FLAGS = (
+    "-np",
+    "--min-np",
+    "--max-np",
+    "--reset-limit",
+    "--elastic-timeout",
+    "--blacklist-cooldown-range",
+)
+# The same in a call.
+_ARGUMENTS = (
+    "num_proc",
+    "min_num_proc",
+    "max_num_proc",
+    "reset_limit",
+    "elastic_timeout",
+    "cooldown_range",
+)
 
 
 @dataclass(frozen=True)
@@ -22,8 +43,10 @@ class ElasticOptions:
         least: ranks without which there is no training (`--min-np`); `num_proc` by default.
         most: ranks that are never exceeded (`--max-np`).
         timeout_s: longest wait for `least` ranks (`--elastic-timeout`).
+        wait_to_start_s: the same before the first generation; `timeout_s` by default.
         reset_limit: changes of the ranks after the first generation, of which one more ends the job (`--reset-limit`).
         cooldown_s: shortest and longest time for which a host is left out after failures (`--blacklist-cooldown-range`).
+        names: of these in errors.
 
     Raises:
         InvalidArgumentError: a limit is wrong, or two contradict each other.
@@ -35,15 +58,16 @@ class ElasticOptions:
     timeout_s: float = 600.0
     reset_limit: int | None = None
     cooldown_s: tuple[float, float] = (1.0, 600.0)
+    wait_to_start_s: float | None = None
+    names: tuple[str, ...] = _FLAGS
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("-np", self.num_proc),
-            ("--min-np", self.least),
-            ("--max-np", self.most),
-        ):
-            if value is not None and value < 1:
-                raise InvalidArgumentError(f"{flag} is {value}; it must be at least 1.")
+        ranks, fewest, highest, resets, timeout, cooldown = self.names
+        for name, value in ((ranks, self.num_proc), (fewest, self.least), (highest, self.most)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}; it must be a whole number of at least 1."
+                )
         if self.num_proc is None and self.least is None:
             raise InvalidArgumentError(
                 "an elastic job needs -np or --min-np, as in sparkhvdrun -np 4 --min-np 2 --max-np 8 python train.py"
@@ -51,20 +75,20 @@ class ElasticOptions:
         least, first, most = self.smallest, self.first, self.largest
         if not least <= first <= most:
             raise InvalidArgumentError(
-                f"--min-np is {least}, -np is {first} and --max-np is {most}; each must be at most the next one."
+                f"{fewest} is {least}, {ranks} is {first} and {highest} is {most}; each must be at most the next one."
             )
         if self.reset_limit is not None and self.reset_limit < 0:
             raise InvalidArgumentError(
-                f"--reset-limit is {self.reset_limit}; it must be 0 or more changes of the ranks."
+                f"{resets} is {self.reset_limit}; it must be 0 or more changes of the ranks."
             )
         if not 0 < self.timeout_s < math.inf:
             raise InvalidArgumentError(
-                f"--elastic-timeout is {self.timeout_s:g}; it must be a number of seconds above 0, such as 600."
+                f"{timeout} is {self.timeout_s:g}; it must be a number of seconds above 0, such as 600."
             )
         shortest, longest = self.cooldown_s
         if not 0 < shortest <= longest < math.inf:
             raise InvalidArgumentError(
-                f"--blacklist-cooldown-range is {shortest:g} {longest:g}; it must be two numbers of seconds above 0, the shorter one first."
+                f"{cooldown} is {shortest:g} {longest:g}; it must be two numbers of seconds above 0, the shorter one first."
             )
 
     @property
@@ -81,3 +105,85 @@ class ElasticOptions:
     def largest(self) -> int:
         """Ranks that are never exceeded."""
         return self.most or max(_MOST, self.first)
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Longest wait for the ranks to begin with."""
+        return self.timeout_s if self.wait_to_start_s is None else self.wait_to_start_s
+
+    def limits(self, patience_s: float) -> Limits:
+        """Return the limits for the coordinator."""
+        return Limits(
+            first=self.first,
+            least=self.smallest,
+            most=self.largest,
+            resets=self.reset_limit,
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+            patience_s=patience_s,
+        )
+
+    def invitation(
+        self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
+    ) -> Invitation:
+        """Return the invitation of a member; see there for the arguments."""
+        wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
+        return Invitation(key, job_id, number, coordinator, wait_s, patience_s)
+
+
+@dataclass(frozen=True)
+class RankRange:
+    """Numbers of ranks and other limits that a caller gives; None stands for the default.
+
+    Attributes:
+        num_proc: ranks to begin with: by default those for which the configuration has slots.
+        least: ranks without which there is no training: by default `num_proc`.
+        most: ranks that are never exceeded: by default `num_proc`.
+        timeout_s: longest wait for `least` ranks.
+        reset_limit: changes of the ranks.
+        cooldown_s: shortest and longest time for which a host is left out after failures.
+    """
+
+    num_proc: int | None = None
+    least: int | None = None
+    most: int | None = None
+    timeout_s: float | None = None
+    reset_limit: int | None = None
+    cooldown_s: tuple[float, float] | None = None
+
+    def largest(self) -> int | None:
+        """Return the largest number that is given; None if none is.
+
+        Raises:
+            InvalidArgumentError: a number is wrong, or two contradict each other.
+        """
+        given = [each for each in (self.num_proc, self.least, self.most) if each is not None]
+        if given:
+            is_known = self.num_proc is not None or self.least is not None
+            self.options(self.num_proc if is_known else self.most, 1.0)
+        return max(given, default=None)
+
+    def first(self, slots: int) -> int:
+        """Return the number of ranks to begin with: by default as many as there are slots, within the limits."""
+        if self.num_proc is not None:
+            return self.num_proc
+        least = max(slots, self.least or 1)
+        return least if self.most is None else min(least, self.most)
+
+    def options(self, num_proc: int | None, start_timeout_s: float) -> ElasticOptions:
+        """Return all limits.
+
+        Args:
+            num_proc: ranks to begin with.
+            start_timeout_s: longest wait for them.
+        """
+        return ElasticOptions(
+            num_proc=num_proc,
+            least=num_proc if self.least is None else self.least,
+            most=num_proc if self.most is None else self.most,
+            timeout_s=600.0 if self.timeout_s is None else self.timeout_s,
+            reset_limit=self.reset_limit,
+            cooldown_s=(1.0, 600.0) if self.cooldown_s is None else self.cooldown_s,
+            wait_to_start_s=start_timeout_s,
+            names=_ARGUMENTS,
+        )

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sparkhvd.elastic import Formed
 
-__all__ = ["Report", "say"]
-
-
-def say(text: str) -> None:
-    """Write a line of the launcher."""
-    sys.stderr.write(f"sparkhvdrun: {text}\n")
-    sys.stderr.flush()
+__all__ = ["Report"]
 
 
 @dataclass

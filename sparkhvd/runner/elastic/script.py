@@ -6,18 +6,20 @@ import contextlib
 import os
 import queue
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparkhvd.elastic import Coordinator, Invitation, Limits
+from sparkhvd.elastic import Coordinator, Invitation
 from sparkhvd.interfaces import LOOPBACK, own_address
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.crew import Crew
 from sparkhvd.runner.elastic.discovery import Discovered, DiscoveryScript
 from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
-from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused
+from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Verdict
 from sparkhvd.runner.elastic.options import ElasticOptions
+from sparkhvd.runner.elastic.slots import slots_of
 from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Host
 from sparkhvd.runner.hosts.connection import Reach
@@ -25,13 +27,12 @@ from sparkhvd.runner.hosts.launch import bare, loopback_addresses
 from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
 from sparkhvd.runner.screen import Output, Screen
-from sparkhvd.runner.watching import Ended, signals
+from sparkhvd.runner.watching import Ended, first_cause, signals, tell
 from sparkhvd.settings import Settings
 
 __all__ = ["run_elastic_script"]
 
-# Above the coordinator's own waits, which tell why they end.
-_MARGIN_S = 60.0
+_FAILED = 1
 
 
 def run_elastic_script(
@@ -72,22 +73,45 @@ def run_elastic_script(
                 key,
                 job_id,
                 Listener.bind(address, settings),
-                _limits(options, settings),
+                options.limits(settings.elastic_patience_s),
                 on_formed=events.put,
                 on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
             )
         )
 
         def invite(number: int) -> Invitation:
-            patience_s = settings.elastic_patience_s
-            wait_s = options.timeout_s + patience_s + _MARGIN_S
-            return Invitation(key, job_id, number, coordinator.endpoint, wait_s, patience_s)
+            screen.add(number)
+            return options.invitation(
+                key, job_id, number, coordinator.endpoint, settings.elastic_patience_s
+            )
 
-        launcher = Launcher(options, hosts, processes, coordinator, screen, invite)
+        launcher = Launcher(options, slots_of(hosts), processes, coordinator, invite, _say)
         if discovery is not None:
             stack.enter_context(discovery)
             discovery.follow(hosts, lambda found: events.put(launch.checked(found)))
-        return launcher.run(events)
+        return _status(launcher.run(events), options, screen)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"sparkhvdrun: {text}\n")
+    sys.stderr.flush()
+
+
+def _status(ended: Verdict, options: ElasticOptions, screen: Screen) -> int:
+    """Say why a job has failed; return the exit status."""
+    if ended.received:
+        return 128 + ended.received
+    if ended.has_finished:
+        return 0
+    problem = ended.problem
+    if not ended.has_begun:
+        problem = f"no host is there after {options.start_timeout_s:g} s (--elastic-timeout)"
+    elif not problem and not ended.failed:
+        problem = "no host is left, and with their ranks the training's state is gone"
+    if problem:
+        _say(f"the elastic job cannot go on: {problem}.")
+        return _FAILED
+    return tell(first_cause(ended.failed, screen), screen)
 
 
 @dataclass(frozen=True)
@@ -158,15 +182,3 @@ class _Launch:
             None,
             f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
         )
-
-
-def _limits(options: ElasticOptions, settings: Settings) -> Limits:
-    return Limits(
-        first=options.first,
-        least=options.smallest,
-        most=options.largest,
-        resets=options.reset_limit,
-        start_timeout_s=options.timeout_s,
-        timeout_s=options.timeout_s,
-        patience_s=settings.elastic_patience_s,
-    )

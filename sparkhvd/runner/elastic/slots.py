@@ -1,4 +1,4 @@
-"""Which processes to start and to remove, by the hosts that are there. Pure."""
+"""Which processes to start and to remove, by the slots that are there. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparkhvd.runner.host_names import Host
 
-__all__ = ["Slot", "slots_to_fill", "surplus"]
+__all__ = ["Offer", "Slot", "slots_of", "slots_to_fill", "surplus"]
 
 
 @dataclass(frozen=True)
@@ -18,28 +18,33 @@ class Slot:
     number: int
 
 
+@dataclass(frozen=True)
+class Offer:
+    """News of the slots that are there from now on."""
+
+    slots: tuple[Slot, ...]
+
+
+def slots_of(hosts: Sequence[Host]) -> tuple[Slot, ...]:
+    """Return the slots of hosts, in their order."""
+    return tuple(Slot(host.name, number) for host in hosts for number in range(host.slots))
+
+
 def slots_to_fill(
-    hosts: Sequence[Host], taken: Collection[Slot], most: int, left_out: Collection[str]
+    slots: Sequence[Slot], taken: Collection[Slot], most: int, left_out: Collection[str]
 ) -> list[Slot]:
-    """Return free slots, hosts in their order, so that `most` processes are not exceeded.
+    """Return free slots in their order, so that `most` processes are not exceeded.
 
     Args:
-        hosts: those that are there.
+        slots: those that are there.
         taken: slots of processes that run.
         most: processes that may run.
         left_out: hosts on which nothing is started now.
     """
-    free = [
-        slot
-        for host in hosts
-        if host.name not in left_out
-        for number in range(host.slots)
-        if (slot := Slot(host.name, number)) not in taken
-    ]
+    free = [slot for slot in slots if slot.host not in left_out and slot not in taken]
     return free[: max(0, most - len(taken))]
 
 
-def surplus(hosts: Sequence[Host], taken: Mapping[int, Slot]) -> list[int]:
+def surplus(slots: Collection[Slot], taken: Mapping[int, Slot]) -> list[int]:
     """Return the processes, by number, whose slot is not there any more."""
-    slots = {host.name: host.slots for host in hosts}
-    return [number for number, slot in taken.items() if slot.number >= slots.get(slot.host, 0)]
+    return [number for number, slot in taken.items() if slot not in slots]

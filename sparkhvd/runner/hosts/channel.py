@@ -7,12 +7,13 @@ import os
 import select
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.runner.frames import take_frame, write_frame
 
-__all__ = ["Channel", "Message"]
+__all__ = ["Channel", "Message", "pack", "unpack"]
 
 _READ_BYTES = 1 << 20
 
@@ -32,6 +33,22 @@ class Message:
     data: bytes = field(default=b"", repr=False)
 
 
+def pack(kind: str, data: bytes, values: Mapping[str, object]) -> bytes:
+    """Return the frame of a message."""
+    return json.dumps([kind, values]).encode() + b"\n" + data
+
+
+def unpack(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: it is none.
+    """
+    header, _, data = frame.partition(b"\n")
+    kind, values = json.loads(header)
+    return Message(kind, values, data)
+
+
 class Channel:
     """Two pipes. Any thread may send; one at a time may receive."""
 
@@ -47,9 +64,9 @@ class Channel:
         Raises:
             BrokenPipeError: the other side is gone.
         """
-        header = json.dumps([kind, values]).encode()
+        frame = pack(kind, data, values)
         with self._lock:
-            write_frame(self._writer, header + b"\n" + data)
+            write_frame(self._writer, frame)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Receive a message; None at the end of the other side.
@@ -64,9 +81,7 @@ class Channel:
             if not part:
                 return None
             self._came += part
-        header, _, data = frame.partition(b"\n")
-        kind, values = json.loads(header)
-        return Message(kind, values, data)
+        return unpack(frame)
 
     def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
         """Return the rest of the first line that begins with a mark, before any message; None at the end of the other side.

@@ -5,7 +5,7 @@ to the same answer from the same facts.
 
 Each module imports only those above it:
 
-    conf           Spark configuration of barrier stages
+    conf           Spark configuration of stages of ranks
     databricks     kinds of Databricks' compute
     address_space  address space that torch needs
     facts          facts of a rank, and their comparison
@@ -18,7 +18,7 @@ from sparkhvd.runner.preflight.address_space import (
     address_space_needed,
     check_worker,
 )
-from sparkhvd.runner.preflight.conf import CONF_KEYS, check_conf
+from sparkhvd.runner.preflight.conf import CONF_KEYS, check_conf, is_dynamic
 from sparkhvd.runner.preflight.databricks import check_databricks
 from sparkhvd.runner.preflight.facts import (
     RankFacts,
@@ -50,6 +50,7 @@ __all__ = [
     "check_worker",
     "check_workers",
     "enter_worker",
+    "is_dynamic",
     "outcome_path",
     "patch_warning",
     "rank_facts",

@@ -1,4 +1,4 @@
-"""Spark configuration under which barrier stages can run."""
+"""Spark configuration under which stages of ranks can run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sparkhvd.errors import PreflightError
 
-__all__ = ["CONF_KEYS", "check_conf"]
+__all__ = ["CONF_KEYS", "check_conf", "is_dynamic"]
 
 _SQL_IDLE = "spark.sql.execution.pyspark.udf.idleTimeoutSeconds"
 _SQL_KILL = "spark.sql.execution.pyspark.udf.killOnIdleTimeout"
@@ -17,13 +17,22 @@ _DYNAMIC = "spark.dynamicAllocation.enabled"
 CONF_KEYS = (_DYNAMIC, _SQL_IDLE, _SQL_KILL, _CORE_IDLE, _CORE_KILL)
 
 
-def check_conf(conf: Mapping[str, str]) -> None:
-    """Refuse a Spark configuration under which a barrier stage fails or is killed.
+def is_dynamic(conf: Mapping[str, str]) -> bool:
+    """Return True if executors come and go by themselves."""
+    return conf.get(_DYNAMIC, "").lower() == "true"
+
+
+def check_conf(conf: Mapping[str, str], *, is_barrier: bool = True) -> None:
+    """Refuse a Spark configuration under which a stage of ranks fails or is killed.
+
+    Args:
+        conf: of Spark.
+        is_barrier: whether all of its tasks start together.
 
     Raises:
         PreflightError: dynamic allocation is on, or Spark kills Python workers that are silent.
     """
-    if conf.get(_DYNAMIC, "").lower() == "true":
+    if is_barrier and is_dynamic(conf):
         raise PreflightError(
             f"{_DYNAMIC} is true, and Spark refuses barrier stages then. "
             f"Start the session with {_DYNAMIC}=false and spark.executor.instances=<number>."

@@ -184,8 +184,11 @@ def test_nothing_is_left_when_the_launcher_is_ended(three: ElasticRun, number: i
     [
         (["-np", "2", "--min-np", "3", "true"], "--min-np is 3, -np is 2 and --max-np is"),
         (["-np", "4", "--max-np", "2", "true"], "-np is 4 and --max-np is 2; each must be at most"),
-        (["--min-np", "0", "true"], "--min-np is 0; it must be at least 1"),
-        (["-np", "2", "--max-np", "-1", "true"], "--max-np is -1; it must be at least 1"),
+        (["--min-np", "0", "true"], "--min-np is 0; it must be a whole number of at least 1"),
+        (
+            ["-np", "2", "--max-np", "-1", "true"],
+            "--max-np is -1; it must be a whole number of at least 1",
+        ),
         (["--max-np", "2", "true"], "an elastic job needs -np or --min-np"),
         (["-np", "2", "--reset-limit", "-1", "true"], "--reset-limit is -1; it must be 0 or more"),
         (["-np", "2", "--elastic-timeout", "nan", "true"], "--elastic-timeout is nan; it must be"),

@@ -7,10 +7,10 @@ from typing import Any
 from sparkhvd.elastic import Change, Formed
 from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.report import Report
-from sparkhvd.runner.elastic.slots import Slot, slots_to_fill, surplus
+from sparkhvd.runner.elastic.slots import Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
 
-HOSTS = [Host("a", 2), Host("b", 2)]
+SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
 
 def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
@@ -32,16 +32,16 @@ def test_the_cooldown_of_a_host_doubles_up_to_its_longest() -> None:
 
 def test_free_slots_are_filled_in_the_order_of_hosts_up_to_the_largest_number() -> None:
     every = [Slot("a", 0), Slot("a", 1), Slot("b", 0), Slot("b", 1)]
-    assert slots_to_fill(HOSTS, [], 8, []) == every
-    assert slots_to_fill(HOSTS, [Slot("a", 0)], 3, []) == every[1:3]
-    assert slots_to_fill(HOSTS, [Slot("a", 0)], 3, ["a"]) == every[2:]
-    assert slots_to_fill(HOSTS, [Slot("c", 0), Slot("c", 1)], 2, []) == []
+    assert slots_to_fill(SLOTS, [], 8, []) == every
+    assert slots_to_fill(SLOTS, [Slot("a", 0)], 3, []) == every[1:3]
+    assert slots_to_fill(SLOTS, [Slot("a", 0)], 3, ["a"]) == every[2:]
+    assert slots_to_fill(SLOTS, [Slot("c", 0), Slot("c", 1)], 2, []) == []
 
 
 def test_processes_whose_slots_are_gone_are_surplus() -> None:
     taken = {0: Slot("a", 0), 1: Slot("a", 1), 2: Slot("b", 0), 5: Slot("c", 0)}
-    assert surplus(HOSTS, taken) == [5]
-    assert surplus([Host("a", 1)], taken) == [1, 2, 5]
+    assert surplus(SLOTS, taken) == [5]
+    assert surplus(slots_of([Host("a", 1)]), taken) == [1, 2, 5]
     assert surplus([], taken) == [0, 1, 2, 5]
 
 

@@ -1,0 +1,52 @@
+"""Training of an elastic job that tests call as a function on Spark and without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], int, float]:
+    """Train until a generation of so many ranks has made a few steps; return rank, sizes of the generations, steps and the weight.
+
+    Args:
+        folder: for marks.
+        wanted: number of ranks.
+        fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "elsewhere": something else makes
+            the mark.
+    """
+    import time
+
+    import torch
+
+    import sparkhvd.torch as hvd
+    from tests.harness import faults
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters()
+    )
+    mark = Path(folder, "killed")
+
+    @hvd.elastic.run
+    def loop(state: Any) -> tuple[int, list[int], int, float]:
+        state.sizes = [*state.sizes, hvd.size()]
+        while state.full < 5:
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            state.step += 1
+            is_whole = hvd.size() == wanted
+            if fault and state.step >= 5 and is_whole and hvd.rank() == wanted - 1:
+                Path(folder, "whole").touch()
+                if fault != "elsewhere" and not mark.exists():
+                    mark.touch()
+                    faults.kill_self() if fault == "process" else faults.kill_executor()
+            state.full += is_whole and (mark.exists() or not fault) and state.sizes[-1] == wanted
+            time.sleep(0.02)
+            state.commit()
+        return hvd.rank(), state.sizes, state.step, float(model.weight)
+
+    return loop(hvd.elastic.TorchState(model, optimizer, step=0, full=0, sizes=[]))

@@ -1,0 +1,84 @@
+"""`run_elastic` on executors that Spark takes away with a notice, allocates by itself, or uses twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.spark import run_on, with_folder
+
+pytestmark = pytest.mark.timeout(400)
+
+# The training goes on until the driver has marked that its fault is over, and two ranks are there.
+PROGRAM = """
+import signal, threading
+from sparkhvd.runner import run_elastic
+from tests.harness.elastic_fn import train
+from tests.harness.processes import find, wait_until_gone
+
+def fit(**given):
+    results = run_elastic(train, (FOLDER, 2, "elsewhere"), num_proc=2, min_num_proc=1, spark=spark, **given)
+    assert [rank for rank, *_ in results] == [0, 1], results
+    assert all(weight == -steps for _, _, steps, weight in results), results
+    print("SIZES", results[0][1])
+
+def mark():
+    open(FOLDER + "/killed", "w").close()
+
+def wait_for(name):
+    while not os.path.exists(FOLDER + "/" + name):
+        time.sleep(0.05)
+"""
+
+DECOMMISSION = """
+def decommission():
+    wait_for("whole")
+    executors = sorted(find("CoarseGrainedExecutorBackend", os.environ["SPARKHVD_TEST_RUN"]))
+    os.kill(executors[-1], signal.SIGPWR)
+    assert not wait_until_gone({executors[-1]}, 60), executors
+    mark()
+
+threading.Thread(target=decommission).start()
+fit()
+"""
+
+
+def test_ranks_leave_an_executor_that_will_be_taken_away(tmp_path: Path) -> None:
+    output = run_on(
+        "local-cluster[2,1,1024]",
+        with_folder(PROGRAM + DECOMMISSION, tmp_path),
+        tmp_path,
+        conf={"spark.decommission.enabled": "true"},
+        timeout_s=300,
+    )
+    assert "SIZES [2, 1, 2]" in output, output
+    assert "left: its slot is not there any more" in output, output
+    assert "goes back to its last commit" not in output, output
+
+
+DYNAMIC = """
+def later():
+    wait_for("whole")
+    mark()
+
+threading.Thread(target=later).start()
+fit(max_num_proc=2)
+"""
+
+
+def test_executors_are_allocated_dynamically(tmp_path: Path) -> None:
+    output = run_on(
+        "local-cluster[2,1,1024]",
+        with_folder(PROGRAM + DYNAMIC, tmp_path),
+        tmp_path,
+        conf={
+            "spark.dynamicAllocation.enabled": "true",
+            "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+            "spark.dynamicAllocation.initialExecutors": "0",
+            "spark.dynamicAllocation.minExecutors": "0",
+            "spark.dynamicAllocation.maxExecutors": "2",
+        },
+        timeout_s=300,
+    )
+    assert "SIZES" in output, output
