@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
-__all__ = ["SparkShim", "cancel_until_over", "job_thread"]
+__all__ = ["SparkShim", "cancel_until_over", "job_thread", "plain_interrupts"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
@@ -242,7 +242,7 @@ class SparkShim:
             try:
                 if threading.current_thread() is not threading.main_thread():
                     return stage.collect()
-                with _plain_interrupts():
+                with plain_interrupts():
                     return _collect_beside(self, stage, tag, interrupt)
             except BaseException as e:  # noqa: BLE001 - raised again
                 self.cancel(tag)
@@ -382,10 +382,11 @@ def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> thread
 
 
 @contextlib.contextmanager
-def _plain_interrupts() -> Iterator[None]:
+def plain_interrupts() -> Iterator[None]:
     """Let Ctrl-C only raise KeyboardInterrupt inside the block, and call pyspark's handler, which cancels all jobs, after it."""
     handler: Any = signal.getsignal(signal.SIGINT)
-    if not getattr(handler, "__module__", "").startswith("pyspark."):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not getattr(handler, "__module__", "").startswith("pyspark."):
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)

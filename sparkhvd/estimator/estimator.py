@@ -35,10 +35,13 @@ from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
+from sparkhvd.runner.elastic.job import launch_elastic
+from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.elastic import train_elastically
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.program import store_program
@@ -176,7 +179,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Return the head start of the launch, for the tasks that write the data."""
         cluster = request.cluster
         options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
-        return head_start(request.shim, cluster.num_proc, options)
+        return head_start(request.shim, cluster.num_proc, options, is_barrier=cluster.least is None)
 
     def _launch(
         self, request: Request, spec: TrainSpec, recorder: Recorder, followers: Followers
@@ -226,7 +229,11 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         self, request: Request, spec: TrainSpec, options: LaunchOptions
     ) -> JobReport[TrainResult]:
         """Train on the ranks."""
-        return launch(request.shim, train, (spec,), {}, request.cluster.num_proc, options)
+        cluster = request.cluster
+        if cluster.least is None:
+            return launch(request.shim, train, (spec,), {}, cluster.num_proc, options)
+        ranks = RankRange(least=cluster.least, most=cluster.num_proc)
+        return launch_elastic(request.shim, train_elastically, (spec,), {}, ranks, options)
 
     def _untrained(
         self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None

@@ -22,6 +22,7 @@ from sparkhvd.data.source import ParquetFiles, Target
 from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.base import RankEstimator
+from sparkhvd.estimator.fitting.cluster import fixed_num_proc
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
     FitSources,
@@ -107,7 +108,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return run(
             train,
             args=(order,),
-            num_proc=options.num_proc,
+            num_proc=fixed_num_proc(options, "KerasEstimator"),
             spark=spark,
             settings=options.settings,
             max_retries=options.max_retries,
@@ -196,7 +197,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         """Return the number of rows that training needs at least; where it is not known here, ranks refuse fewer."""
         if not options.drop_last or options.group_col:
             return 1
-        return (options.num_proc or 1) * options.batch_size
+        return (fixed_num_proc(options, "KerasEstimator") or 1) * options.batch_size
 
     def _training(self, options: FitOptions, data: _FitData) -> dict[str, Any]:
         """Return what ranks train by."""

@@ -66,7 +66,7 @@ class TaskSpec:
         run_dir: folder of outcomes in the shared files; "" for none.
         gpu_mode: source of a rank's GPU, of `decide.Mode`.
         needs_gpu: whether a rank without a GPU is an error.
-        driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
+        driver_at: host and port of the driver for `InterruptWatch`, or for tasks of an elastic job; None where there is none.
         is_local: whether all tasks are children of one process.
         timestamps: whether lines of the rank begin with the local time.
         live: `Way.to_dict()` of live output; None for none.

@@ -40,4 +40,5 @@ Each module imports only those above it:
     progress          how far an epoch is, for the driver
     train_fn          the user's own training loop
     train             the loop
+    elastic           the same on ranks that come and go
 """

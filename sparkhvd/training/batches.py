@@ -26,7 +26,7 @@ from sparkhvd.observe.spans import Spans
 from sparkhvd.training.host_rows import HostRows, read_flags_once, read_groups_once
 from sparkhvd.training.spec import TrainSpec
 
-__all__ = ["Data", "StepPlan", "step_plans"]
+__all__ = ["Data", "Done", "StepPlan", "step_plans"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,19 @@ class StepPlan:
     number: int
     num_batches: int
     num_rows: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """Part of an epoch that other ranks have done.
+
+    Attributes:
+        rows: of all ranks, in the epoch's order.
+        steps: of the optimizer.
+    """
+
+    rows: int = 0
+    steps: int = 0
 
 
 class Data:
@@ -146,20 +159,24 @@ class Data:
             self.skipped[name] = (manifest.num_rows - len(rows), manifest.num_rows)
         return rows
 
-    def steps(self, epoch: int, start_step: int = 0) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
+    def steps(
+        self, epoch: int, start_step: int = 0, done: Done = Done()
+    ) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
         """Yield the steps of an epoch, each with its batches on this rank; take them all before the next step.
 
         Args:
             epoch: counts from 0.
             start_step: the first step to yield.
+            done: left out in front.
         """
         first_batch = start_step * self._spec.accumulate
-        plans = step_plans(self._spec, self.training, epoch)[start_step:]
+        plans = step_plans(self._spec, self.training, epoch, done)[start_step:]
         self.waited_s = 0.0
         if not plans:
             return
         following = epoch + 1 if epoch + 1 < self._spec.epochs else None
-        with _closing(self.training.epoch(epoch, first_batch, following=following)) as batches:
+        rest = self.training.epoch(epoch, first_batch, following=following, first_row=done.rows)
+        with _closing(rest) as batches:
             timed = self._timed(batches)
             for plan in plans:
                 yield plan, itertools.islice(timed, plan.num_batches)
@@ -174,9 +191,10 @@ class Data:
                 return
             yield batch
 
-    def planned_rows(self, epoch: int) -> int:
+    def planned_rows(self, epoch: int, done: Done = Done()) -> int:
         """Return the training rows of all ranks in the steps of an epoch, with those that decoders leave out."""
-        return sum(plan.num_rows for plan in step_plans(self._spec, self.training, epoch))
+        plans = step_plans(self._spec, self.training, epoch, done)
+        return done.rows + sum(plan.num_rows for plan in plans)
 
     @property
     def planned_validation_rows(self) -> int:
@@ -207,16 +225,18 @@ def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
     return contextlib.closing(cast("Any", batches))
 
 
-def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
+def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done()) -> list[StepPlan]:
     """Group the batches of an epoch into optimizer steps of `accumulate` batches.
 
     They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
     be smaller, and `drop_last` leaves it out.
     """
-    plan = reader.plan(epoch)
+    plan = reader.plan(epoch, done.rows)
     starts = range(0, plan.num_steps, spec.accumulate)
+    if spec.train_steps_per_epoch is not None:
+        starts = starts[: max(0, spec.train_steps_per_epoch - done.steps)]
     plans = []
-    for number, start in enumerate(starts[: spec.train_steps_per_epoch]):
+    for number, start in enumerate(starts, done.steps):
         stop = min(start + spec.accumulate, plan.num_steps)
         if stop - start < spec.accumulate and spec.drop_last:
             break

@@ -276,6 +276,11 @@ class Totals:
         self.parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=device)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the sums of ranks are their states added up: no metric has a state of its own."""
+        return not self._states
+
+    @property
     def weight(self) -> float:
         """The denominator of the mean loss: rows, the sum of sample weights, or of numbers that the loss gives."""
         return float(self.values[1])

@@ -63,6 +63,10 @@ class Profile:
             self._every = saved.get("every", 1)
             self._epochs = [e for e in saved.get("epochs", ()) if e["epoch"] <= num_epochs]
 
+    def meet_others(self) -> None:
+        """Begin anew with the load of ranks, which are others now; every rank must call this."""
+        self._hosts, self._samples = [], []
+
     def lap(self, name: str) -> None:
         """End a phase that began with the one before, or with this object."""
         now, now_ns = time.perf_counter(), time.monotonic_ns()

@@ -33,7 +33,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
-from sparkhvd.training.batches import Data
+from sparkhvd.training.batches import Data, StepPlan
 from sparkhvd.training.checkpoints.compression_state import load_compression
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
@@ -58,13 +58,13 @@ from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.together import fail_together, seed_everything
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
-from sparkhvd.training.types import Record
+from sparkhvd.training.types import History, Record
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
 from sparkhvd.training.user_code.context import Moment
 from sparkhvd.training.user_code.logs import Logs
 from sparkhvd.training.user_step import StepContext, UserStep
 
-__all__ = ["train"]
+__all__ = ["Hooks", "build", "returned_epoch", "train", "train_epochs", "tried_widths"]
 
 
 def train(spec: TrainSpec) -> TrainResult:
@@ -117,11 +117,7 @@ def train(spec: TrainSpec) -> TrainResult:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
-        epoch = len(history)
-        if spec.return_best:
-            saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
-            saved = hvd.broadcast_object(saved, 0, name="saved")
-            epoch = best_epoch(history, spec.monitor, saved)
+        epoch = returned_epoch(spec, history, checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
     buckets = [] if state.optimizer is None else state.optimizer.describe_buckets()
@@ -130,6 +126,15 @@ def train(spec: TrainSpec) -> TrainResult:
     hvd.shutdown()
     warning = checkpoints.warning
     return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)
+
+
+def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) -> int:
+    """Return the epoch whose weights are the result; all ranks must call it."""
+    if not spec.return_best:
+        return len(history)
+    saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
+    saved = hvd.broadcast_object(saved, 0, name="saved")
+    return best_epoch(history, spec.monitor, saved)
 
 
 def connect(spec: TrainSpec) -> torch.device:
@@ -163,6 +168,26 @@ def tried_widths(
     return tuple(widths or ())
 
 
+class Hooks:
+    """What else happens on every rank at the end of steps and epochs: nothing, here."""
+
+    def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
+        """Follow a step of the optimizer.
+
+        Args:
+            history: of the epochs that are done.
+            plan: of the step.
+            totals: of the epoch on this rank.
+            seconds: that the epoch has taken.
+        """
+
+    def end_epoch(self, history: History) -> None:
+        """Follow an epoch, before its checkpoint."""
+
+    def after_checkpoint(self) -> None:
+        """Follow the checkpoint of an epoch, which may be written later."""
+
+
 def train_epochs(
     step: Step,
     data: Data,
@@ -170,8 +195,10 @@ def train_epochs(
     callbacks: Callbacks,
     saver: Saver,
     position: Position,
+    hooks: Hooks | None = None,
 ) -> str:
     """Train from `position` on, adding records to its history; return the reason to end early, or ""."""
+    hooks = hooks or Hooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
     callbacks.call("on_train_begin")
@@ -183,7 +210,7 @@ def train_epochs(
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         callbacks.call("on_epoch_begin")
-        record = train_epoch(step, data, schedule, callbacks, saver, position)
+        record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)
         with step.state.profile.phase("validate"):
             record |= validate(step, data)
@@ -192,8 +219,10 @@ def train_epochs(
         record = hvd.broadcast_object(record, 0, name="record")
         schedule.after_epoch(record)
         history.append(record)
+        hooks.end_epoch(history)
         saver.after_epoch(history)
         callbacks.checkpoint(saver)
+        hooks.after_checkpoint()
         position = Position(history)
         stopped = asked or reason_to_stop(history, spec.early_stopping)
     callbacks.call("on_train_end", history)
@@ -249,6 +278,7 @@ def train_epoch(
     callbacks: Callbacks,
     saver: Saver,
     position: Position,
+    hooks: Hooks,
 ) -> Record:
     """Train one pass over the rows, or the rest of one; return the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
@@ -259,7 +289,7 @@ def train_epoch(
     profile.begin_epoch()
     progress = Progress(epoch + 1, step.spec.epochs, data.num_steps)
     began = time.monotonic() - position.begin(totals)
-    for plan, batches in data.steps(epoch, position.step):
+    for plan, batches in data.steps(epoch, position.step, position.done):
         moment.step = epoch * data.num_steps + plan.number + 1
         if step.run(batches, plan, totals, f"epoch {epoch + 1}, step {plan.number + 1}"):
             schedule.after_step()
@@ -268,6 +298,7 @@ def train_epoch(
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
         profile.step()
         profile.timeline.step()
+        hooks.end_step(position.history, plan, totals, time.monotonic() - began)
     own_rows, own_seconds = totals.num_rows, time.monotonic() - began
     totals.combine()
     if not step.user.takes(is_training=True):
@@ -284,7 +315,7 @@ def train_epoch(
         "epoch": epoch + 1,
         **totals.means(),
         "rows": totals.num_rows,
-        **left_out(step, totals, data.planned_rows(epoch)),
+        **left_out(step, totals, data.planned_rows(epoch, position.done)),
         "seconds": seconds,
         "rows_per_s": totals.num_rows / max(seconds, 1e-9),
         "data_wait_s": data.waited_s,

@@ -64,9 +64,9 @@ class RowOrder:
     def _window_rows(self) -> int:
         return max(1, self.shuffle_bytes // max(1, self.row_bytes))
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int, first_row: int = 0) -> Plan:
         """Plan an epoch, with row numbers of the files."""
-        return self._plan(epoch, self.rows, None)
+        return self._plan(epoch, self.rows, None, first_row)
 
     def held_plan(
         self, epoch: int, permute: Callable[[], Rows] | None = None, first_row: int = 0

@@ -44,6 +44,7 @@ class Reader:
     Attributes:
         columns: those to read, with shape and dtype after their decoders.
         num_rows: rows of the subset, over all ranks.
+        is_divisible: whether the rest of an epoch can be divided anew: rows in memory, without groups.
         num_steps: steps of an epoch.
         description: in which order rows come, for the report.
     """
@@ -148,6 +149,7 @@ class Reader:
                 self._source, self._names, rows, division, sharing=sharing
             )
         self.num_rows = self._order.num_rows
+        self.is_divisible = self._order.is_resident and groups is None
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(CHUNK_BYTES, prefetch_bytes // 4)
         self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self.columns)))
@@ -160,10 +162,7 @@ class Reader:
         self.description = self._order.describe()
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
-        """Begin to read the first batches of an epoch before it is asked for; not of data beyond memory.
-
-        There the first windows may be large, and useless if the epoch begins at another step.
-        """
+        """Begin to read an epoch before it is asked for; not of data beyond memory, whose first windows may be large and useless."""
         if self._resident is not None and self._running is None and self._prepared is None:
             self._prepare(epoch, start_step)
 
@@ -215,9 +214,9 @@ class Reader:
             if running.stop(prefetch.STOP_S) and self._running is running:
                 self._running = None
 
-    def plan(self, epoch: int) -> Plan:
-        """Return the rows of the manifest that each rank has at each step of an epoch; for reports and tests."""
-        return self._order.plan(epoch)
+    def plan(self, epoch: int, first_row: int = 0) -> Plan:
+        """Return the rows of the manifest that each rank has at each step of an epoch, or of its rest."""
+        return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
         """Stop the background threads and release files and memory; a thread stuck in a read is left behind after a minute."""

@@ -22,11 +22,12 @@ from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.gpu import decide, probe, profiles
 from sparkhvd.settings import CONF_PREFIX, conf_keys
 from sparkhvd.spark import SparkShim
+from sparkhvd.torch.gradients.powersgd import PowerSGD
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Cluster", "resolve_cluster"]
+__all__ = ["Cluster", "fixed_num_proc", "resolve_cluster"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Cluster:
     """Launch of a fit's ranks.
 
     Attributes:
-        num_proc: number of ranks.
+        num_proc: number of ranks, the largest one where it changes.
+        least: ranks without which there is no training, where their number changes; None where it does not.
         max_retries: relaunches after a lost process, executor or host.
         start_timeout: longest wait for task slots in seconds; None means the setting.
         verbose: 0 prints nothing on the driver.
@@ -54,6 +56,12 @@ class Cluster:
     use_gpu: bool | None = None
     looks_for_gpu: bool = False
     finds_gpu: bool = False
+    least: int | None = None
+
+    @property
+    def ranks(self) -> str:
+        """The number of ranks, in words."""
+        return f"{self.num_proc}" if self.least is None else f"{self.least} to {self.num_proc}"
 
 
 def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
@@ -67,7 +75,8 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)
-    preflight.check_conf(conf)
+    least, given = _range_of_ranks(options)
+    preflight.check_conf(conf, is_barrier=least is None)
     preflight.check_databricks(shim.is_connect)
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
     plan = decide.decide(conf, options.use_gpu, refused=profiles.no_profiles())
@@ -78,7 +87,13 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     chosen = slots
     if options.num_proc is None and takes_gpus:
         chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
-    num_proc = placement.choose_num_proc(options.num_proc, chosen)
+    if least is None:
+        num_proc = placement.choose_num_proc(given, chosen)
+    else:
+        assert given is not None
+        num_proc = given
+        if not preflight.is_dynamic(conf):
+            placement.choose_num_proc(least, chosen)
     if options.num_proc is None and options.verbose:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
         per = "GPU" if plan.mode == decide.Mode.TASK or chosen is not slots else "task slot"
@@ -87,6 +102,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     return Cluster(
         num_proc=num_proc,
         max_retries=options.max_retries,
+        least=least,
         start_timeout=options.start_timeout,
         verbose=options.verbose,
         settings=settings,
@@ -98,6 +114,55 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
         and not shim.is_connect
         and probe.count_beside(settings.values.cuda_library, {}) > 0,
     )
+
+
+def fixed_num_proc(options: FitOptions, who: str) -> int | None:
+    """Return the number of ranks of an estimator whose ranks do not change.
+
+    Raises:
+        InvalidArgumentError: it is a range.
+    """
+    if isinstance(options.num_proc, tuple):
+        raise InvalidArgumentError(
+            f"{who}: num_proc is {options.num_proc}; ranks come and go with TorchEstimator only. Give a number."
+        )
+    return options.num_proc
+
+
+def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
+    """Return the least number of ranks (None where it does not change), and the number or the most of them.
+
+    Raises:
+        InvalidArgumentError: another Param contradicts it.
+    """
+    given = options.num_proc
+    if not isinstance(given, tuple):
+        if options.elastic_batch is not None:
+            raise InvalidArgumentError(
+                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for ranks that come and go: give "
+                "num_proc=(least, most), or leave it out."
+            )
+        return None, given
+    what = f"num_proc is {given}"
+    if options.train_fn is not None:
+        raise InvalidArgumentError(
+            f"{what}, and train_fn has a loop of its own, which does not follow ranks that come and go. Give num_proc a number, or "
+            "call sparkhvd.runner.run_elastic with a function that uses hvd.elastic.run."
+        )
+    if options.timeline:
+        raise InvalidArgumentError(
+            f"{what}, and timeline shows the steps of ranks whose number does not change. Leave it out, or give num_proc a number."
+        )
+    if isinstance(options.gradient_compression, PowerSGD):
+        raise InvalidArgumentError(
+            f"{what}, and powersgd keeps a part of the gradients on each rank, of which a lost one takes its own along. Give num_proc a "
+            "number, or another gradient_compression."
+        )
+    if options.accumulate > 1 and options.elastic_batch is not None:
+        raise InvalidArgumentError(
+            f"{what}, elastic_batch is {options.elastic_batch!r} and accumulate is {options.accumulate}. Give one of the last two."
+        )
+    return given
 
 
 def _rows_in_conf() -> dict[str, Row]:

@@ -67,12 +67,21 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         monitor=request.loop.monitor,
         return_best=request.loop.return_best,
         early_stopping=request.loop.early_stopping,
+        global_batch=_global_batch(request),
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths
+
+
+def _global_batch(request: Request) -> int:
+    """Return the rows of a batch over all ranks, where they stay as many when the ranks change; else 0."""
+    least, options = request.cluster.least, request.options
+    if options.elastic_batch != "global" or least is None:
+        return 0
+    return least * options.batch_size
 
 
 def fingerprint(request: Request, data: FitData) -> str:
@@ -87,7 +96,9 @@ def fingerprint(request: Request, data: FitData) -> str:
         **program.functions.describe(),
         **data.describe(),
         **request.loop.describe(has_schedule=program.lr_scheduler is not None),
-        "num_proc": request.cluster.num_proc,
+        "num_proc": request.cluster.num_proc
+        if request.cluster.least is None
+        else request.cluster.ranks,
         "random_seed": request.seed,
         # Decides whether rows are permuted at once or in windows.
         "shuffle_bytes": options.shuffle_bytes if options.shuffle else None,

@@ -11,14 +11,23 @@ from sparkhvd.estimator.params.converters import (
     any_value,
     to_function,
     to_loggers,
+    to_ranks,
     to_timeline,
     to_whole,
 )
-from sparkhvd.estimator.params.table import above, at_least, param
+from sparkhvd.estimator.params.table import above, at_least, one_of, param
 
 __all__ = ["ClusterParams"]
 
 cluster_param = functools.partial(param, group="cluster")
+
+
+def is_number_of_ranks(value: int | tuple[int, int]) -> str:
+    """Check `num_proc`."""
+    least, most = value if isinstance(value, tuple) else (value, value)
+    if least < 1:
+        return "it must be at least 1"
+    return "" if least <= most else "the first is the least number of ranks, the second the most"
 
 
 @accessors
@@ -26,11 +35,18 @@ class ClusterParams(TorchParams):
     """Params of the launch."""
 
     num_proc = cluster_param(
-        to_whole,
-        "number of ranks; default every GPU or task slot",
+        to_ranks,
+        "number of ranks; default every GPU or task slot; (least, most) for ranks that come and go",
+        annotation="int | tuple[int, int]",
         aliases=("numTrainWorkers",),
-        check=at_least(1),
+        check=is_number_of_ranks,
         in_conf=True,
+    )
+    elastic_batch = cluster_param(
+        TypeConverters.toString,
+        "'global': a batch of all ranks keeps least * batch_size rows while ranks come and go",
+        check=one_of("global"),
+        fingerprint=True,
     )
     verbose = cluster_param(
         to_whole,

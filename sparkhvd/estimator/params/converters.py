@@ -33,6 +33,7 @@ __all__ = [
     "to_stopping",
     "to_store",
     "to_thresholds",
+    "to_ranks",
     "to_timeline",
     "to_whole",
 ]
@@ -96,6 +97,15 @@ def to_whole(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError("expected a whole number")
     return TypeConverters.toInt(value)
+
+
+def to_ranks(value: object) -> int | tuple[int, int]:
+    """Convert a number of ranks, or the least and the most."""
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise TypeError("expected a whole number, or the least and the most")
+        return to_whole(value[0]), to_whole(value[1])
+    return to_whole(value)
 
 
 def to_loggers(value: object) -> list[Logger]:

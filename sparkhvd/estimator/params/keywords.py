@@ -130,7 +130,8 @@ class EstimatorKeywords(TypedDict, total=False):
 
     # cluster
     use_gpu: bool | None
-    num_proc: int | None
+    num_proc: int | tuple[int, int] | None
+    elastic_batch: str | None
     verbose: int | None
     progress: Callable[..., Any] | None
     loggers: Logger | Sequence[Logger] | None
@@ -153,4 +154,4 @@ class EstimatorKeywords(TypedDict, total=False):
     maxIter: int | None
     seed: int | None
     backward_passes_per_step: int | None
-    numTrainWorkers: int | None
+    numTrainWorkers: int | tuple[int, int] | None

@@ -113,7 +113,8 @@ class FitOptions(PredictOptions):
     keep_checkpoints: int | None = None
 
     # cluster
-    num_proc: int | None = None
+    num_proc: int | tuple[int, int] | None = None
+    elastic_batch: str | None = None
     verbose: int = 1
     progress: Callable[..., Any] | None = None
     loggers: list[Logger] | None = None

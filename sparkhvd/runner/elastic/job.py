@@ -50,7 +50,7 @@ from sparkhvd.runner.planning import (
     print_line,
 )
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
-from sparkhvd.spark import SparkShim
+from sparkhvd.spark import SparkShim, plain_interrupts
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -160,10 +160,8 @@ class _Attempt:
                 self._say,
             )
             try:
-                verdict = launcher.run(self._events)
-            except KeyboardInterrupt:
-                tasks.interrupt(INTERRUPT_GRACE_S + _MARGIN_S)
-                raise
+                with plain_interrupts():
+                    verdict = self._decide(launcher, tasks)
             finally:
                 tasks.dismiss()
                 stages.end(_LEAVE_S)
@@ -171,6 +169,14 @@ class _Attempt:
         if verdict.has_finished:
             return self._report(verdict, tasks)
         return self._failure(verdict, tasks, stages)
+
+    def _decide(self, launcher: Launcher, tasks: Tasks) -> Verdict:
+        """Run the job to its end; Ctrl-C interrupts the ranks before Spark cancels their tasks."""
+        try:
+            return launcher.run(self._events)
+        except KeyboardInterrupt:
+            tasks.interrupt(INTERRUPT_GRACE_S + _MARGIN_S)
+            raise
 
     def _tasks(self) -> tuple[Tasks, tuple[str, int]]:
         """Listen for tasks; return also the address at which they reach this process."""

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
+from sparkhvd.training.batches import Done
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
@@ -24,7 +25,7 @@ from sparkhvd.training.checkpoints.module_state import (
     unsaved_buffers,
 )
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
-from sparkhvd.training.metrics import Totals
+from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
@@ -36,6 +37,7 @@ __all__ = [
     "Start",
     "TrainingState",
     "find_start",
+    "load_weights",
     "resume",
     "take",
 ]
@@ -110,11 +112,17 @@ class Position:
         history: the records of the epochs that are done.
         step: optimizer steps that are done of the epoch after those.
         rank_state: this rank's own state after that step; None at the beginning of an epoch.
+        done: part of that epoch that other ranks have done.
+        sums: of these ranks, on one of those that go on; else None.
+        seconds: that they have taken.
     """
 
     history: History
     step: int = 0
     rank_state: RankState | None = None
+    done: Done = Done()
+    sums: TotalsState | None = None
+    seconds: float = 0.0
 
     def begin(self, totals: Totals) -> float:
         """Set random numbers and totals of a run that resumes inside an epoch.
@@ -123,17 +131,21 @@ class Position:
             The seconds that the epoch has taken so far.
         """
         if self.rank_state is None:
-            return 0.0
+            if self.sums is not None:
+                totals.load_state_dict(self.sums)
+            return self.seconds
         load_rng(self.rank_state["rng"])
         assert self.rank_state["totals"] is not None
         totals.load_state_dict(self.rank_state["totals"])
         return self.rank_state["seconds"]
 
 
-def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Start:
+def find_start(
+    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, held: Checkpoint | None = None
+) -> Start:
     """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights.
 
-    All ranks must call it, before the optimizer is built.
+    All ranks must call it, before the optimizer is built. With one that rank 0 holds in memory the store is not asked.
 
     Raises:
         InvalidArgumentError: the checkpoint or the weights do not fit this run; on all ranks.
@@ -143,7 +155,11 @@ def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> S
     if hvd.rank() == 0:
         problem = ""
         try:
-            checkpoint = _load_start(spec, checkpoints, model)
+            if held is None:
+                checkpoint = _load_start(spec, checkpoints, model)
+            else:
+                load_weights(model, held.model, "The state in memory does")
+                checkpoint = held
         except InvalidArgumentError as e:
             problem = str(e)
         resumed = _resumed(checkpoint, extra_states(model), problem)
@@ -182,10 +198,10 @@ def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> 
     if checkpoint is not None:
         if problem := _misfit(spec, checkpoint):
             raise InvalidArgumentError(problem)
-        _load(model, checkpoint.model, f"The checkpoint in {spec.run_dir} does")
+        load_weights(model, checkpoint.model, f"The checkpoint in {spec.run_dir} does")
     elif spec.start_from:
         weights = checkpoints.load_weights(spec.start_from)
-        _load(model, weights, f"warm_start: the weights of {spec.start_from} do")
+        load_weights(model, weights, f"warm_start: the weights of {spec.start_from} do")
     return checkpoint
 
 
@@ -230,8 +246,12 @@ def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
     )
 
 
-def _load(model: nn.Module, weights: Mapping[str, object], what: str) -> None:
-    """Load weights into the model."""
+def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> None:
+    """Load weights into the model.
+
+    Raises:
+        InvalidArgumentError: they do not fit it.
+    """
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # names and shapes, one per line

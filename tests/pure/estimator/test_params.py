@@ -82,6 +82,7 @@ EXAMPLES: dict[str, Any] = {
     "val_batch_size": 7,
     "epochs": 7,
     "num_proc": 7,
+    "elastic_batch": "global",
     "shuffle": False,
     "shuffle_bytes": 7,
     "drop_last": True,

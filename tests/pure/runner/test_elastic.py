@@ -1,14 +1,22 @@
-"""Parts of the elastic launcher that need no processes: hosts that are left out, slots, lines."""
+"""Parts of the elastic launcher that need no processes: hosts that are left out, slots, lines, limits, ends."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from sparkhvd.elastic import Change, Formed
+from sparkhvd.elastic.membership import STATE_IS_GONE
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.elastic.cooldown import Cooldown
+from sparkhvd.runner.elastic.ends import Ends, end_of
+from sparkhvd.runner.elastic.launcher import Verdict
+from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.elastic.report import Report
 from sparkhvd.runner.elastic.slots import Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.outcomes import Kind, Outcome
 
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
@@ -63,3 +71,49 @@ def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
     )
     same = Formed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)
     assert report.line(same, hosts, {}) == "2 -> 2 ranks in 0.10 s: a timeout"
+
+
+def test_a_range_of_ranks_begins_with_the_slots_that_there_are() -> None:
+    assert RankRange().largest() is None
+    assert RankRange().first(3) == 3
+    assert RankRange(num_proc=2).first(3) == 2
+    assert RankRange(least=2, most=8).largest() == 8
+    assert [RankRange(least=2, most=8).first(slots) for slots in (1, 4, 9)] == [2, 4, 8]
+    limits = RankRange(num_proc=4).options(4, 7.0)
+    assert (limits.smallest, limits.first, limits.largest) == (4, 4, 4)
+    assert (limits.limits(5.0).start_timeout_s, limits.limits(5.0).timeout_s) == (7.0, 600.0)
+    with pytest.raises(InvalidArgumentError, match="min_num_proc is 3, num_proc is 2"):
+        RankRange(num_proc=2, least=3).largest()
+
+
+def outcome(number: int, kind: str, **more: Any) -> Outcome:
+    return Outcome(number, kind, exit="exit 1", **more)
+
+
+def ends(*outcomes: Outcome, members: tuple[int, ...] = (), problem: str = "") -> Ends:
+    failed = tuple(end_of(each) for each in outcomes if each.kind != Kind.OK)
+    verdict = Verdict(False, True, problem, failed, 0, members)
+    return Ends(verdict, {each.rank: each for each in outcomes if each.rank is not None})
+
+
+def test_results_are_those_of_the_last_ranks_that_ended_well() -> None:
+    well = [outcome(number, Kind.OK) for number in (0, 3, 4)]
+    assert ends(*well, outcome(1, Kind.CRASH), members=(4, 1, 3)).order() == [4, 3]
+    assert ends(*well).order() == [0, 3, 4]  # of a function without init()
+
+
+def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> None:
+    raised = outcome(7, Kind.EXCEPTION, error="ValueError", message="why")
+    lost = outcome(5, Kind.LOST)
+    failure = ends(raised, lost, members=(5, 7)).failure("")
+    assert str(failure.error).startswith("Rank 1 of 2 raised ValueError: why")
+    assert not failure.is_lost
+    failure = ends(lost, members=(5, 7)).failure("")
+    assert "Rank 0 of 2 was lost" in str(failure.error)
+    assert failure.is_lost
+    failure = ends(lost, members=(5,)).failure(STATE_IS_GONE)
+    assert "The elastic job cannot go on: every rank that had" in str(failure.error)
+    assert failure.is_lost
+    failure = ends(lost, members=(5,)).failure("too few")
+    assert not failure.is_lost
+    assert ends().failure("").is_lost

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.harness.spark import run_on, with_folder
+from tests.harness.processes import TRAINER, find, wait_until_gone
+from tests.harness.spark import run_on, started_script, with_folder, write_script
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -82,3 +86,58 @@ def test_executors_are_allocated_dynamically(tmp_path: Path) -> None:
         timeout_s=300,
     )
     assert "SIZES" in output, output
+
+
+INTERRUPTED = """
+from sparkhvd.runner import run_elastic
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+def saves(name):
+    import sparkhvd.torch as hvd
+
+    def note(what):
+        open(os.path.join(FOLDER, f"{name}-{what}{hvd.rank()}"), "w").close()
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def loop(state):
+        note("ready")
+        while True:
+            try:
+                time.sleep(0.05)
+                state.commit()
+            except KeyboardInterrupt:
+                note("saved")
+                raise
+
+    loop(hvd.elastic.ObjectState(step=0))
+
+try:
+    run_elastic(saves, ("first",), num_proc=2, spark=spark)
+except KeyboardInterrupt:
+    open(os.path.join(FOLDER, "first-ended"), "w").close()
+run_elastic(saves, ("second",), num_proc=2, spark=spark)
+"""
+
+
+def test_ranks_save_at_an_interrupt_and_none_outlives_the_driver(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "driver.py", INTERRUPTED, master="local-cluster[2,1,1024]")
+    with started_script(script) as driver:
+
+        def wait_for(*names: str) -> None:
+            def found() -> bool:
+                return all((tmp_path / name).exists() for name in names)
+
+            wait_until(lambda: found() or driver.poll() is not None, str(names), within_s=120)
+            assert found(), driver.stdout and driver.stdout.read()
+
+        wait_for("first-ready0", "first-ready1")
+        os.kill(driver.pid, signal.SIGINT)
+        wait_for("first-saved0", "first-saved1", "first-ended")
+        wait_for("second-ready0", "second-ready1")
+        ranks = find(TRAINER)
+        assert len(ranks) == 2
+        driver.kill()
+        assert wait_until_gone(ranks, 30) == set()

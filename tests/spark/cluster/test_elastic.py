@@ -41,6 +41,25 @@ from tests.harness.elastic_fn import train
 
 results = run_elastic(train, (FOLDER, 2, "process"), num_proc=2, min_num_proc=1, spark=spark)
 assert [rank for rank, *_ in results] == [0, 1], results
+
+import torch
+from sparkhvd import TorchEstimator
+
+df = spark.range(200).selectExpr("cast(id as double) / 200 as x", "cast(id as double) as y")
+model = torch.nn.Linear(1, 1)
+fit = TorchEstimator(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+    loss=torch.nn.MSELoss(),
+    feature_cols=["x"],
+    label_cols=["y"],
+    epochs=3,
+    num_proc=(1, 2),
+    store=FOLDER + "/store",
+)
+history = fit.fit(df).history
+assert [record["epoch"] for record in history] == [1, 2, 3], history
+assert {record["rows"] for record in history} == {200}, history
 print("ALL WELL")
 """
 

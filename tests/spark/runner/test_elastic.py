@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkhvd.errors import ElasticError, InvalidArgumentError, PreflightError, RankError
-from sparkhvd.runner import run_elastic
+from sparkhvd.horovod import spark as horovod_spark
+from sparkhvd.runner import driver_port, run_elastic
 from tests.harness.by_value import by_value
 from tests.harness.elastic_fn import train
 from tests.harness.processes import wait_for_no_trainers
@@ -49,9 +50,11 @@ def test_a_trainer_that_is_killed_is_replaced_and_no_step_is_lost(
     assert re.search(r"process 2 on \S+ joined as rank 1$", lines[-1]), lines
 
 
-def test_a_job_begins_with_the_slots_that_there_are(spark: SparkSession, tmp_path: Path) -> None:
-    given = {"num_proc": 3, "min_num_proc": 1, "max_num_proc": 4}
-    results = run_elastic(train, (str(tmp_path), 2), spark=spark, **given)
+@pytest.mark.usefixtures("spark")
+def test_a_job_begins_with_the_slots_that_there_are(tmp_path: Path) -> None:
+    results = horovod_spark.run_elastic(
+        train, (str(tmp_path), 2), num_proc=3, min_np=1, max_num_proc=4
+    )
     assert [rank for rank, *_ in results] == [0, 1]
 
 
@@ -84,6 +87,15 @@ def test_ranks_that_change_too_often_end_the_job(spark: SparkSession, tmp_path: 
     given = {"num_proc": 2, "min_num_proc": 1, "reset_limit": 0}
     with pytest.raises(ElasticError, match="reset_limit="):
         run_elastic(train, (str(tmp_path), 2), {"fault": "process"}, spark=spark, **given)
+
+
+def test_a_driver_that_tasks_do_not_reach_is_told(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = driver_port.listen
+    monkeypatch.setattr(driver_port, "listen", lambda shim: (listen(shim)[0], "127.0.0.2"))
+    with pytest.raises(PreflightError, match=r"The tasks cannot reach the driver \(.*refused"):
+        run_elastic(print, num_proc=2, spark=spark)
 
 
 def test_a_function_without_ranks_returns_its_results_to_a_stream(spark: SparkSession) -> None:

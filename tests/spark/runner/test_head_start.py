@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.runner import job
+from sparkhvd.runner import job, planning
 from sparkhvd.runner.job import LaunchOptions
 from sparkhvd.spark import SparkShim
 from tests.harness.processes import NURSERY, find
@@ -30,7 +30,7 @@ def test_a_fit_forks_its_ranks_from_nurseries_that_the_tasks_before_have_started
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A nursery of their own: no other test's ranks have as many threads.
-    monkeypatch.setattr(job, "_fixed_threads", lambda *_: 3)
+    monkeypatch.setattr(planning, "_fixed_threads", lambda *_: 3)
     before, ready = find(NURSERY), set()
 
     def note_nurseries(*args: Any) -> Any:

@@ -61,6 +61,10 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
             ValueError: both `backend` and `num_proc` are given.
         """
         backend, num_proc = self._get("backend"), self._get("num_proc")
+        if isinstance(num_proc, tuple):
+            raise InvalidArgumentError(
+                f"num_proc is {num_proc}; ranks come and go with sparkhvd's own TorchEstimator only. Give a number."
+            )
         if backend is None:
             return SparkBackend(num_proc)
         if num_proc is not None and num_proc != backend.num_processes():

@@ -1,0 +1,264 @@
+"""Training on ranks that come and go.
+
+Ranks join and leave at the end of a step, or of an epoch where the rest of one cannot be divided anew: data beyond memory, groups, and metrics whose
+states do not add up. When a rank is lost, the others go back to the beginning of the epoch, or to a later step, the last at which ranks came or
+`checkpoint_interval_s` had passed: every rank has the state of that moment in memory, so that no store is asked. A rank that joins gets it from rank 0; with nobody left that has it, the
+store's newest checkpoint counts.
+
+All that ranks do together happens in `_train`, anew for each set of ranks: one that joins begins at the same place as the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import sparkhvd.torch as hvd
+from sparkhvd.observe.system import Sampler
+from sparkhvd.runner import context
+from sparkhvd.torch.elastic import HostsUpdatedInterrupt, State, run
+from sparkhvd.training.batches import Data, Done, StepPlan
+from sparkhvd.training.checkpoints.cadence import Cadence
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import (
+    Position,
+    TrainingState,
+    find_start,
+    load_weights,
+    resume,
+    take,
+)
+from sparkhvd.training.checkpoints.saver import Saver, snapshot
+from sparkhvd.training.compile import compile_model
+from sparkhvd.training.device import agree, choose_device, gpu_of
+from sparkhvd.training.metrics import Totals, TotalsState
+from sparkhvd.training.model import build_model
+from sparkhvd.training.profile import Profile
+from sparkhvd.training.program import load_program
+from sparkhvd.training.schedule import Schedule
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.step import Step
+from sparkhvd.training.to_device import move_losses
+from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
+from sparkhvd.training.types import History
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
+from sparkhvd.training.user_code.context import Moment
+from sparkhvd.training.user_step import StepContext, UserStep
+
+__all__ = ["train_elastically"]
+
+_NEVER_S = 1e9
+
+
+def train_elastically(spec: TrainSpec) -> TrainResult:
+    """Train on every rank of an elastic job; all ranks must call it with the same spec. See `train`."""
+    hvd.init()
+    training = _Training(spec)
+    training.profile.sampler.start()
+    with contextlib.closing(training.profile.sampler):
+        result = run(_train)(training)
+    hvd.shutdown()
+    return result
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Place inside an epoch: what is done of it, sums of all ranks, and seconds."""
+
+    done: Done
+    sums: TotalsState
+    seconds: float
+
+
+class _Training(State, Hooks):
+    """What a rank keeps from one set of ranks to the next."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        super().__init__()
+        # Inside an epoch the ranks' own states would be as many as there were ranks.
+        self.spec = replace(spec, checkpoint_interval_s=_NEVER_S)
+        place = context()
+        if place is not None:
+            torch.set_num_threads(place.num_threads)
+        self.device, self.problem = choose_device(place, looks=spec.looks_for_gpu)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.profile = Profile()
+        self.profile.sampler = Sampler(gpu_of(self.device))
+        program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
+        model = build_model(program.model, spec.seed)
+        assert isinstance(model, nn.Module)
+        self.program = replace(program, model=model.to(self.device))
+        move_losses(program.losses, self.device)
+        self.call = compile_model(model) if spec.compile else model
+        self.checkpoints = Checkpoints(spec.store, spec.run_dir)
+        self.moment = Moment()
+        self.state: TrainingState | None = None
+        self.schedule: Schedule | None = None
+        # State to which a loss leads back, where in the epoch that is, and the number of ranks by which its learning rates are scaled.
+        self._held: Checkpoint | None = None
+        self._within: _Within | None = None
+        self._scaled_by = 0
+        self._rows = 0  # of this epoch
+        self._is_divisible = False
+        self._interval_s = spec.checkpoint_interval_s
+        self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
+
+    def keep(self, history: History, within: _Within | None = None) -> None:
+        """Keep a copy of the state as it is after these epochs, and a part of the next."""
+        assert self.state is not None
+        weights = self.program.model.state_dict()
+        kept = take(self.spec, self.state, history, weights=weights, kept={})
+        self._held = Checkpoint(**snapshot(vars(kept)))
+        self._within = within
+        self._cadence.taken(time.monotonic())
+        self._scaled_by = hvd.size()
+        self._rows, steps = (0, 0) if within is None else (within.done.rows, within.done.steps)
+        self._version = (len(history) << 32) + steps + 1
+
+    def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
+        """Let ranks join and leave, where the rest of the epoch can be divided anew."""
+        self._rows += plan.num_rows
+        if not (self._is_divisible and totals.adds_up):
+            return
+        interrupt: HostsUpdatedInterrupt | None = None
+        try:
+            self.check_host_updates()
+        except HostsUpdatedInterrupt as e:
+            interrupt = e
+        if interrupt is not None or self._is_due():
+            sums = _added(hvd.allgather_object(totals.state_dict(), name="elastic.sums"))
+            done = Done(self._rows, plan.number + 1)
+            self.keep(history, _Within(done, sums, seconds))
+        if interrupt is not None:
+            raise interrupt
+
+    def _is_due(self) -> bool:
+        """Return True on every rank if the state should be kept now; rank 0 decides."""
+        self._until_asked -= 1
+        if self._until_asked:
+            return False
+        answer = torch.zeros(2, dtype=torch.int64)
+        now = time.monotonic()
+        if hvd.rank() == 0:
+            answer = torch.tensor(self._cadence.ask(now, is_writing=False))
+        is_due, self._until_asked = hvd.broadcast(answer, 0, name="elastic.due").tolist()
+        return bool(is_due)
+
+    def end_epoch(self, history: History) -> None:
+        """Keep the state of an epoch that has ended."""
+        history[-1]["ranks"] = hvd.size()
+        self.keep(history)
+
+    def after_checkpoint(self) -> None:
+        """Let ranks join and leave."""
+        self.check_host_updates()
+
+    def begin(self, data: Data) -> Position:
+        """Give every rank of a new set the state of rank 0; return where it goes on."""
+        model, held = self.program.model, self._held
+        start = find_start(self.spec, self.checkpoints, model, held)
+        if self.state is None:
+            self.state, self.schedule = build(self.spec, self.program, data, self.profile)
+            self._scaled_by = hvd.size()
+        elif held is not None and self.state.optimizer is not None:
+            load_weights(model, held.model, "The state in memory does")
+            self.state.optimizer.load_state_dict(held.optimizer)
+        # Which of them a rank calls depends on its number.
+        ctx = CallbackContext(self.spec, self.state, self.moment)
+        self.state.callbacks = Callbacks(self.program.user.callbacks, ctx)
+        position = resume(start, self.state)
+        before: Any = self._scaled_by
+        if held is None and position.history:
+            before = position.history[-1].get("ranks", before)
+        before, within = hvd.broadcast_object((before, self._within), 0, name="elastic.place")
+        self._scale(before)
+        self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
+        self.keep(position.history, within)
+        self._is_divisible = data.training.is_divisible
+        if within is not None:
+            position.done, position.seconds = within.done, within.seconds
+            position.sums = within.sums if hvd.rank() == 0 else None
+        return position
+
+    def _scale(self, before: int) -> None:
+        """Let learning rates follow the number of ranks, where they shall."""
+        assert self.state is not None
+        if self.spec.overrides.lr_scaling != "linear" or before == hvd.size():
+            return
+        factor = hvd.size() / before
+        for group in [] if self.state.optimizer is None else self.state.optimizer.param_groups:
+            for name in {"lr", "initial_lr"} & group.keys():
+                group[name] *= factor
+        scheduler = self.state.scheduler
+        if scheduler is not None and hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+    def save(self) -> None:
+        """Do nothing: `keep` does it once per epoch."""
+
+    def restore(self) -> None:
+        """Do nothing: `begin` does it, with the other ranks."""
+
+    def sync(self) -> None:
+        """Do nothing: `begin` does it for every set of ranks."""
+
+
+def _added(states: Sequence[TotalsState]) -> TotalsState:
+    """Add up the sums of all ranks."""
+    logs: dict[str, tuple[float, float]] = {}
+    for state in states:
+        for name, (total, weight) in state["logs"].items():
+            before = logs.get(name, (0.0, 0.0))
+            logs[name] = (before[0] + total, before[1] + weight)
+    values = torch.stack([state["values"] for state in states]).sum(0)
+    parts = torch.stack([state["parts"] for state in states]).sum(0)
+    return {"values": values, "parts": parts, "metrics": [], "logs": logs}
+
+
+def _train(training: _Training) -> TrainResult:
+    """Train on one set of ranks."""
+    spec = training.spec
+    if spec.global_batch:
+        spec = replace(spec, batch_size=math.ceil(spec.global_batch / hvd.size()))
+    program, device = training.program, training.device
+    agree(device, training.problem)
+    profile, is_cuda = training.profile, device.type == "cuda"
+    profile.meet_others()
+    with Data(spec, program.functions, pin_memory=is_cuda, spans=profile.spans) as data:
+        position = training.begin(data)
+        state, schedule = training.state, training.schedule
+        assert state is not None
+        assert schedule is not None
+        assert state.callbacks is not None
+        history = position.history
+        with Saver(spec, training.checkpoints, state) as saver:
+            user = UserStep(
+                spec, data.schema, program.user, StepContext(spec, state, training.moment)
+            )
+            step = Step(spec, program, state, training.call, user)
+            stopped = train_epochs(
+                step,
+                data,
+                schedule,
+                state.callbacks,
+                saver,
+                position,
+                training,
+            )
+        epoch = returned_epoch(spec, history, training.checkpoints)
+        order, skipped = data.training.description, data.skipped
+        widths = tried_widths(spec, program, data, device)
+    buckets = [] if state.optimizer is None else state.optimizer.describe_buckets()
+    gathered = profile.gather(device, buckets)
+    hvd.barrier()  # no rank ends before the last checkpoint is written
+    warning = training.checkpoints.warning
+    return TrainResult(history, epoch, order, stopped, skipped, warning, widths, gathered)

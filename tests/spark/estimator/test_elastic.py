@@ -1,0 +1,130 @@
+"""`fit` with `num_proc=(least, most)`: ranks that come and go between epochs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import sparkhvd.torch as hvd
+from sparkhvd import InvalidArgumentError, Store
+from sparkhvd.errors import PreflightError
+from sparkhvd.estimator import Callback
+from tests.harness import faults
+from tests.harness.by_value import by_value
+from tests.harness.processes import wait_for_no_trainers
+from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+travels_by_value = by_value(__name__)
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_is_left() -> Iterator[None]:
+    yield
+    assert wait_for_no_trainers() == set()
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    data = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(401)]
+    return spark.createDataFrame(data, "x array<double>, y double")
+
+
+class Kill(Callback):
+    """Kills the last of two ranks in the third step, once; the other one is slow until another one joins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        del loss
+        mark = self.folder / "killed"
+        if ctx.step == 3 and hvd.rank() == 1 and not mark.exists():
+            mark.touch()
+            faults.kill_self()
+        if hvd.size() == 1:
+            time.sleep(0.06)
+
+
+def told(captured: str) -> list[str]:
+    """Return the changes of which the driver has told."""
+    lines = re.findall(r"^sparkhvd: (\d+ (?:ranks?|->) .*)$", captured, re.MULTILINE)
+    return [line.partition(" in ")[0] for line in lines]
+
+
+def test_no_row_is_left_out_or_trained_on_twice_whoever_comes_and_goes(
+    df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.create(tmp_path / "store")
+    model = mlp(2)
+    given = {"epochs": 2, "batch_size": 8}
+    fit = estimator(
+        model,
+        store,
+        num_proc=(1, 2),
+        elastic_batch="global",
+        callbacks=[Kill(tmp_path)],
+        checkpoint_interval_s=0.01,
+        keep_data=True,
+        verbose=1,
+        **given,
+    )
+    fitted = fit.fit(df)
+    history = fitted.history
+    assert [(record["epoch"], record["rows"]) for record in history] == [(1, 401), (2, 401)]
+    assert history[-1]["ranks"] == 2
+    # Every step had the rows of one process with the same batches.
+    alone = one_process(model, store, ["x"], size=1, lr=0.05, seed=3, **given)
+    assert_same_weights(fitted.getModel(), alone, 1e-4)
+    # The first epoch went on with one rank from the last step that was kept, and later with two.
+    assert told(capfd.readouterr().err) == ["2 ranks", "2 -> 1 rank", "1 -> 2 ranks"]
+
+
+def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
+    df: DataFrame, tmp_path: Path
+) -> None:
+    fit = estimator(
+        mlp(2),
+        Store.create(tmp_path / "store"),
+        num_proc=(1, 2),
+        lr_scaling="linear",
+        learning_rate=0.01,
+        callbacks=[Kill(tmp_path)],
+        shuffle_bytes=1024,
+        batch_size=16,
+        epochs=4,
+    )
+    history = fit.fit(df).history
+    assert {record["rows"] for record in history} == {401}
+    ranks = [record["ranks"] for record in history]
+    assert (ranks[0], ranks[-1]) == (1, 2), ranks
+    for record in history:
+        assert record["lr"] == pytest.approx(0.01 * record["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"num_proc": (2, 1)}, InvalidArgumentError, r"num_proc is \(2, 1\); the first is the least"),
+        ({"num_proc": (0, 1)}, InvalidArgumentError, r"num_proc is \(0, 1\); it must be at least 1"),
+        ({"num_proc": (1, 2, 3)}, TypeError, "a whole number, or the least and the most"),
+        ({"num_proc": (3, 4)}, PreflightError, "num_proc=3: the application can run 2"),
+        ({"num_proc": 2, "elastic_batch": "global"}, InvalidArgumentError, "elastic_batch is 'global', and num_proc is 2"),
+        ({"num_proc": (1, 2), "timeline": True}, InvalidArgumentError, "timeline shows the steps of ranks whose"),
+        ({"num_proc": (1, 2), "train_fn": print}, InvalidArgumentError, "train_fn has a loop of its own"),
+        ({"num_proc": (1, 2), "gradient_compression": hvd.Compression.powersgd(2)}, InvalidArgumentError, "powersgd keeps a part"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    df: DataFrame, given: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        estimator(mlp(2), **given).fit(df)
