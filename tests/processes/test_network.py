@@ -85,7 +85,7 @@ def test_killed_rank_is_told_to_other_hosts_before_its_memory_is_freed(resident_
     assert min(took) < 0.05, took
 
 
-@pytest.mark.parametrize("stop_in_transfer", [False, True])
+@pytest.mark.parametrize("stop_in_transfer", [True, *left_to_soak("in a transfer, here", False)])
 def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfer: bool) -> None:
     """While the kernel has bytes for which the peer has no room it asks seldom for some, and not whether its host lives."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
@@ -99,7 +99,7 @@ def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfe
         assert lost["lost"] == {"1": "silent"}, lost
 
 
-@pytest.mark.parametrize("pause_s", [0.3, 1.5])
+@pytest.mark.parametrize("pause_s", [0.3, *left_to_soak("0.3 s, here", 1.5)])
 def test_host_of_a_rank_that_has_just_stopped_is_lost_in_time(pause_s: float) -> None:
     """Before its kernel has asked anything by itself, the own kernel's questions show that nobody answers."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
