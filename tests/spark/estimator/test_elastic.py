@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from sparkhvd.estimator import Callback
 from tests.harness import faults
 from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process
 
 if TYPE_CHECKING:
@@ -108,6 +110,37 @@ def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
     assert (ranks[0], ranks[-1]) == (1, 2), ranks
     for record in history:
         assert record["lr"] == pytest.approx(0.01 * record["ranks"])
+
+
+class KillAll(Callback):
+    """Kills each of two ranks in the second epoch, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        del loss
+        with (self.folder / "epochs").open("a") as log:
+            log.write(f"{ctx.epoch}\n")
+        lost = len(list(self.folder.glob("killed-*")))
+        if ctx.epoch == 2 and lost < 2:
+            (self.folder / f"killed-{os.getpid()}").touch()
+            faults.kill_self()
+
+
+@soak("a fit that is relaunched from its checkpoint: estimator/test_faults; a lost rank: here")
+def test_a_fit_whose_ranks_are_all_lost_goes_on_from_its_checkpoint(
+    df: DataFrame, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.create(tmp_path / "store")
+    given = {"callbacks": [KillAll(tmp_path)], "batch_size": 50, "epochs": 3, "verbose": 1}
+    fitted = estimator(mlp(2), store, num_proc=(1, 2), max_retries=1, **given).fit(df)
+    assert [record["epoch"] for record in fitted.history] == [1, 2, 3]
+    assert {record["rows"] for record in fitted.history} == {401}
+    written = capfd.readouterr().err
+    assert "Relaunching (1 of 1)" in written, written
+    # The first epoch was not trained on again: 5 steps of each of 2 ranks.
+    assert (tmp_path / "epochs").read_text().split().count("1") <= 10
 
 
 @pytest.mark.parametrize(
