@@ -61,6 +61,25 @@ def test_ranks_leave_an_executor_that_will_be_taken_away(tmp_path: Path) -> None
     assert "goes back to its last commit" not in output, output
 
 
+GIVEN_UP = """
+results = run_elastic(train, (FOLDER, 2, "executor"), num_proc=2, min_num_proc=1, max_retries=1, spark=spark)
+print("RANKS", sorted(rank for rank, *_ in results))
+"""
+
+
+def test_a_stage_that_spark_gives_up_begins_anew(tmp_path: Path) -> None:
+    """Spark ends a stage in which a task has failed as often as it allows: all ranks are lost."""
+    output = run_on(
+        "local-cluster[2,1,1024]",
+        with_folder(PROGRAM + GIVEN_UP, tmp_path),
+        tmp_path,
+        conf={"spark.task.maxFailures": "1"},
+        timeout_s=300,
+    )
+    assert "Relaunching (1 of 1)" in output, output
+    assert "RANKS [0, 1]" in output, output
+
+
 DYNAMIC = """
 def later():
     wait_for("whole")
