@@ -141,7 +141,7 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Let a member leave at the next commit."""
+        """Let a member leave at the next commit; the last one that has the state leaves when those who are coming have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
@@ -234,7 +234,7 @@ class Membership:
     def _refusal_of(self, number: int) -> Refusal | None:
         if self.failure:
             return Refusal("failed", self.failure)
-        if number in self._removing:
+        if number in self._removing and number != self._holder():
             return Refusal("removed", self._removing[number])
         if self.is_finished and number not in self.members:
             return Refusal("over", "the others have finished")
@@ -251,15 +251,29 @@ class Membership:
 
     def _announce(self) -> None:
         """Tell the members that run of those who wait to join, and of those who should leave."""
-        leaving = tuple(number for number in self.members if number in self._removing)
-        leaving = tuple(number for number in leaving if number not in self._gone)
-        staying = sum(number not in self._gone for number in self.members) - len(leaving)
-        joining = self.waiting()[: max(0, self.limits.most - staying)]
+        here, holder = self._here(), self._holder()
+        leaving = tuple(n for n in here if n in self._removing and n != holder)
+        staying = len(here) - len(leaving)
+        joining = self.waiting()[: max(0, self._most() - staying)]
         if (joining, leaving) == self._announced or not (joining or leaving):
             return
         self._announced = (joining, leaving)
         for number in sorted(self._running):
             self.outbox.append((number, Update(only_removals=not joining)))
+
+    def _here(self) -> tuple[int, ...]:
+        return tuple(number for number in self.members if number not in self._gone)
+
+    def _holder(self) -> int | None:
+        """Return the member that stays although it should leave: the only one that could give the state to those who are coming."""
+        here = self._here()
+        coming = self._starting | (self._asked.keys() - set(self.members))
+        if self.is_finished or not coming - self._removing.keys():
+            return None
+        return here[0] if here and self._removing.keys() >= set(here) else None
+
+    def _most(self) -> int:
+        return self.limits.most if self._holder() is None else max(2, self.limits.most)
 
     # --- Deciding. ---
 
@@ -297,7 +311,7 @@ class Membership:
             is_newest = ask.has_state and ask.version == newest
             return (not is_newest, not ask.has_state, places.get(number, len(places)), number)
 
-        return tuple(sorted(self._asked, key=order)[: self.limits.most])
+        return tuple(sorted(self._asked, key=order)[: self._most()])
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
         """Return why these members cannot go on; "" if they can."""

@@ -92,6 +92,10 @@ class RankProcess:
             return message["value"]
         raise AssertionError(f"rank {self.rank}: {message.get('error', 'ended without a word')}")
 
+    def has_spoken(self) -> bool:
+        """Return whether there is something that the rank has sent and nobody has taken."""
+        return not self._said.empty()
+
     def message(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the next value or error as it was sent, empty after the end; None if nothing comes in time."""
         try:

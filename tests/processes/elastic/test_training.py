@@ -179,16 +179,20 @@ def test_a_script_of_horovods_goes_on_after_the_death_of_rank_0() -> None:
 
 
 def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
-    """Do something to a random member; return what."""
-    gone = {number for number in range(len(job.members)) if number in job.__dict__["gone"]}
+    """Do something to a random member; return what. Somebody who has the state is left."""
+    gone = job.__dict__["gone"]
     left = [member for member in job.members if member.rank not in gone]
+    # The first ones, and those that have told of a generation.
+    trained = {m.rank for m in left if m.rank < job.limits.first or m.has_spoken()}
     kind = dice.choice(["kill", "kill", "join", "remove"])
     if kind == "join" or len(left) < 2:
         if len(left) < 5:
             tell(job.start(1), **plan)
         return "join"
     member = dice.choice(left)
-    job.__dict__["gone"].add(member.rank)
+    if trained <= {member.rank}:
+        return "nothing"
+    gone.add(member.rank)
     if kind == "kill":
         member.kill(signal.SIGKILL)
     else:

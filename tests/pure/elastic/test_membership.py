@@ -73,6 +73,35 @@ def test_a_process_that_comes_learns_whether_a_generation_runs() -> None:
     assert job.told() == {0: Update(only_removals=False)}
 
 
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_the_last_one_that_has_the_state_leaves_when_others_have_it(most: int) -> None:
+    first = min(most, 2)
+    job = Job(first, most=most)
+    job.begin()
+    job.membership.expect(2)  # it is starting
+    for number in range(first):
+        job.membership.remove(number, "its host will go", 1.0)
+    if first == 2:
+        assert job.told() == {0: Update(True), 1: Update(True)}
+        job.membership.receive(0, ask(0, 1, state=True, needs_sync=False), 2.0)
+        job.membership.receive(1, ask(1, 1, state=True, needs_sync=False), 2.0)
+        told = job.told()
+        assert isinstance(told[1], Refusal)
+        assert isinstance(told[0], Decision)
+        assert told[0].members == (0,)
+        job.change()
+    assert job.told() == {}  # the one that is left trains on
+    job.membership.receive(2, ask(2), 3.0)
+    assert job.told() == {0: Update(only_removals=False)}
+    job.membership.receive(0, ask(0, job.membership.generation, state=True), 4.0)
+    assert job.decided().members == (0, 2)
+    job.membership.receive(2, Report("synced", 3), 5.0)
+    job.membership.step(5.0)
+    assert job.told() == {0: Update(True), 2: Update(True)}
+    job.membership.receive(0, ask(0, 3, state=True), 6.0)
+    assert job.told()[0] == Refusal("removed", "its host will go")
+
+
 @pytest.mark.parametrize("why", ["failed", "removed", "over"])
 def test_a_process_that_comes_in_vain_learns_it_at_once(why: str) -> None:
     job = Job(2)
