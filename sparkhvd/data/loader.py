@@ -229,6 +229,8 @@ class Loader(IterableDataset[Any]):
         # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
         self._first_row = 0
         self._handed_out = 0
+        # Of the order in which these have come; None if that is not known, or there are none.
+        self._windows: list[int] | None = None
         self.num_broken = 0
         self._reader: Reader | None = None
 
@@ -242,6 +244,7 @@ class Loader(IterableDataset[Any]):
                 "DataLoader(loader, batch_size=None, num_workers=0)."
             )
         reader = self._opened()
+        self._check_windows(reader)
         width = self.size * self.batch_size
         start, rest = divmod(self._handed_out, width)
         if rest or self._first_row:
@@ -260,6 +263,17 @@ class Loader(IterableDataset[Any]):
             yield tuple(tensors.values()) if self._is_tuple else tensors
         self.set_epoch(epoch + 1)
 
+    def _check_windows(self, reader: Reader) -> None:
+        """Refuse to go on behind rows that have come in another order than those of the reader."""
+        has_begun = self._first_row + self._handed_out > 0
+        if has_begun and self._windows is not None and self._windows != reader.windows:
+            where = ["beyond shuffle_bytes", "in memory"]
+            raise InvalidArgumentError(
+                f"The epoch was begun with data {where[not self._windows]}, and this loader has them {where[not reader.windows]}, or in windows "
+                "of other lengths, and so in another order. Go on with shuffle_bytes, columns and drop_last as before, or call set_epoch for a whole epoch."
+            )
+        self._windows = reader.windows
+
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
         return self._opened().num_steps
@@ -272,13 +286,13 @@ class Loader(IterableDataset[Any]):
         """Return the place behind the last batch; equal on all ranks after equally many steps."""
         row = self._first_row + self._handed_out
         order = {name: self._options[name] for name in _ORDER}
-        ranks = {"size": self.size, "batch_size": self.batch_size}
+        ranks = {"size": self.size, "batch_size": self.batch_size, "windows": self._windows}
         return {"epoch": self.epoch, "row": row, "rows": len(self.dataset), **order, **ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
 
-        Data beyond `shuffle_bytes` want an equal number of ranks and batch size, which the next iteration checks.
+        Data beyond `shuffle_bytes` want an equal number of ranks and batch size, and equal `shuffle_bytes`, columns and `drop_last`, which the next iteration checks.
 
         Raises:
             InvalidArgumentError: the state is none, or of other data, or of another order of rows.
@@ -296,6 +310,7 @@ class Loader(IterableDataset[Any]):
                     "same data and the same order."
                 )
         self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
+        self._windows = state.get("windows")
         if (state.get("size"), state.get("batch_size")) != (self.size, self.batch_size):
             # Steps are numbered from here on; data beyond memory have no such order.
             self._first_row, self._handed_out = self._handed_out, 0

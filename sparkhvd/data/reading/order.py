@@ -61,8 +61,20 @@ class RowOrder:
         return count_of(self.rows)
 
     @property
+    def windows(self) -> list[int]:
+        """What decides the order of an epoch beside the options of a loader: nothing in memory, else rows of a window and of a block."""
+        if self.is_resident:
+            return []
+        lengths = [self._file_window(), self._block_rows] if self.shuffle else []
+        return [*lengths, int(self.drop_last)]  # a rank's part ends with its last step
+
+    @property
     def _window_rows(self) -> int:
         return max(1, self.shuffle_bytes // max(1, self.row_bytes))
+
+    @property
+    def _block_rows(self) -> int:
+        return min(max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16))
 
     def plan(self, epoch: int, first_row: int = 0) -> Plan:
         """Plan an epoch, with row numbers of the files."""
@@ -91,9 +103,7 @@ class RowOrder:
         permute: Callable[[], Rows] | None,
         first_row: int = 0,
     ) -> Plan:
-        block_rows = min(
-            max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16)
-        )
+        block_rows = self._block_rows
         if self.groups is not None and first_row:
             raise InvalidArgumentError(
                 "Batches of whole groups depend on the number of ranks and the batch size: go on with those of before."

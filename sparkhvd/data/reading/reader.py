@@ -46,7 +46,7 @@ class Reader:
         num_rows: rows of the subset, over all ranks.
         is_divisible: whether the rest of an epoch can be divided anew: rows in memory, without groups.
         num_steps: steps of an epoch.
-        description: in which order rows come, for the report.
+        description: in which order rows come, for the report; `windows` has the numbers (`RowOrder.windows`).
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Reader:
         # The epoch and step that are prepared, and their thread.
         self._prepared: tuple[int, int, prefetch.Prefetch[Chunk]] | None = None
         self.num_steps = self._order.held_plan(0).num_steps
-        self.description = self._order.describe()
+        self.description, self.windows = self._order.describe(), self._order.windows
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
         """Begin to read an epoch before it is asked for; not of data beyond memory, whose first windows may be large and useless."""

@@ -372,7 +372,7 @@ def epoch_plan(
     if first_row and window_rows is not None:
         raise InvalidArgumentError(
             "Which rows meet in a batch depends on the number of ranks and the batch size, because the data exceed "
-            "shuffle_bytes. Go on with those of before, or raise shuffle_bytes."
+            "shuffle_bytes. Go on with those of before."
         )
     full_steps, rest = divmod(num_rows - first_row, size * batch_size)
     if rest == 1 and full_steps and size * batch_size > 1 and not drop_last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import time
@@ -127,6 +128,42 @@ def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) 
         other.load_state_dict(state)
         with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
             next(iter(other))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"shuffle_bytes": 2000}),
+        ({"shuffle_bytes": 2000}, {}),
+        ({"shuffle_bytes": 2000}, {"shuffle_bytes": 3000}),
+        ({"shuffle_bytes": 2000}, {"shuffle_bytes": 2000, "columns": ["id"]}),
+        ({"shuffle_bytes": 2000}, {"shuffle_bytes": 2000, "drop_last": True}),
+        ({"shuffle": False}, {"shuffle": False, "shuffle_bytes": 2000}),
+    ],
+)
+def test_an_epoch_goes_on_in_the_order_in_which_it_was_begun(
+    dataset: Dataset, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    begun, other = dataset.loader(0, 2, 10, **before), dataset.loader(0, 2, 10, **after)
+    fresh = begun.state_dict()
+    next(iter(begun))
+    state = json.loads(json.dumps(begun.state_dict()))
+    other.load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match="and so in another order"):
+        next(iter(other))
+    # A state that is passed on, before anything was read, is the same.
+    again = dataset.loader(0, 2, 10, **before)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    next(iter(again))
+    # An epoch that begins has any order.
+    other.load_state_dict(fresh)
+    next(iter(other))
+    other.load_state_dict(state)
+    other.set_epoch(3)
+    next(iter(other))
+    for each in (begun, again, other):
+        each.close()
 
 
 @pytest.mark.parametrize(
