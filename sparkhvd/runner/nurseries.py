@@ -38,9 +38,10 @@ __all__ = ["Nursery", "fork", "is_possible", "of_this_process", "prepare"]
 
 # Read when a process starts, or when what it imports loads.
 _READ_EARLY = (
-    "LD_", "PYTHON", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV",
+    "LD_", "PYTHON", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ", "HOME", "TMP", "TEMP", "VIRTUAL_ENV",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "VECLIB_", "TBB_",
-    "TORCH", "PYTORCH_", "ATEN_", "DNNL_", "ONEDNN_", "NPY_", "NUMPY_", "ARROW_", "PYARROW_",
+    "TORCH", "PYTORCH_", "ATEN_", "DNNL_", "MKLDNN_", "ONEDNN_", "NPY_", "NUMPY_", "ARROW_", "PYARROW_",
+    "AOT", "CXX", "INDUCTOR_", "PARTITIONER_", "PT2_", "FX_", "THP_", "KINETO_", "SYMPY_", "MPMATH_", "TQDM_",
     "CUDA_", "NVIDIA_", "NCCL_", "TRITON_", "XLA_", "HIP_", "ROCR_",
 )  # fmt: skip
 # Longest wait for a nursery that imports, before a fresh process is started.

@@ -87,9 +87,9 @@ def _environment(prologue: Prologue) -> dict[str, str]:
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
         environ.update(allocator.start_variables(environ))
-    # The package must be found before the trainer has set its own path.
-    path = [entry for entry in prologue.sys_path if entry]
-    environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
+    # The package must be found before the trainer has set its own path; "" is the working directory.
+    path = [entry or prologue.cwd for entry in prologue.sys_path]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
     return environ
 
 

@@ -136,6 +136,52 @@ def test_whatever_a_process_reads_at_its_start_makes_another_nursery(nursery: No
     assert wait_until_gone(set.union(*found[:-1])) == set()
 
 
+def what_imports_have_read() -> tuple[str, str, bool]:
+    import io
+    import tempfile
+
+    import torch._inductor.config as config
+    from tqdm import tqdm
+
+    bar = io.StringIO()
+    list(tqdm(range(2), file=bar))
+    return config.cpp.cxx[1], tempfile.gettempdir(), bool(bar.getvalue())
+
+
+def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_launch(
+    nursery: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    of_this_process._useful.update(("torch", "torch._dynamo"))
+    launch(1)
+    env = {"CXX": "theirs", "TMP": str(tmp_path), "TQDM_DISABLE": "1"}
+    found = run_local(what_imports_have_read, num_proc=1, env=env, verbose=0)
+    assert found == [("theirs", str(tmp_path), False)]
+
+
+@pytest.mark.usefixtures("torch_in_the_nursery")
+def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
+    nursery: None, tmp_path: Path
+) -> None:
+    (tmp_path / "sympy.py").write_text("raise RuntimeError('not the library')")
+    (tmp_path / "tqdm.py").write_text("raise RuntimeError('not the library')")
+    code = (
+        "import sparkhvd\n"
+        "def rank():\n"
+        "    import os, torch._dynamo\n"
+        "    return os.getppid()\n"
+        "if __name__ == '__main__':\n"
+        "    print(len({sparkhvd.run_local(rank, num_proc=1, verbose=0)[0] for _ in range(2)}))\n"
+    )
+    script = tmp_path.parent / f"{tmp_path.name}.py"
+    script.write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
 def draw() -> tuple[float, float, float, str]:
     import uuid
 
