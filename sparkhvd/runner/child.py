@@ -258,9 +258,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     report["run_s"] = time.monotonic() - started
     report["peak_rss_bytes"] = peak_rss()
     report["modules"] = [name for name in USEFUL_MODULES if name in sys.modules]
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    _flush_streams()
     messages.close()
     with contextlib.suppress(BrokenPipeError):
         write_frame(result_fd, json.dumps(report).encode())
@@ -348,9 +346,16 @@ def end(status: int, parent: int) -> NoReturn:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush_streams()
     ctypes.CDLL(None).fflush(None)  # output of native libraries
+
+
+def _flush_streams() -> None:
+    """Flush what was printed, also where the function has put a stream of its own, or None, in place of Python's."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):  # the user's may have no `flush`, or one that fails
+            if stream is not None:
+                stream.flush()
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer

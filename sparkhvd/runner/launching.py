@@ -37,6 +37,7 @@ __all__ = [
     "own_address",
     "preload",
     "reserved_port",
+    "write_to",
 ]
 
 
@@ -259,14 +260,18 @@ def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable
     def log(text: str) -> None:
         if stream is not None or verbose > 0:
             to = sys.stderr if stream is None else stream
-            lines = "".join(line_of(line, timestamp=timestamps) for line in text.split("\n"))
-            try:
-                to.write(lines)
-            except UnicodeEncodeError as e:  # a terminal or file of few characters
-                to.write(lines.encode(e.encoding, "backslashreplace").decode(e.encoding))
-            to.flush()
+            write_to(to, "".join(line_of(line, timestamp=timestamps) for line in text.split("\n")))
 
     return log
+
+
+def write_to(stream: TextIO, text: str) -> None:
+    """Write to a stream, also to a terminal or file of few characters, and flush it."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError as e:
+        stream.write(text.encode(e.encoding, "backslashreplace").decode(e.encoding))
+    stream.flush()
 
 
 def line_of(text: str, *, timestamp: bool) -> str:

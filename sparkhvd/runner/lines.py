@@ -14,6 +14,8 @@ __all__ = ["Tail", "is_redrawn", "read_lines", "shown"]
 _OPEN_S = 0.5
 # The same for a line that is drawn again and again.
 _REDRAWN_S = 1.0
+# Most bytes of a character.
+_CHARACTER_BYTES = 4
 
 
 def read_lines(fd: int, most_bytes: int) -> Iterator[bytes]:
@@ -42,10 +44,21 @@ def read_lines(fd: int, most_bytes: int) -> Iterator[bytes]:
             since = time.monotonic()
         pending = rest
         if len(pending) > most_bytes:
-            yield pending
-            pending = b""
+            end = _whole(pending)
+            yield pending[:end]
+            pending = pending[end:]
     if pending:
         yield pending
+
+
+def _whole(data: bytes) -> int:
+    """Return where to cut bytes of UTF-8 so that no character is torn: at their end, or before a last one that has more bytes to come."""
+    for back in range(1, min(_CHARACTER_BYTES, len(data)) + 1):
+        lead = data[-back]
+        if lead & 0xC0 != 0x80:  # not a byte inside a character
+            needed = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
+            return len(data) - back if needed > back else len(data)
+    return len(data)
 
 
 class Tail:

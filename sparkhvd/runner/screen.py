@@ -74,8 +74,9 @@ class Screen:
                 file.write(line)
             text = self._tails[rank].add(line)
             with contextlib.suppress(OSError, ValueError):  # a reader that has gone
-                target.write(launching.line_of(f"[{rank}] {text}", timestamp=self._timestamps))
-                target.flush()
+                launching.write_to(
+                    target, launching.line_of(f"[{rank}] {text}", timestamp=self._timestamps)
+                )
 
     def tail(self, rank: int) -> tuple[str, ...]:
         """Return the last lines of a rank."""

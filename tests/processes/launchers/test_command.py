@@ -93,6 +93,17 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
 
 
+def test_a_stream_of_few_characters_shows_every_line(tmp_path: Path) -> None:
+    script = tmp_path / "speaks.py"
+    script.write_text("print('\u00fc')\nprint('second')")
+    command = sparkhvdrun("-np", "1", "env", "PYTHONIOENCODING=utf-8", sys.executable, str(script))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.stdout == "[0] \\xfc\n[0] second\n"
+
+
 def test_an_address_of_this_host_needs_no_ssh() -> None:
     here = next((each for each in interfaces() if each.is_up and each.name != "lo"), None)
     if here is None:

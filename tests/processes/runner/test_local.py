@@ -332,6 +332,38 @@ def test_an_unpicklable_result_is_explained() -> None:
     assert "Return plain data such as numbers, lists or tensors." in str(e.value)
 
 
+def none() -> None:
+    return None
+
+
+class Tee:
+    """Stream of a user's that has no `flush`."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+
+class Broken(Tee):
+    def flush(self) -> None:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("make", [none, Tee, Broken])
+def test_a_function_may_leave_any_stream_behind(make: Any) -> None:
+    def replaces() -> int:
+        sys.stdout.write("before, ")
+        sys.stdout = make()
+        print("after", end="")
+        return 3
+
+    shown = io.StringIO()
+    assert run_local(replaces, num_proc=1, stdout=shown) == [3]
+    assert shown.getvalue() == ("[0] before, \n" if make is none else "[0] before, after\n")
+
+
 def test_an_exception_with_a_broken_message_is_reported() -> None:
     class OddError(Exception):
         def __str__(self) -> str:

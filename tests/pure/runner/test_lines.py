@@ -44,6 +44,23 @@ def test_lines_come_whole_and_long_ones_in_pieces() -> None:
     assert len(lines) > 5
 
 
+@pytest.mark.parametrize("character", ["ü", "€", "😀"])
+def test_pieces_of_a_long_line_hold_whole_characters(character: str) -> None:
+    for start in ("", "a", "ab", "abc"):
+        written = (start + character * 3000).encode()
+        lines = [line for _, line in of_pipe(written[:5001], 0.02, written[5001:], b"\n")]
+        assert b"".join(lines) == written + b"\n"
+        assert len(lines) > 1
+        assert all(
+            "\N{REPLACEMENT CHARACTER}" not in line.decode(errors="replace") for line in lines
+        )
+
+
+def test_bytes_that_are_no_text_come_in_pieces_too() -> None:
+    lines = [line for _, line in of_pipe(b"\x80" * 5000, 0.02, b"\xff" * 5000)]
+    assert b"".join(lines) == b"\x80" * 5000 + b"\xff" * 5000
+
+
 def test_text_without_an_end_comes_within_a_second() -> None:
     (when, asked), (_, answer) = of_pipe(b"Continue? ", 1.5, b"yes\n")
     assert (asked, answer) == (b"Continue? ", b"yes\n")
