@@ -18,6 +18,7 @@ pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning
   "transformers>=4.50,<6" "peft>=0.15,<1"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-site "$main" > "$(site "$folder/bin/python")/zz_main_environment.pth"
+# The checkout, too: the main environment's own path to it is a file that is not read from here.
+{ site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
 # What these want besides is mostly there now.
 pip install "mlflow>=3,<4" "tensorboard>=2.14,<3"
