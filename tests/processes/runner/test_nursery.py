@@ -154,7 +154,8 @@ def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_l
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     of_this_process._useful.update(("torch", "torch._dynamo"))
     launch(1)
-    env = {"CXX": "theirs", "TMP": str(tmp_path), "TQDM_DISABLE": "1"}
+    # TMPDIR comes before TMP.
+    env = {"CXX": "theirs", "TMPDIR": str(tmp_path), "TQDM_DISABLE": "1"}
     found = run_local(what_imports_have_read, num_proc=1, env=env, verbose=0)
     assert found == [("theirs", str(tmp_path), False)]
 
