@@ -34,7 +34,7 @@ NAMES: dict[str, str] = {
     "grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize broadcast_parameters broadcast_optimizer_state broadcast_object "
     "allgather_object Compression DistributedOptimizer SyncBatchNorm HorovodInternalError elastic check_extension gpu_available num_rank_is_power_2",
     "horovod.torch.mpi_ops": "is_homogeneous allreduce allgather broadcast alltoall reducescatter synchronize poll join barrier "
-    "HorovodAllreduce handle_average_backwards_compatibility",
+    "HorovodAllreduce handle_average_backwards_compatibility check_extension gpu_available num_rank_is_power_2",
     "horovod.torch.functions": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
     "horovod.torch.optimizer": "DistributedOptimizer",
     "horovod.torch.compression": "Compression NoneCompressor FP16Compressor",

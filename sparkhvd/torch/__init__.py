@@ -30,6 +30,7 @@ Each module imports only those above it:
     compression      `Compression`
     optimizer        `DistributedOptimizer`
     elastic          training whose ranks change
+    extensions       questions of Horovod's programs about frontends
     functions        Horovod's module of that name
     mpi_ops          Horovod's module of that name
 """

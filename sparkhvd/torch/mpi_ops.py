@@ -1,7 +1,10 @@
 """Horovod's module of collectives: `from sparkhvd.torch.mpi_ops import allreduce, synchronize`.
 
-The names are those of `sparkhvd.torch`, where new code finds them.
+The names are those of `sparkhvd.torch`, where new code finds them, and three questions of Horovod's programs.
 """
 
 from sparkhvd.torch import *  # noqa: F403 - its `__all__` is the list
-from sparkhvd.torch import __all__ as __all__
+from sparkhvd.torch import __all__ as _names
+from sparkhvd.torch.extensions import check_extension, gpu_available, num_rank_is_power_2
+
+__all__ = [*_names, "check_extension", "gpu_available", "num_rank_is_power_2"]

@@ -112,6 +112,9 @@ from horovod.spark.mpi_run import mpi_run
 
 assert horovod.common.process_sets.ProcessSet is hvd.ProcessSet
 assert horovod.torch.mpi_ops.allreduce is hvd.allreduce
+assert horovod.torch.mpi_ops.check_extension is hvd.check_extension is horovod.common.util.check_extension
+assert not horovod.torch.mpi_ops.gpu_available("tensorflow")
+assert horovod.torch.mpi_ops.num_rank_is_power_2(4) and not horovod.torch.mpi_ops.num_rank_is_power_2(6)
 assert not hasattr(util, "__all__")
 assert horovod.runner.run_commandline is run_commandline
 assert gloo_run.__name__ == "horovod.runner.gloo_run"
