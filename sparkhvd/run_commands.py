@@ -25,13 +25,18 @@ def list_runs(store_url: str) -> None:
         with contextlib.suppress(OSError, InvalidArgumentError):  # it has no report, or a newer one
             document = _document(store.below(f"runs/{run.run_id}"))
         history = document.get("history") or [{}]
-        losses = (f"{number(history[-1].get(name)):.4g}" for name in ("loss", "val_loss"))
+        losses = (_shown(history[-1].get(name), ".4g") for name in ("loss", "val_loss"))
         epochs = str(len(document.get("history") or ()) or run.epochs)
-        seconds = f"{number(document.get('seconds')):.1f}"
+        seconds = _shown(document.get("seconds"), ".1f")
         size, changed = f"{run.num_bytes / 2**20:.1f}", f"{run.changed:%Y-%m-%d %H:%M}"
         rows.append([run.run_id, run.state, epochs, *losses, seconds, size, changed])
     header = ["run", "state", "epochs", "loss", "val_loss", "seconds", "MiB", "changed (UTC)"]
     sys.stdout.write(f"{format_table(header, rows)}\n")
+
+
+def _shown(value: object, form: str) -> str:
+    """Format a number of a document; "-" where it has none."""
+    return "-" if value is None else f"{number(value):{form}}"
 
 
 def show_report(run: str, output: str | None, *, is_opened: bool) -> None:

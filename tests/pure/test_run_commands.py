@@ -30,7 +30,7 @@ def test_runs_lists_the_runs_of_a_store(store: Store, capsys: pytest.CaptureFixt
     assert [row.split()[:6] for row in rows] == [
         ["a", "report", "3", "0.3333", "0.5", "10.0"],
         ["b", "report", "3", "0.3333", "0.5", "10.0"],
-        ["old", "interrupted", "0", "nan", "nan", "nan"],
+        ["old", "interrupted", "0", "-", "-", "-"],
     ]
 
 

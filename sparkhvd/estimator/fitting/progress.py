@@ -50,7 +50,7 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     rate = record.get("rows_per_s")  # a loop of the user's own may not say
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
     broken = sum(int(record.get(f"{part}broken_rows") or 0) for part in ("", "val_"))  # type: ignore[call-overload]
-    left_out = f"  {broken:,} broken rows left out" if broken else ""
+    left_out = f"  {broken:,} broken row{'s' * (broken != 1)} left out" if broken else ""
     return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}{left_out}{_why_slow(record)}"
 
 
@@ -73,7 +73,10 @@ def _why_slow(record: Mapping[str, object]) -> str:
 
 
 def _short(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
+    """Format a number with four decimals, or where these are none or too many with five digits: "0.1234", "1.5e-05", "1e+10"."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.5g}"
 
 
 def _is_finite(value: object) -> bool:

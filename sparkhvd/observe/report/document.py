@@ -42,6 +42,8 @@ OF_EPOCH = (
     "rank_wait_s",
     "slowest_rank",
     "lr",
+    "broken_rows",
+    "val_broken_rows",
 )
 
 

@@ -40,7 +40,7 @@ figure{margin:0;break-inside:avoid}svg{display:block;width:100%;height:auto}svg 
 .grid{stroke:var(--line)}polyline{fill:none;stroke-width:2;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;margin-bottom:4px;color:var(--dim)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
-.row{display:flex;align-items:center;gap:8px;margin:3px 0}.row b{flex:0 0 130px;font-weight:400;overflow-wrap:anywhere}.row span{flex:0 0 90px}
+.row{display:flex;align-items:center;gap:8px;margin:3px 0}.row b{flex:0 0 130px;font-weight:400;overflow-wrap:anywhere}.row span{flex:0 0 110px;white-space:nowrap}
 .bar{flex:1;display:flex;gap:1px;height:16px}.bar i{height:100%;min-width:1px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}

@@ -13,7 +13,7 @@ from sparkhvd.observe.report.document import OF_EPOCH
 __all__ = ["RESERVED", "Logs", "combined"]
 
 # Names in an epoch's record that the loop writes.
-RESERVED = ("loss", "broken_rows", "val_broken_rows", *OF_EPOCH)
+RESERVED = ("loss", *OF_EPOCH)
 
 
 class Logs:

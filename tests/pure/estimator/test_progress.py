@@ -108,6 +108,13 @@ def test_rows_with_broken_images_are_in_the_line_of_their_epoch() -> None:
     assert line.endswith(" rows/s  3 broken rows left out")
     assert "val_broken" not in line
     assert "left out" not in format_epoch({**record(3), "broken_rows": 0}, 10)
+    assert format_epoch({**record(3), "broken_rows": 1}, 10).endswith("  1 broken row left out")
+
+
+def test_very_large_and_small_numbers_have_digits_not_decimals() -> None:
+    numbers = {"loss": 1e10, "a": 12345.678, "b": 2.5e-5, "c": 0.0, "d": float("nan"), "e": -0.5}
+    shown = format_epoch({"epoch": 1, **numbers}, 1)
+    assert shown == "epoch 1/1  loss 1e+10  a 12346  b 2.5e-05  c 0.0000  d nan  e -0.5000"
 
 
 def test_a_line_of_a_record_of_the_users_own() -> None:

@@ -15,7 +15,10 @@ from sparkhvd.horovod.spark.torch import TorchModel as TorchModelOfHorovods
 from sparkhvd.observe.report.document import dumps
 from tests.pure.observe.documents import document
 
-HISTORY = [{"epoch": e, "loss": 1 / e, "val_loss": 2 / e, "mae": 0.1, "rows": 5} for e in (1, 2)]
+HISTORY = [
+    {"epoch": e, "loss": 1 / e, "val_loss": 2 / e, "mae": 0.1, "rows": 5, "broken_rows": 1}
+    for e in (1, 2)
+]
 
 
 def model(**options: object) -> TorchModel:
