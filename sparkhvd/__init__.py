@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.horovod import install_as_horovod as install_as_horovod
+    from sparkhvd.observe.live_plot import LivePlot as LivePlot
     from sparkhvd.observe.loggers.logger import Logger as Logger
     from sparkhvd.observe.loggers.mlflow import MLflowLogger as MLflowLogger
     from sparkhvd.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
@@ -114,6 +115,7 @@ _HOMES = {
     "metrics": "sparkhvd.torch",
     "log_metrics": "sparkhvd.rank_messages",
     "log_to_driver": "sparkhvd.rank_messages",
+    "LivePlot": "sparkhvd.observe.live_plot",
     "Logger": "sparkhvd.observe.loggers.logger",
     "MLflowLogger": "sparkhvd.observe.loggers.mlflow",
     "TensorBoardLogger": "sparkhvd.observe.loggers.tensorboard",

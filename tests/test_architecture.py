@@ -113,7 +113,7 @@ LAZY_PACKAGES = {
     "importlib": (1, "the function of a task, pickled by value"),
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
-    "matplotlib": (1, "optional: curves of a model"),
+    "matplotlib": (1, "optional: curves of a fit and a model"),
     "mlflow": (13, "optional: a logger"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from html import escape
 from os import PathLike
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator.importance import Importance, permutation_importance
 from sparkhvd.estimator.summary import TrainingSummary
-from sparkhvd.observe.report.document import JSON_NAME, Document, dumps, loads, number
-from sparkhvd.observe.report.page import measures, render
+from sparkhvd.observe.live_plot import draw_curves, measured
+from sparkhvd.observe.report.document import JSON_NAME, Document, dumps, loads
+from sparkhvd.observe.report.page import render
 from sparkhvd.training.modules.fitted import Fitted
 
 if TYPE_CHECKING:
@@ -153,15 +153,8 @@ class Trained:
         Raises:
             InvalidArgumentError: matplotlib is not installed, there is no history, or it has no such key.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise InvalidArgumentError(
-                "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
-            ) from None
         history = self._records()
-        # A loop of the user's may log validation alone.
-        known = [*dict.fromkeys(n.removeprefix("val_") for n in measures({"history": history}))]
+        known = measured(history)
         chosen = known if names is None else list(names)
         if wrong := [n for n in chosen if not any({n, f"val_{n}"} & r.keys() for r in history)]:
             raise InvalidArgumentError(
@@ -169,19 +162,12 @@ class Trained:
             )
         if not chosen:
             raise InvalidArgumentError("plot: the model has no history. It comes from a fit.")
-        columns = min(3, len(chosen))
-        rows = math.ceil(len(chosen) / columns)
-        figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
-        epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(history)]
-        for index, name in enumerate(chosen):
-            axes = figure.add_subplot(rows, columns, index + 1)
-            for key, label in ((name, "training"), (f"val_{name}", "validation")):
-                if any(key in record for record in history):
-                    axes.plot(epochs, [number(r.get(key)) for r in history], label=label)
-            axes.set(title=name, xlabel="epoch")
-            axes.locator_params(axis="x", integer=True)
-            axes.legend()
-        return figure
+        try:
+            return draw_curves(history, chosen)
+        except ImportError:
+            raise InvalidArgumentError(
+                "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
+            ) from None
 
 
 def _short_document(fitted: Fitted) -> Document:

@@ -1,0 +1,103 @@
+"""Curves of a fit in a notebook, drawn anew with each epoch."""
+
+from __future__ import annotations
+
+import io
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.report.document import number
+from sparkhvd.observe.report.page import measures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LivePlot", "draw_curves", "measured"]
+
+_MOST_COLUMNS = 3
+
+
+class LivePlot:
+    """Callback for `progress=` that draws losses and metrics in a notebook, validation beside training.
+
+    Each fit has a figure of its own, which each of its epochs replaces. Elsewhere than in a notebook, and without matplotlib, it does nothing.
+
+        TorchEstimator(..., progress=sparkhvd.LivePlot())
+
+    Args:
+        names: losses, metrics or other keys of the records, without "val_", such as ["loss", "rows_per_s"]; None: all losses and metrics.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        if isinstance(names, str):
+            raise InvalidArgumentError(
+                f"LivePlot({names!r}): names is a list, such as [{names!r}]."
+            )
+        self._names = None if names is None else list(names)
+        self._records: list[dict[str, Any]] = []
+        self._display_id = ""
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Draw the curves up to this epoch."""
+        if self._records and number(record.get("epoch")) <= number(self._records[-1].get("epoch")):
+            self._records, self._display_id = [], ""  # another fit
+        self._records.append(dict(record))
+        if (shown := _notebook()) is None:
+            return
+        names = measured(self._records) if self._names is None else self._names
+        if not names:
+            return
+        try:
+            figure = draw_curves(self._records, names)
+        except ImportError:
+            return
+        # Not the figure itself, which a notebook shows only once it has imported pyplot.
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        is_new = not self._display_id
+        self._display_id = self._display_id or uuid.uuid4().hex
+        image = shown.Image(picture.getvalue())
+        shown.display(image, display_id=self._display_id, update=not is_new)
+
+
+def _notebook() -> Any:
+    """Return `IPython.display` in a kernel of Jupyter, else None."""
+    ipython: Any = sys.modules.get("IPython")
+    if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
+        return None
+    return ipython.display
+
+
+def measured(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the losses, metrics and logged numbers of records, without "val_"."""
+    # A loop of the user's may log validation alone.
+    return [*dict.fromkeys(n.removeprefix("val_") for n in measures({"history": records}))]
+
+
+def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Figure:
+    """Draw curves over the epochs, a plot for each name, validation beside training.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(_MOST_COLUMNS, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+    epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(records)]
+    marker = "." if len(records) <= 30 else ""  # of one epoch there is no line
+    for index, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for key, label in ((name, "training"), (f"val_{name}", "validation")):
+            if any(key in record for record in records):
+                values = [number(r.get(key)) for r in records]
+                axes.plot(epochs, values, marker=marker, label=label)
+        axes.set(title=name, xlabel="epoch")
+        axes.locator_params(axis="x", integer=True)
+        if axes.get_lines():
+            axes.legend()
+    return figure
