@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder>.
 #
-# Lightning, Accelerate, transformers, PEFT, MLflow and TensorBoard are installed here; torch and all else comes from the main environment, by a path
+# Lightning, Accelerate, transformers, PEFT, MLflow, TensorBoard and ONNX are installed here; torch and all else comes from the main environment, by a path
 # that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
 
-echo "test-users: installing lightning, accelerate, transformers, peft, mlflow and tensorboard into $folder"
+echo "test-users: installing lightning, accelerate, transformers, peft, mlflow, tensorboard and onnx into $folder"
 rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
@@ -21,4 +21,4 @@ site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # The checkout, too: the main environment's own path to it is a file that is not read from here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
 # What these want besides is mostly there now.
-pip install "mlflow>=3,<4" "tensorboard>=2.14,<3"
+pip install "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.2,<1" "onnxruntime>=1.19,<2"

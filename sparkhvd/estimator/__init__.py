@@ -26,6 +26,7 @@ Each module imports only those above it:
     fitting         the parts of a fit
     transform       the parts of a transform
     saving          saved models and estimators
+    onnx            models as files of ONNX
     model           `TorchModel`
     base            what an estimator has whose fits are launches of ranks
     estimator       `TorchEstimator`

@@ -18,6 +18,7 @@ from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.onnx import OnnxExport
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
@@ -62,7 +63,7 @@ _NO_EFFECT = {
 
 
 @with_signature
-class TorchModel(Trained, PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
 
     It comes from `TorchEstimator.fit` or `load`. A module that was trained elsewhere becomes one by `from_module`, or as in Horovod:

@@ -97,7 +97,7 @@ def num_classes(link: str, width: int) -> int:
 
 def rows(output: Tensor) -> Tensor:
     """Reshape an output to (rows, elements)."""
-    return output.reshape(len(output), -1)
+    return output.reshape(output.shape[0], -1)
 
 
 def prediction(link: str, output: Tensor) -> Tensor:

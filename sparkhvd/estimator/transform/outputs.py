@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.columns import heads
@@ -13,7 +14,7 @@ from sparkhvd.training.modules.fitted import Fitted
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["OUTPUT_PARAMS", "output_columns"]
+__all__ = ["OUTPUT_PARAMS", "named_outputs", "output_columns"]
 
 # Params with Spark ML's names of columns: what each column holds, in the order of the columns.
 OUTPUT_PARAMS = {
@@ -24,10 +25,17 @@ OUTPUT_PARAMS = {
 
 
 def output_columns(fitted: Fitted, options: PredictOptions, df: DataFrame) -> tuple[Output, ...]:
-    """Decide on the columns to add.
+    """Decide on the columns to add; errors are those of `named_outputs`, and a name that exists already."""
+    outputs = named_outputs(fitted, options)
+    _check_new(outputs, df)
+    return outputs
+
+
+def named_outputs(fitted: Fitted, options: PredictOptions) -> tuple[Output, ...]:
+    """Decide on the columns to add, whatever DataFrame they are added to.
 
     Raises:
-        InvalidArgumentError: there are too many or too few names, one exists already, or its kind cannot be computed.
+        InvalidArgumentError: there are too many or too few names, or a kind cannot be computed.
     """
     names = options.outputCols
     if names is None:
@@ -42,11 +50,10 @@ def output_columns(fitted: Fitted, options: PredictOptions, df: DataFrame) -> tu
         if name
     ]
     outputs += _spark_outputs(fitted, options)
-    _check_new(outputs, df)
     return tuple(outputs)
 
 
-def _check_new(outputs: list[Output], df: DataFrame) -> None:
+def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
     """Refuse names that the DataFrame has already, or that are given twice."""
     conf = df.sparkSession.conf
     minds_case = (conf.get("spark.sql.caseSensitive", "false") or "").lower() == "true"

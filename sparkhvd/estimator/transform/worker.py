@@ -10,7 +10,7 @@ import itertools
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from sparkhvd.data.arrow import column_to_numpy, usable_rows
 from sparkhvd.data.arrow_memory import numpy_to_array
 from sparkhvd.data.columns import heads
-from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.findings import Findings, shape_text
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.transform.computation import Computation, Output, column_tensor
 from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.training.modules.architecture import load_shell
@@ -38,7 +37,15 @@ from sparkhvd.training.to_device import Mover
 if TYPE_CHECKING:
     from pyspark import Broadcast
 
-__all__ = ["Computation", "Output", "PredictSpec", "features", "load_spec", "predict", "run"]
+__all__ = [
+    "Computation",
+    "Output",
+    "PredictSpec",
+    "features",
+    "load_spec",
+    "predict",
+    "run",
+]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
@@ -49,52 +56,6 @@ MAX_ENTRIES = 8192
 # Bytes of the inputs of one call.
 MAX_BYTES = 64 << 20
 _REMEDY = "Fill or drop them first, or set handle_invalid to 'skip' or {column: value}."
-
-
-@dataclass(frozen=True)
-class Output:
-    """Output column.
-
-    Attributes:
-        name: of the column.
-        kind: "output", "prediction", "probability" or "raw".
-        label: index of the model's output in the column.
-        is_vector: an ML vector; else a double.
-        size: elements of the vector, or classes of the prediction; 0: not known, or a value.
-    """
-
-    name: str
-    kind: str
-    label: int
-    is_vector: bool
-    size: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """Computation of output columns from rows, without the model.
-
-    Attributes:
-        columns: feature columns with the names and shapes of the training data.
-        sources: their indices among the columns of the DataFrame.
-        names: names of all columns of the DataFrame.
-        inputs: columns of each argument of the model.
-        links: per label, the link from outputs to probabilities.
-        outputs: columns to add, in order.
-        output_fn: the user's probabilities from an output, or None.
-        functions: the user's decoders and collate functions.
-        thresholds: of the classes, or None.
-    """
-
-    columns: tuple[Column, ...]
-    sources: tuple[int, ...]
-    names: tuple[str, ...]
-    inputs: InputBinding
-    links: tuple[str, ...]
-    outputs: tuple[Output, ...]
-    output_fn: Callable[[Tensor], Tensor] | None = None
-    functions: RowFunctions = field(default_factory=RowFunctions)
-    thresholds: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,30 +248,8 @@ def _outputs(
 
 def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
     """Compute the values of one output column in float64."""
-    link = spec.links[column.label]
-    if column.kind == "output":
-        tensor = heads.rows(output)
-    elif column.kind == "raw":
-        tensor = heads.raw(link, output)
-    elif column.kind == "probability":
-        tensor = _probability(spec, link, output)
-    elif spec.thresholds is not None:
-        tensor = heads.most_likely(_probability(spec, link, output), spec.thresholds)
-    elif spec.output_fn is not None:
-        tensor = heads.prediction(heads.IDENTITY, _probability(spec, link, output))
-    else:
-        tensor = heads.prediction(link, output)
-    values = tensor.double().cpu().numpy()
+    values = column_tensor(spec, column, output).double().cpu().numpy()
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
-
-
-def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
-    if spec.output_fn is not None:
-        rows = heads.rows(spec.output_fn(output))
-        return heads.both_classes(rows) if link in (heads.SIGMOID, heads.PROBABILITY) else rows
-    found = heads.probability(link, output)
-    assert found is not None  # checked on the driver
-    return found
 
 
 def features(spec: Computation, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:

@@ -10,7 +10,7 @@ import torch
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator import TorchModel
+from sparkhvd.estimator import TorchModel, onnx
 from sparkhvd.horovod.spark.torch import TorchModel as TorchModelOfHorovods
 from sparkhvd.observe.report.document import dumps
 from tests.pure.observe.documents import document
@@ -72,6 +72,21 @@ def test_plot_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         InvalidArgumentError, match=r"matplotlib is not installed. pip install matpl"
     ):
         model(history=HISTORY).plot()
+
+
+def test_export_to_onnx_without_its_packages_and_of_unknown_columns_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"needs the package onnx. Install it: pip install 'sparkhvd\[onnx\]'",
+    ):
+        model().to_onnx(tmp_path / "model.onnx")
+    monkeypatch.setattr(onnx, "_PACKAGES", ())
+    with pytest.raises(InvalidArgumentError, match="no fit has trained this model"):
+        model().to_onnx(tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_under_horovods_name_whose_history_is_a_param_tells_the_same() -> None:
