@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Arrival:
-    """Question of a new process: does a generation run already? It asks to take part when it is ready to."""
+    """Question of a new process whether a generation runs already. It asks to take part later, when it is ready."""
 
 
 @dataclass(frozen=True)

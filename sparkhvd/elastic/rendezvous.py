@@ -110,10 +110,10 @@ class ElasticRendezvous:
         return self._now().sync
 
     def arrive(self) -> Topology | None:
-        """Return the place that this process has until it joins the others, if they run already; else None, and the second time.
+        """Return the place of this process until it joins a generation that runs already; None if none does.
 
-        They go on while it prepares: loads data and builds a model. `connect` joins them. The place is the one behind theirs; on its
-        host it has the number of its slot.
+        The others go on while it prepares: loads data and builds a model. `connect` joins them. The place is the one behind theirs; on its
+        host it has the number of its slot. The question is asked once: a later call returns None.
 
         Raises:
             ElasticError: the job cannot go on, or the coordinator is gone.

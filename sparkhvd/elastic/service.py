@@ -26,12 +26,13 @@ class Service:
         after: called in the thread behind what was handed over.
 
     Attributes:
-        loop: of the thread; for tasks that begin before `start`, or in the thread.
+        loop: of the thread; tasks are started there before `start`, or by the thread.
     """
 
     def __init__(self, name: str, after: Callable[[], None] = lambda: None) -> None:
         self.loop = Loop()
         self._after = after
+        self._at_end: Callable[[], None] = lambda: None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
@@ -39,13 +40,13 @@ class Service:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, *tasks: Task, at_end: Callable[[], None]) -> None:
-        """Run tasks from now on; `at_end` is called in the thread, whatever ends it."""
-        self._tasks, self._at_end = tasks, at_end
+    def start(self, at_end: Callable[[], None]) -> None:
+        """Start the thread; `at_end` is called in it, whatever ends it."""
+        self._at_end = at_end
         self._thread.start()
 
     def call(self, step: Callable[[], None]) -> None:
-        """Let the thread do something; returns at once."""
+        """Hand a function over to the thread, which calls it; returns at once."""
         self._calls.put(step)
         with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
             self._ringer.send(b"\0", socket.MSG_DONTWAIT)
@@ -63,7 +64,7 @@ class Service:
             sock.close()
 
     def _run(self) -> None:
-        for task in (*self._tasks, self._hear(), self._live()):
+        for task in (self._hear(), self._live()):
             self.loop.start(task)
         try:
             self.loop.run(lambda: self._is_closing)
