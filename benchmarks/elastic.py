@@ -1,9 +1,10 @@
-"""Time that a lost rank and one that joins cost the others: three ranks of one host, each killed by turns.
+"""Time that a lost rank and one that joins cost the others: three ranks of one host, each killed by turns; and of two hosts.
 
     .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--json FILE] [--write]
 
 A training of 100 MB of parameters in float32, batches of one row, one thread a rank, a commit each step. A round kills a rank (SIGKILL), waits until both others have
-finished a step, and until a process that has joined in its place has made five steps with them. Beside, in the same run:
+finished a step, and until a process that has joined in its place has made five steps with them. The two hosts are network namespaces of this
+machine (needs root, `ip` and sshd): two ranks on one, of which one dies, and one alone on the other, which dies. Beside, in the same run:
 `torchrun --max-restarts` with DDP over Gloo and a checkpoint in memory (/dev/shm) each step.
 """
 
@@ -18,16 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import ROOT, Report, Target, median_and_quartiles
 
+sys.path.insert(0, str(ROOT))
+from tests.harness import sshd  # noqa: E402 - of the checkout
+from tests.harness.netns import Host, two_hosts, why_not  # noqa: E402
+
 RANK = ROOT / "benchmarks" / "elastic_rank.py"
 RANKS, STEPS_TOGETHER = 3, 5
+ONE_HOST, BESIDE, ALONE = "one host", "two hosts, beside another", "two hosts, alone on its own"
 DEADLINE_S = 120.0
-LOSS_MS = 300.0
+# To the next allreduce: on one host; of two, where a rank lives beside the lost one, and where none does (beyond the end of its connections, which is at once).
+LOSS_MS = {ONE_HOST: 300.0, BESIDE: 500.0, ALONE: 300.0}
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,31 @@ def wait_for(condition: Callable[[], list[int]], what: str) -> list[int]:
     return found
 
 
-def rounds(job: Job, count: int, found: Found) -> None:
+# Of ranks and the number of a round, the one to kill.
+Choice = Callable[[list[int], int], int]
+
+
+def by_turns(pids: list[int], number: int) -> int:
+    return pids[number % RANKS]
+
+
+def of_host(host: Host) -> Choice:
+    """Choose the newest rank of a host."""
+    own = os.stat(f"/var/run/netns/{host.namespace}").st_ino
+
+    def choose(pids: list[int], _: int) -> int:
+        return max(pid for pid in pids if os.stat(f"/proc/{pid}/ns/net").st_ino == own)
+
+    return choose
+
+
+def rounds(job: Job, count: int, found: Found, choose: Choice = by_turns) -> None:
     """Kill one of three ranks again and again."""
     pids = job.together()
     for number in range(count):
         for pid in pids:
             found.steps += between_steps(job.lines(pid))[-STEPS_TOGETHER + 1 :]
-        victim = pids[number % RANKS]
+        victim = choose(pids, number)
         others = [pid for pid in pids if pid != victim]
         time.sleep(0.1 * (number % 5))  # anywhere in a step
         killed = job.kill(victim)
@@ -161,13 +186,22 @@ def started(*command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]
         process.wait(DEADLINE_S)
 
 
-def measure_sparkhvd(folder: Path, count: int) -> Found:
+def measure_sparkhvd(
+    folder: Path,
+    count: int,
+    *,
+    prefix: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    choose: Choice = by_turns,
+    **variables: str,
+) -> Found:
     launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "3", "--min-np", "2"]
-    flags = ["--max-np", "3", "--blacklist-cooldown-range", "1", "1"]
+    limits = ["--max-np", "3", "--blacklist-cooldown-range", "1", "1"]
     rank = [sys.executable, str(RANK), "sparkhvd", str(folder)]
     job, found = Job(folder), Found()
-    with started(*launcher, *flags, *rank, PYTHONPATH=str(ROOT)) as process:
-        rounds(job, count, found)
+    command = [*prefix, *launcher, *limits, *flags, *rank]
+    with started(*command, PYTHONPATH=str(ROOT), **variables) as process:
+        rounds(job, count, found, choose)
         pids = job.ranks()
         (folder / "end").touch()
         process.wait(DEADLINE_S)
@@ -175,6 +209,18 @@ def measure_sparkhvd(folder: Path, count: int) -> Found:
     for same in zip(*names, strict=True):
         found.broadcasts.append(max(float(name.partition(":")[2]) for name in same))
     return found
+
+
+def measure_two_hosts(folder: Path, count: int, *, is_alone: bool) -> Found:
+    keys = folder / "keys"
+    keys.mkdir()
+    with two_hosts() as (a, b), sshd.serving(keys, [b.address], b.command()) as server:
+        flags = ["-H", f"localhost:2,{b.address}:1"]
+        choose = of_host(b if is_alone else a)
+        prefix = a.command()
+        return measure_sparkhvd(
+            folder, count, prefix=prefix, flags=flags, choose=choose, SPARKHVD_SSH=server.ssh
+        )
 
 
 def measure_torchrun(folder: Path, count: int) -> Found:
@@ -198,27 +244,31 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     report = Report(
-        f"A lost rank and one that joins: 3 ranks of one host, 100 MB of parameters, load {os.getloadavg()[0]:.1f} at the start"
+        f"A lost rank and one that joins: 3 ranks, 100 MB of parameters, load {os.getloadavg()[0]:.1f} at the start"
     )
     measures: dict[str, Callable[[Path], Found]] = {
-        "sparkhvd": lambda folder: measure_sparkhvd(folder, given.rounds),
-        "torchrun, Gloo": lambda folder: measure_torchrun(folder, given.peer_rounds),
+        ONE_HOST: lambda folder: measure_sparkhvd(folder, given.rounds),
+        "one host, torchrun, Gloo": lambda folder: measure_torchrun(folder, given.peer_rounds),
     }
+    if missing := why_not() or sshd.why_not():
+        report.note(f"Not measured with two hosts: {missing}.")
+    else:
+        measures[BESIDE] = lambda f: measure_two_hosts(f, given.rounds, is_alone=False)
+        measures[ALONE] = lambda f: measure_two_hosts(f, given.rounds, is_alone=True)
     rows = []
     for name, measure in measures.items():
         with tempfile.TemporaryDirectory(prefix="sparkhvd-elastic-", dir="/dev/shm") as folder:
             found = measure(Path(folder))
         report.raw[name] = vars(found)
         targets = []
-        if name == "sparkhvd":
+        if name in LOSS_MS:
+            loss = statistics.median(found.allreduce) * 1e3
+            targets.append(Target("to the next allreduce", loss, LOSS_MS[name], False, "ms"))
+        if name == ONE_HOST:
             step = statistics.median(found.steps)
             broadcast = statistics.median(found.broadcasts)
             join = statistics.median(found.join)
-            loss = statistics.median(found.allreduce) * 1e3
-            targets = [
-                Target("to the next allreduce", loss, LOSS_MS, False, "ms"),
-                Target("a join", join * 1e3, (step + broadcast) * 1e3, False, "ms"),
-            ]
+            targets.append(Target("a join", join * 1e3, (step + broadcast) * 1e3, False, "ms"))
             report.note(
                 f"A join may cost a step and a broadcast of the parameters, {step * 1e3:.0f} and {broadcast * 1e3:.0f} ms."
             )

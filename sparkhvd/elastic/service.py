@@ -16,6 +16,8 @@ __all__ = ["Service"]
 
 _READ_BYTES = 1 << 16
 _IDLE_S = 3600.0
+# Longest wait for the end of the thread, whose steps never wait.
+_END_S = 10.0
 
 
 class Service:
@@ -59,7 +61,9 @@ class Service:
                 self._is_closing = True
 
             self.call(stop)
-            self._thread.join()
+            self._thread.join(_END_S)
+            if self._thread.is_alive():  # it is a daemon, and still has its sockets
+                return
         for sock in (self._bell, self._ringer):
             sock.close()
 

@@ -1,6 +1,6 @@
 """Broadcasts of model parameters, optimizer state and Python objects.
 
-`broadcast_object` and `allgather_object` are the only functions of this package that unpickle, and the pickles
+`broadcast_object`, `allgather_object` and `pass_object` are the only functions of this package that unpickle, and the pickles
 come from authenticated ranks of the same job. Optimizer state travels as tensors and JSON.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.collectives.alltoalls import start_alltoall
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.context import Context, context
@@ -28,6 +29,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "pass_object",
 ]
 
 
@@ -182,6 +184,17 @@ def allgather_object(
     name = ctx.name("allgather_object", name, number)
     parts = _allgather_bytes(ctx, name, cloudpickle.dumps(obj), number)
     return [pickle.loads(part) for part in parts]
+
+
+def pass_object(obj: Any, name: str) -> Any:
+    """Give the next rank an object, and return that of the rank before; every rank must call this."""
+    ctx = context()
+    place = ctx.engine.topology
+    payload = cloudpickle.dumps(obj)
+    splits = [0] * place.size
+    splits[(place.rank + 1) % place.size] = len(payload)
+    received, _ = start_alltoall(_to_bytes(payload), splits, name, global_process_set).wait()
+    return pickle.loads(_from_bytes(received))
 
 
 # --- Optimizer state. ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,6 +143,16 @@ class Data:
         raise InvalidArgumentError(
             f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows{cause}."
         )
+
+    @property
+    def num_scheduled(self) -> int:
+        """Steps of an epoch for which a scheduler is made: where ranks come and go, those of the smallest number of ranks."""
+        spec = self._spec
+        if not spec.least_ranks or spec.keeps_global_batch:
+            return self.num_steps
+        rows = spec.least_ranks * spec.batch_size * spec.accumulate
+        steps = max(1, math.ceil(self.training.num_rows / rows))
+        return min(steps, spec.train_steps_per_epoch or steps)
 
     def prepare(self, epoch: int, start_step: int) -> None:
         """Begin to read the first training batches, while model and optimizer are made.

@@ -175,6 +175,8 @@ class _Training(State, Hooks):
         # Which of them a rank calls depends on its number.
         ctx = CallbackContext(self.spec, self.state, self.moment)
         self.state.callbacks = Callbacks(self.program.user.callbacks, ctx)
+        assert self.schedule is not None
+        self.schedule.spread(data.num_steps)
         position = resume(start, self.state)
         before: Any = self._scaled_by
         if held is None and position.history:
@@ -196,7 +198,7 @@ class _Training(State, Hooks):
             return
         factor = hvd.size() / before
         for group in [] if self.state.optimizer is None else self.state.optimizer.param_groups:
-            for name in {"lr", "initial_lr"} & group.keys():
+            for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
                 group[name] *= factor
         scheduler = self.state.scheduler
         if scheduler is not None and hasattr(scheduler, "base_lrs"):
@@ -227,8 +229,9 @@ def _added(states: Sequence[TotalsState]) -> TotalsState:
 def _train(training: _Training) -> TrainResult:
     """Train on one set of ranks."""
     spec = training.spec
-    if spec.global_batch:
-        spec = replace(spec, batch_size=math.ceil(spec.global_batch / hvd.size()))
+    if spec.keeps_global_batch:
+        of_all = spec.least_ranks * spec.batch_size
+        spec = replace(spec, batch_size=math.ceil(of_all / hvd.size()))
     program, device = training.program, training.device
     agree(device, training.problem)
     profile, is_cuda = training.profile, device.type == "cuda"

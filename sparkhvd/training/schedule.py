@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -11,6 +13,9 @@ from sparkhvd.training.together import fail_together
 from sparkhvd.training.types import MakeScheduler, Record
 
 __all__ = ["Schedule"]
+
+# Of sums of fractions.
+_ROUNDING = 1e-6
 
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
@@ -39,13 +44,17 @@ class Schedule:
             optimizer: the distributed one; None where `train_fn` has its own.
             interval: "epoch" or "step".
             monitor: the number that a ReduceLROnPlateau follows.
-            steps_per_epoch: optimizer steps of an epoch.
+            steps_per_epoch: optimizer steps of an epoch; see `spread`.
             epochs: of the fit.
 
         Raises:
             InvalidArgumentError: a ReduceLROnPlateau is stepped per step; on all ranks.
         """
         self._is_per_step = interval == "step"
+        # Of the scheduler per step of the optimizer, and those that are due.
+        self._moves, self._due = 1.0, 0.0
+        self._most = math.inf
+        self._steps_per_epoch, self._epochs = steps_per_epoch, epochs
         self._monitor = monitor
         self.scheduler: LRScheduler | None = None
         if function is None or optimizer is None:
@@ -58,10 +67,21 @@ class Schedule:
                 "each epoch. Leave lr_scheduler_interval at 'epoch'."
             )
 
+    def spread(self, num_steps: int) -> None:
+        """Move a scheduler as often in an epoch as it was made for, where an epoch has another number of steps with these ranks."""
+        self._moves, self._due = self._steps_per_epoch / num_steps, 0.0
+        self._most = self._epochs * self._steps_per_epoch
+
     def after_step(self) -> None:
         """Step a scheduler that is moved per step."""
-        if self._is_per_step and self.scheduler is not None:
-            self.scheduler.step()
+        if not self._is_per_step or self.scheduler is None:
+            return
+        self._due += self._moves
+        while self._due > 1 - _ROUNDING:
+            self._due -= 1
+            # Many know no more steps than that.
+            if getattr(self.scheduler, "last_epoch", 0) < self._most:
+                self.scheduler.step()
 
     def after_epoch(self, record: Record) -> None:
         """Step a scheduler that is moved per epoch; `record` is equal on all ranks."""

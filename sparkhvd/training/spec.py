@@ -63,7 +63,8 @@ class TrainSpec:
         early_stopping: when to end before the last epoch, or None.
         terminate_on_nan: end with an error when a loss is not finite.
         compile: run the model through torch.compile.
-        global_batch: rows of a batch over all ranks whose number changes; 0 for `batch_size` on each.
+        least_ranks: smallest number of ranks that come and go; 0 where they stay.
+        keeps_global_batch: whether those that are there divide `least_ranks * batch_size` rows among them, instead of `batch_size` on each.
         looks_for_gpu: if Spark gave the rank no GPU, take one that torch sees.
         transformed: the columns as the user's transformations return them; None without these.
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
@@ -112,7 +113,8 @@ class TrainSpec:
     early_stopping: EarlyStopping | None = None
     terminate_on_nan: bool = False
     compile: bool = False
-    global_batch: int = 0
+    least_ranks: int = 0
+    keeps_global_batch: bool = False
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
     trial: Columns | None = None

@@ -256,7 +256,7 @@ def build(
         optimizer,
         interval=spec.lr_scheduler_interval,
         monitor=spec.monitor,
-        steps_per_epoch=data.num_steps,
+        steps_per_epoch=data.num_scheduled,
         epochs=spec.epochs,
     )
     scaler = loss_scaler(spec.precision, next(model.parameters()).device)

@@ -50,3 +50,42 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
         return hvd.rank(), state.sizes, state.step, float(model.weight)
 
     return loop(hvd.elastic.TorchState(model, optimizer, step=0, full=0, sizes=[]))
+
+
+def count_rows(rows: int, epochs: int, pause_s: float) -> list[float]:
+    """Train a weight for each row, which tells how often its row was trained on; return the distinct ones."""
+    import time
+
+    import torch
+    from torch.utils.data import DataLoader
+
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(rows, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)], op=hvd.Sum
+    )
+    sampler = hvd.elastic.ElasticSampler(range(rows))
+    batches = sampler.batches(4)
+    loader = DataLoader(sampler.dataset, batch_sampler=batches)  # type: ignore[arg-type]
+    model = torch.nn.ParameterList([weight])
+
+    @hvd.elastic.run
+    def loop(state: Any) -> list[float]:
+        while state.epoch < epochs:
+            given = iter(loader)
+            for step in range(batches.num_steps):
+                optimizer.zero_grad()
+                if (numbers := next(given, None)) is not None:
+                    (-weight[numbers].sum()).backward()
+                optimizer.step()
+                batches.record(step)
+                time.sleep(pause_s)
+                state.commit()
+            sampler.set_epoch(state.epoch + 1)
+            state.epoch += 1
+            state.commit()
+        return sorted(set(weight.tolist()))
+
+    return loop(hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))

@@ -197,6 +197,38 @@ def run_on(
     return result.output
 
 
+def _start_daemon(directory: Path, name: str, *command: str) -> subprocess.Popen[bytes]:
+    """Start a server of Spark's in a process group of its own; its log is `name`.log."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    with (directory / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [str(home / "bin" / "spark-class"), *command],
+            cwd=directory,
+            env={**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def start_worker(
+    directory: Path, name: str, master: str, *, cores: int = 1, host: str = "127.0.0.1"
+) -> subprocess.Popen[bytes]:
+    """Start a worker of a standalone cluster; its executors are in its process group."""
+    work = directory / name
+    work.mkdir()
+    return _start_daemon(
+        directory,
+        name,
+        *("org.apache.spark.deploy.worker.Worker", "--host", host),
+        *("--cores", str(cores), "--memory", "1g"),
+        *("--work-dir", str(work), "--webui-port", "0"),
+        master,
+    )
+
+
 @contextlib.contextmanager
 def standalone_cluster(
     directory: Path, *, workers: int = 2, cores: int = 1, are_hosts: bool = False
@@ -205,47 +237,23 @@ def standalone_cluster(
 
     With `are_hosts` every worker has an address of its own, so that Spark takes them for different hosts.
     """
-    import pyspark
-
-    home = Path(pyspark.__file__).parent
-    spark_class = str(home / "bin" / "spark-class")
-    environ = {**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)}
     port = free_port()
     started: list[subprocess.Popen[bytes]] = []
-
-    def start(name: str, *command: str) -> subprocess.Popen[bytes]:
-        with (directory / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [spark_class, *command],
-                cwd=directory,
-                env=environ,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        started.append(process)
-        return process
-
-    deploy = "org.apache.spark.deploy"
     try:
-        master = start(
+        master = _start_daemon(
+            directory,
             "master",
-            f"{deploy}.master.Master",
+            "org.apache.spark.deploy.master.Master",
             *("--host", "127.0.0.1", "--port", str(port), "--webui-port", "0"),
         )
+        started.append(master)
         wait_for_port(port, master, directory / "master.log")
+        address = f"spark://127.0.0.1:{port}"
         for index in range(workers):
-            work = directory / f"worker-{index}"
-            work.mkdir()
-            start(
-                f"worker-{index}",
-                f"{deploy}.worker.Worker",
-                *("--host", f"127.0.0.{1 + index * are_hosts}"),
-                *("--cores", str(cores), "--memory", "1g"),
-                *("--work-dir", str(work), "--webui-port", "0"),
-                f"spark://127.0.0.1:{port}",
-            )
-        yield f"spark://127.0.0.1:{port}"
+            host = f"127.0.0.{1 + index * are_hosts}"
+            name = f"worker-{index}"
+            started.append(start_worker(directory, name, address, cores=cores, host=host))
+        yield address
     finally:
         for process in reversed(started):
             with contextlib.suppress(ProcessLookupError):

@@ -67,21 +67,14 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         monitor=request.loop.monitor,
         return_best=request.loop.return_best,
         early_stopping=request.loop.early_stopping,
-        global_batch=_global_batch(request),
+        least_ranks=request.cluster.least or 0,
+        keeps_global_batch=options.elastic_batch == "global",
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths
-
-
-def _global_batch(request: Request) -> int:
-    """Return the rows of a batch over all ranks, where they stay as many when the ranks change; else 0."""
-    least, options = request.cluster.least, request.options
-    if options.elastic_batch != "global" or least is None:
-        return 0
-    return least * options.batch_size
 
 
 def fingerprint(request: Request, data: FitData) -> str:

@@ -20,6 +20,7 @@ Each module imports only those above it:
 
     sampler    rows that are left of an epoch
     agreement  what all ranks know alike at a commit
+    sharded    copies of a sharded optimizer's state, on other ranks
     snapshots  copies, by the type of the object
     states     `State`, `ObjectState`, `TorchState`
     loop       `run`

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkhvd.errors import UnsupportedError
 from sparkhvd.torch.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
 from sparkhvd.torch.elastic.sampler import ElasticSampler
+from sparkhvd.torch.elastic.sharded import ShardedHandler
 from sparkhvd.torch.optimizer.sharded import Sharded
 
 __all__ = ["Handler", "copied", "handler_of"]
@@ -39,13 +39,10 @@ def handler_of(name: str, value: object) -> Handler | None:
     """Return the handler of an object; None for plain ones.
 
     Raises:
-        UnsupportedError: it is a sharded optimizer.
+        UnsupportedError: it is a sharded optimizer of some ranks, or with shared parameters.
     """
     if isinstance(value, Sharded):
-        raise UnsupportedError(
-            f"TorchState({name}=...): a sharded optimizer keeps a part of its state on each rank, and a lost rank's part would be gone. "
-            "Give DistributedOptimizer without sharded=True."
-        )
+        return ShardedHandler(name, value)
     if isinstance(value, torch.nn.Module):
         return _ModuleHandler(value)
     if isinstance(value, torch.optim.Optimizer):

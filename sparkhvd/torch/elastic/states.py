@@ -11,6 +11,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.broadcast import broadcast_object
 from sparkhvd.torch.elastic.agreement import agree, rendezvous
 from sparkhvd.torch.elastic.sampler import ElasticSampler
+from sparkhvd.torch.elastic.sharded import ShardedHandler
 from sparkhvd.torch.elastic.snapshots import Handler, handler_of
 
 __all__ = ["ObjectState", "State", "TorchState"]
@@ -145,7 +146,7 @@ class TorchState(ObjectState):
 
     Modules, optimizers, `ElasticSampler`s, and what else has `state_dict` and `load_state_dict` (schedulers, `GradScaler`) are
     handled by their states and stay the same objects; all other values are pickled. An attribute that is set anew is saved at the
-    next commit.
+    next commit. Of a sharded optimizer each commit gives the next rank a copy of this rank's part.
 
     Args:
         model: the module; None for none.
@@ -153,7 +154,7 @@ class TorchState(ObjectState):
         **kwargs: further objects, such as `batch=0, epoch=0, sampler=sampler`.
 
     Raises:
-        UnsupportedError: an optimizer is sharded.
+        UnsupportedError: an optimizer is sharded among some ranks, or shares parameters.
         InvalidArgumentError: a name is one of this class's own.
     """
 
@@ -210,16 +211,29 @@ class TorchState(ObjectState):
         before = self._saved, self._saved_state, self._version
         self.save()
         try:
+            for handler in self._sharded():
+                handler.exchange()
             self.check_host_updates()
         except HostsUpdatedInterrupt:
-            self._save_samplers()
+            self._settle()
             raise
         except BaseException:
             # Not all have come: what was before counts, and the new copies' memory is free.
             self._former = self._saved
             self._saved, self._saved_state, self._version = before
             raise
-        self._save_samplers()
+        self._settle()
+
+    def check_host_updates(self) -> None:
+        """Follow changes of the hosts; see `State.check_host_updates`."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            if not (sharded := self._sharded()):
+                raise
+            for handler in sharded:
+                handler.gather()
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def restore(self) -> None:
         """Go back to the last copies."""
@@ -242,8 +256,14 @@ class TorchState(ObjectState):
         values = (handler.value for handler in self._handlers.values())
         return [value for value in values if isinstance(value, ElasticSampler)]
 
-    def _save_samplers(self) -> None:
-        """Save, of samplers, what the ranks have just told each other, too."""
+    def _sharded(self) -> list[ShardedHandler]:
+        handlers = self._handlers.values()
+        return [handler for handler in handlers if isinstance(handler, ShardedHandler)]
+
+    def _settle(self) -> None:
+        """Let this commit count, with what the ranks have just told each other of samplers."""
+        for sharded in self._sharded():
+            sharded.settle()
         for name, handler in self._handlers.items():
             if isinstance(handler.value, ElasticSampler):
                 self._saved[name] = handler.save(None)

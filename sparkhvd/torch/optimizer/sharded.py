@@ -24,11 +24,18 @@ from torch import Tensor
 
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.context import Context
 from sparkhvd.torch.optimizer.arguments import Configuration
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.torch.optimizer.division import Division
 from sparkhvd.torch.optimizer.parameter_exchange import ParameterExchange
-from sparkhvd.torch.optimizer.sharded_state import divide_state, gather_state
+from sparkhvd.torch.optimizer.sharded_state import (
+    OwnState,
+    divide_state,
+    gather_state,
+    join_states,
+    own_state,
+)
 from sparkhvd.torch.optimizer.shards import Shard
 from sparkhvd.torch.optimizer.whole_gradients import WholeGradients, clip_parts_
 
@@ -69,7 +76,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
 class Sharded(Distributed):
     """Mixin that steps this rank's part of the parameters, before the optimizer's own class."""
 
-    _may_follow = False  # a lost rank's part of the state would be gone
+    _may_follow = False  # but where an elastic state brings the parts of lost ranks back
     _division: Division | None = None  # None where nothing is communicated
     _evaluations = 0  # of the closure, in this step
 
@@ -103,6 +110,14 @@ class Sharded(Distributed):
     @property
     def _shards(self) -> Mapping[Tensor, Shard]:
         return _NONE if self._division is None else self._division.shards
+
+    def follow(self, current: Context) -> None:
+        """Divide anew among other ranks; see `Distributed.follow`. State of parts is dropped, until `load_own_states`."""
+        for shard in self._shards.values():
+            if shard.part is not None:
+                self.state.pop(shard.part, None)
+        self._division = None
+        super().follow(current)
 
     # --- One step. ---
 
@@ -304,6 +319,28 @@ class Sharded(Distributed):
         super().load_state_dict(state_dict)
         if self._shards:
             self._divide_state()
+
+    @property
+    def has_own_ranks(self) -> bool:
+        """Whether only some ranks take part, or those of a host share memory."""
+        return self._configuration.number != 0 or self._configuration.share_parameters
+
+    def own_state(self) -> OwnState:
+        """Return what this rank has of the state, not copied; no other rank is asked."""
+        parts, self.state = self.state, type(self.state)(dict)
+        try:
+            groups = super().state_dict()["param_groups"]
+        finally:
+            self.state = parts
+        return own_state(parts, groups, self._in_order(), self._shards)
+
+    def load_own_states(self, states: Sequence[OwnState]) -> None:
+        """Take this rank's part of what all ranks had; every rank must be given the same."""
+        self.load_state_dict(join_states(states, self._in_order()))
+
+    def _in_order(self) -> list[Tensor]:
+        """Return the parameters in the order of `state_dict()`."""
+        return [p for group in self.__dict__["param_groups"] for p in group["params"]]
 
     def _divide_state(self) -> None:
         """Keep this rank's part only of state by parameter."""

@@ -1,10 +1,11 @@
-"""State of a sharded optimizer: kept by part, gathered whole for `state_dict`."""
+"""State of a sharded optimizer: kept by part, gathered whole for `state_dict`, copied by rank where ranks come and go."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from sparkhvd.torch.gradients.layout import flat
 from sparkhvd.torch.optimizer.division import Division
 from sparkhvd.torch.optimizer.shards import Gatherer, Shard
 
-__all__ = ["State", "divide_state", "gather_state"]
+__all__ = ["OwnState", "State", "divide_state", "gather_state", "join_states", "own_state"]
 
 # State of an optimizer, by parameter or part and by name; as torch, a new key has an empty dict.
 State = defaultdict[Tensor, dict[str, object]]
@@ -45,6 +46,68 @@ class _Piece(NamedTuple):
         if not (self.was_on_gpu and isinstance(self.value, Tensor)):
             return self.value
         return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """State that one rank has, on its way to others.
+
+    Attributes:
+        groups: hyperparameters, as in `state_dict()`.
+        parts: by the number of the parameter in `state_dict()` the first element, the one behind the last, and state by name; True
+            beside what has an element for each of theirs.
+    """
+
+    groups: list[dict[str, Any]]
+    parts: dict[int, tuple[int, int, dict[str, tuple[bool, _Piece]]]]
+
+
+def own_state(
+    state: Mapping[Tensor, dict[str, object]],
+    groups: list[dict[str, Any]],
+    params: Sequence[Tensor],
+    shards: Mapping[Tensor, Shard],
+) -> OwnState:
+    """Return what this rank has of the state of parameters, in the order of `state_dict()`; on the CPU, not copied."""
+    parts = {}
+    for number, param in enumerate(params):
+        shard = shards.get(param)
+        key = param if shard is None else shard.part
+        if key is None or key not in state:
+            continue
+        is_cut = shard is not None and shard.is_cut
+        first, last = (shard.first, shard.last) if shard is not None else (0, param.numel())
+        pieces = {
+            name: (
+                is_cut and isinstance(value, Tensor) and value.shape == key.shape,
+                _Piece.of(value),
+            )
+            for name, value in state[key].items()
+        }
+        parts[number] = (first, last, pieces)
+    return OwnState(groups, parts)
+
+
+def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the plain optimizer's `state_dict()`, from the states of all ranks that there were."""
+    joined: dict[int, dict[str, object]] = {}
+    for state in states:
+        for number, (first, last, pieces) in state.parts.items():
+            param, values = params[number], joined.setdefault(number, {})
+            for name, (is_divided, piece) in pieces.items():
+                value = piece.beside(param)
+                if not is_divided:
+                    values.setdefault(name, value)
+                    continue
+                assert isinstance(value, Tensor)
+                if name not in values:
+                    values[name] = torch.zeros_like(
+                        param, dtype=value.dtype, device=value.device, requires_grad=False
+                    )
+                whole = values[name]
+                assert isinstance(whole, Tensor)
+                flat(whole)[first:last] = value
+    return {"state": joined, "param_groups": states[0].groups}
 
 
 def divide_state(

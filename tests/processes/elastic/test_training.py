@@ -156,6 +156,12 @@ def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(60)
+def test_statistics_of_batches_are_those_of_the_ranks_that_are_left() -> None:
+    with elastic_job(f"{BODIES}:normalize", 3) as job:
+        assert of_survivors(job, 0) == [{"size": 2, "is_right": True}] * 2
+
+
+@pytest.mark.timeout(60)
 def test_the_script_of_the_page_goes_on_after_a_death() -> None:
     with elastic_job(f"{BODIES}:run_page", 3) as job:
         results = of_survivors(job, 1)

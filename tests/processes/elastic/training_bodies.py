@@ -39,11 +39,15 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     plan = {"rows": 101, "epochs": 3, "batch": 4, "commit": 1, "pause": 0.0, **talk.hear()}
     hvd.init(comm=rendezvous, process_sets=plan.get("sets"))
     model = Counter(plan["rows"])
+    sharded = plan.get("sharded", False)
+    # Adagrad's state counts as the weights of SGD do: the square of a gradient of -1 is 1.
+    plain = torch.optim.Adagrad if sharded else torch.optim.SGD
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
+        plain(model.parameters(), lr=1.0),
         named_parameters=model.named_parameters(),
         op=hvd.Sum,
         gradient_as_bucket_view=plan.get("views", False),
+        sharded=sharded,
     )
     sampler = elastic.ElasticSampler(range(plan["rows"]), repeat=plan.get("repeat", False))
     batches = sampler.batches(plan["batch"])
@@ -71,12 +75,16 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
                 time.sleep(plan["pause"])
                 if (step + 1) % plan["commit"] == 0:
                     state.commit()
+                elif plan.get("checks"):
+                    state.check_host_updates()
             sampler.set_epoch(state.epoch + 1)
             state.epoch += 1
             state.commit()
 
     train(state)
+    counted = optimizer.state_dict()["state"][0]["sum"] if sharded else torch.zeros(1)
     return {
+        "counted": sorted(set(counted.tolist())),
         "weights": sorted(set(model.weight.tolist())),
         "size": hvd.size(),
         "sizes": state.sizes,
@@ -128,6 +136,29 @@ def run_twice(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     return {"sizes": [first, second]}
 
 
+def normalize(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
+    """Normalize with the statistics of all ranks, before the death of rank 0 and after it."""
+    hvd.init(comm=rendezvous)
+    layer = hvd.SyncBatchNorm(2)
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> tuple[int, bool]:
+        while True:
+            rows = torch.randn(5, 2) * (1 + hvd.rank())
+            expected = torch.nn.BatchNorm1d(2)(hvd.allgather(rows))[5 * hvd.rank() :][:5]
+            is_right = torch.allclose(layer(rows), expected, atol=1e-5)
+            state.step += 1
+            if state.step == 3 and hvd.rank() == 0 and hvd.size() == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not is_right or (state.step > 5 and hvd.size() == 2):
+                return hvd.size(), is_right
+            state.commit()
+
+    del talk
+    size, is_right = train(elastic.TorchState(layer, None, step=0))
+    return {"size": size, "is_right": is_right}
+
+
 class Faulty(elastic.TorchState):
     """State of a rank that dies in a method, in a generation, as its plan says: `{"die_in": ("sync", 2)}`."""
 
@@ -158,6 +189,8 @@ def fault(plan: dict[str, Any], state: elastic.TorchState, number: int) -> None:
     at = plan.get("die")
     if at is not None and (state.epoch, number) == tuple(at):
         sys.stdout.flush()
+        if "with" in plan:
+            os.kill(plan["with"], signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

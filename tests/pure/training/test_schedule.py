@@ -18,6 +18,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.checkpoints.fingerprint import differences
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
+from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.schedulers import describe_scheduler
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, assert_close, linear
@@ -59,6 +60,25 @@ def test_a_scheduler_moves_after_each_step(store: Store) -> None:
     assert saved is not None
     assert saved["last_epoch"] == 2 * STEPS
     assert result.history[1]["lr"] == pytest.approx(saved["_last_lr"][0])
+
+
+def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
+    """Its ranks come and go, and OneCycleLR refuses a step more."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = Schedule(
+        one_cycle, optimizer, interval="step", monitor=Monitor(), steps_per_epoch=12, epochs=4
+    )
+    scheduler: Any = schedule.scheduler
+    for epoch, steps in enumerate((12, 7, 5, 13), 1):
+        schedule.spread(steps)
+        for _ in range(steps):
+            optimizer.step()
+            schedule.after_step()
+        assert scheduler.last_epoch == 12 * epoch
+    # Steps of an epoch that was divided anew more than once.
+    optimizer.step()
+    schedule.after_step()
+    assert scheduler.last_epoch == scheduler.total_steps
 
 
 def test_per_epoch_the_total_is_that_of_epochs(store: Store) -> None:

@@ -107,6 +107,39 @@ def test_executors_are_allocated_dynamically(tmp_path: Path) -> None:
     assert "SIZES" in output, output
 
 
+SPECULATIVE = """
+def later():
+    wait_for("whole")
+    while not any('"Speculative":true' in path.read_text() for path in Path(FOLDER, "events").rglob("*") if path.is_file()):
+        time.sleep(0.1)
+    time.sleep(1)  # the copy of a task has come
+    mark()
+
+from pathlib import Path
+threading.Thread(target=later).start()
+fit()
+"""
+
+
+def test_a_task_that_spark_starts_twice_is_a_slot_like_any(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    output = run_on(
+        "local-cluster[2,2,1024]",
+        with_folder(PROGRAM + SPECULATIVE, tmp_path),
+        tmp_path,
+        conf={
+            "spark.speculation": "true",
+            "spark.speculation.interval": "100ms",
+            # Of a stage with no more tasks than an executor has slots.
+            "spark.speculation.task.duration.threshold": "1s",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": f"file://{tmp_path}/events",
+        },
+        timeout_s=300,
+    )
+    assert "SIZES [2]" in output, output
+
+
 INTERRUPTED = """
 from sparkhvd.runner import run_elastic
 

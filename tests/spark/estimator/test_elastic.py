@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store
@@ -112,6 +113,10 @@ def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
         assert record["lr"] == pytest.approx(0.01 * record["ranks"])
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps + 1)
+
+
 class KillAll(Callback):
     """Kills each of two ranks in the second epoch, once."""
 
@@ -134,9 +139,13 @@ def test_a_fit_whose_ranks_are_all_lost_goes_on_from_its_checkpoint(
 ) -> None:
     store = Store.create(tmp_path / "store")
     given = {"callbacks": [KillAll(tmp_path)], "batch_size": 50, "epochs": 3, "verbose": 1}
-    fitted = estimator(mlp(2), store, num_proc=(1, 2), max_retries=1, **given).fit(df)
+    schedule = {"lr_scheduler": one_cycle, "lr_scheduler_interval": "step"}
+    fit = estimator(mlp(2), store, num_proc=(1, 2), max_retries=1, **given, **schedule)
+    fitted = fit.fit(df)
     assert [record["epoch"] for record in fitted.history] == [1, 2, 3]
     assert {record["rows"] for record in fitted.history} == {401}
+    # The schedule has come to its end, whatever number of steps the epochs had.
+    assert fitted.history[-1]["lr"] == pytest.approx(0.1 / 25 / 1e4)
     written = capfd.readouterr().err
     assert "Relaunching (1 of 1)" in written, written
     # The first epoch was not trained on again: 5 steps of each of 2 ranks.
