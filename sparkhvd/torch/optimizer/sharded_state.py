@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def own_state(
 
 
 def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the plain optimizer's `state_dict()`, from the states of all ranks that there were."""
+    """Return the plain optimizer's `state_dict()`, a copy, from the states of all ranks that there were."""
     joined: dict[int, dict[str, object]] = {}
     for state in states:
         for number, (first, last, pieces) in state.parts.items():
@@ -97,7 +98,8 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
             for name, (is_divided, piece) in pieces.items():
                 value = piece.beside(param)
                 if not is_divided:
-                    values.setdefault(name, value)
+                    # An optimizer takes over what it is given, and counts its steps in place.
+                    values.setdefault(name, copy.deepcopy(value))
                     continue
                 assert isinstance(value, Tensor)
                 if name not in values:

@@ -21,6 +21,7 @@ def finish(job: ElasticJob, gone: set[int], size: int) -> None:
     weight = sum(1 / math.sqrt(count) for count in (1, 2, 3))
     for result in results:
         assert result["counted"] == [3.0], results
+        assert result["steps"] == result["taken"]
         assert result["weights"] == pytest.approx([weight] * len(result["weights"]), rel=1e-9)
         assert result["same"]
 
@@ -38,6 +39,15 @@ def test_the_part_of_a_lost_rank_comes_from_its_neighbour(lost: int, commit: int
             dies = {"die": (1, 4)} if member.rank == lost else {}
             tell([member], sharded=True, commit=commit, **dies)
         finish(job, {lost}, 2)
+
+
+@pytest.mark.parametrize("where", ["synced", "commit"])
+def test_a_rank_dies_before_the_first_commit_after_a_change(where: str) -> None:
+    with elastic_job(TARGET, 4) as job:
+        tell(job.members[:1], sharded=True, die=(1, 2))
+        tell(job.members[1:2], sharded=True, die_in=(where, 2))
+        tell(job.members[2:], sharded=True)
+        finish(job, {0, 1}, 2)
 
 
 def test_ranks_die_in_a_commit_and_a_new_one_joins_one_that_is_left_alone() -> None:

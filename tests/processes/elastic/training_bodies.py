@@ -52,7 +52,7 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     sampler = elastic.ElasticSampler(range(plan["rows"]), repeat=plan.get("repeat", False))
     batches = sampler.batches(plan["batch"])
     loader = DataLoader(sampler.dataset, batch_sampler=batches)  # type: ignore[arg-type]
-    state = Faulty(model, optimizer, sampler=sampler, epoch=0, sizes=[], starts=0)
+    state = Faulty(model, optimizer, sampler=sampler, epoch=0, sizes=[], taken=0)
     state.plan, state.rendezvous = plan, rendezvous
     state.register_reset_callbacks([lambda: state.sizes.append(-hvd.size())])
     state.register_reset_callbacks([lambda: state.die("reset")])
@@ -68,6 +68,7 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
                 if (rows := next(given, None)) is not None:
                     model(rows).backward()
                 optimizer.step()
+                state.taken += 1
                 if plan.get("by_index"):
                     sampler.record_indices([] if rows is None else reversed(rows.tolist()))
                 else:
@@ -82,9 +83,11 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
             state.commit()
 
     train(state)
-    counted = optimizer.state_dict()["state"][0]["sum"] if sharded else torch.zeros(1)
+    kept = optimizer.state_dict()["state"][0] if sharded else {"sum": torch.zeros(1), "step": 0}
     return {
-        "counted": sorted(set(counted.tolist())),
+        "counted": sorted(set(kept["sum"].tolist())),
+        "steps": int(kept["step"]),
+        "taken": state.taken,
         "weights": sorted(set(model.weight.tolist())),
         "size": hvd.size(),
         "sizes": state.sizes,

@@ -29,6 +29,7 @@ from sparkhvd import (
     TorchRegressionModel,
     TorchRegressor,
 )
+from tests.harness.soak import left_to_soak
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -112,18 +113,25 @@ def test_a_classifier_is_one_of_spark_mls(
     assert alone.transform(df).columns == [*df.columns, *COLUMNS]
 
 
-def test_a_regressor_is_chosen_by_cross_validation(
-    df: DataFrame, options: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    "is_chosen", [False, *left_to_soak("a CrossValidator: estimator/test_fit", True)]
+)
+def test_a_regressor_is_one_of_spark_mls(
+    df: DataFrame, options: dict[str, Any], tmp_path: Path, *, is_chosen: bool
 ) -> None:
     regressor = TorchRegressor(model=nn.Linear(2, 1), **options)
-    chosen = CrossValidator(
-        estimator=regressor,
-        estimatorParamMaps=ParamGridBuilder().addGrid(regressor.maxIter, [20]).build(),
-        evaluator=RegressionEvaluator(),
-        numFolds=2,
-        seed=1,
-    ).fit(df)
-    model = chosen.bestModel
+    chosen: Any
+    if is_chosen:
+        chosen = CrossValidator(
+            estimator=regressor,
+            estimatorParamMaps=ParamGridBuilder().addGrid(regressor.maxIter, [20]).build(),
+            evaluator=RegressionEvaluator(),
+            numFolds=2,
+            seed=1,
+        ).fit(df)
+        model = chosen.bestModel
+    else:
+        chosen = model = regressor.fit(df, {regressor.maxIter: 20})
     assert type(model) is TorchRegressionModel
     assert model.getPredictionCol() == "prediction"
     found = chosen.transform(df)
