@@ -29,11 +29,6 @@ class Spans:
         self._rank = 0
         self._origin_ns = 0
 
-    @property
-    def is_on(self) -> bool:
-        """True while spans are recorded."""
-        return self._file is not None
-
     def begin(self, rank: int, origin_ns: int) -> None:
         """Record from now on, into a file without a name.
 
