@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import TRAINER, find, wait_until_gone
-from tests.harness.spark import run_on, started_script, with_folder, write_script
+from tests.harness.spark import (
+    run_on,
+    standalone_cluster,
+    started_script,
+    with_folder,
+    write_script,
+)
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -108,35 +114,35 @@ def test_executors_are_allocated_dynamically(tmp_path: Path) -> None:
 
 
 SPECULATIVE = """
+def active_tasks():
+    tracker = spark.sparkContext.statusTracker()
+    stages = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
+    return sum(stage.numActiveTasks for stage in stages if stage)
+
 def later():
     wait_for("whole")
-    while not any('"Speculative":true' in path.read_text() for path in Path(FOLDER, "events").rglob("*") if path.is_file()):
+    while active_tasks() < 3:  # two tasks, and a copy
         time.sleep(0.1)
-    time.sleep(1)  # the copy of a task has come
+    time.sleep(1)
     mark()
 
-from pathlib import Path
 threading.Thread(target=later).start()
 fit()
 """
 
 
 def test_a_task_that_spark_starts_twice_is_a_slot_like_any(tmp_path: Path) -> None:
-    (tmp_path / "events").mkdir()
-    output = run_on(
-        "local-cluster[2,2,1024]",
-        with_folder(PROGRAM + SPECULATIVE, tmp_path),
-        tmp_path,
-        conf={
-            "spark.speculation": "true",
-            "spark.speculation.interval": "100ms",
-            # Of a stage with no more tasks than an executor has slots.
-            "spark.speculation.task.duration.threshold": "1s",
-            "spark.eventLog.enabled": "true",
-            "spark.eventLog.dir": f"file://{tmp_path}/events",
-        },
-        timeout_s=300,
-    )
+    conf = {
+        "spark.executor.memory": "512m",
+        "spark.speculation": "true",
+        "spark.speculation.interval": "100ms",
+        # Of a stage with no more tasks than an executor has cores, by its conf; the copy goes to another host.
+        "spark.executor.cores": "2",
+        "spark.speculation.task.duration.threshold": "1s",
+    }
+    program = with_folder(PROGRAM + SPECULATIVE, tmp_path)
+    with standalone_cluster(tmp_path, cores=2, are_hosts=True) as master:
+        output = run_on(master, program, tmp_path, conf=conf, timeout_s=300)
     assert "SIZES [2]" in output, output
 
 
