@@ -55,7 +55,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
+.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -255,6 +255,10 @@ $(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
 docs: $(DOCS_ENV)/.stamp
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html; its search needs a server, such as: python3 -m http.server -d build/site"
 
+# Its pages in a real browser, where there is one (Debian: apt-get install chromium).
+test-site: env docs
+	@$(PY) -m pytest $(PYTEST_FLAGS) tests/soak/site
+
 demo: env
 	@mkdir -p demo-output
 	@$(WITH_JAVA) $(PY) examples/digits.py --plot demo-output/digits-loss.png
@@ -262,7 +266,7 @@ demo: env
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
 SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users test-sanitizers test-locks fuzz-if-clang \
-  test-aarch64 test-wheels docs
+  test-aarch64 test-wheels test-site
 soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0

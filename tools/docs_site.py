@@ -1,11 +1,13 @@
 """Hooks of mkdocs (`make docs`): files outside docs/ that pages link to become part of the site.
 
 The pages are written for a checkout, where a link to ../examples/digits.py leads to that file. Here README.md becomes the first
-page; other Markdown files and sources keep their place, below `source/`; a link to a folder leads to its README.md.
+page; other Markdown files and sources keep their place, below `source/`; a link to a folder leads to its README.md. A notebook
+becomes a page with its cells.
 """
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from pathlib import Path
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = "README.md"
+NOTEBOOK = ".ipynb"
 # Pages of the navigation that lie outside docs/.
 PAGES = (HOME, "CONTRIBUTING.md", "CHANGELOG.md", "native/README.md", "benchmarks/README.md")
 LINK = re.compile(r"(?<!!)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)#\s]*)(#[^)\s]*)?\)")
@@ -28,6 +31,8 @@ def place(path: str) -> str:
     """Return where the site has a file of the checkout; both paths are relative to their roots."""
     if path == HOME:
         return "index.md"
+    if path.endswith(NOTEBOOK):
+        path = path.removesuffix(NOTEBOOK) + ".md"
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}"
 
 
@@ -35,7 +40,20 @@ def origin(path: str) -> str:
     """Return which file of the checkout the site's file is: the inverse of `place`."""
     if path == "index.md":
         return HOME
-    return path.removeprefix("source/") if path.startswith("source/") else f"docs/{path}"
+    if not path.startswith("source/"):
+        return f"docs/{path}"
+    found = path.removeprefix("source/")
+    notebook = found.removesuffix(".md") + NOTEBOOK
+    return notebook if found.endswith(".md") and (ROOT / notebook).is_file() else found
+
+
+def as_page(notebook: str) -> str:
+    """Return the cells of a notebook as Markdown."""
+    parts = []
+    for cell in json.loads((ROOT / notebook).read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def target(page: str, link: str) -> str:
@@ -77,8 +95,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    for path in sorted({*PAGES, *linked([*pages, *PAGES])}):
-        files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
+    paths = {*PAGES, *linked([*pages, *PAGES])}
+    paths |= linked([path for path in paths if path.endswith(NOTEBOOK)])
+    for path in sorted(paths):
+        if path.endswith(NOTEBOOK):
+            files.append(File.generated(config, place(path), content=as_page(path)))
+        else:
+            files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
     return files
 
 

@@ -94,9 +94,9 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 request.run.delete(keeps_timeline=bool(options.timeline))
             fitted = model._require_fitted()
             is_kept = options.keep_checkpoints != 0
-            history = fitted.history
+            history = recorder.with_changes(fitted.history)
             recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
-            model._fitted = replace(fitted, report=recorder.document)
+            model._fitted = replace(fitted, history=history, report=recorder.document)
             followers.finished(model, recorder.document)
         return model
 
@@ -211,6 +211,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             mailbox=Mailbox(functools.partial(collect, request.store), poll_s),
             show_progress=reporter.show_step,
             relaunched=recorder.relaunched,
+            ranks_changed=recorder.ranks_changed,
         )
         with reporter:
             report = self._run_ranks(request, spec, options)

@@ -17,6 +17,7 @@ Each module imports only those above it:
     progress    state of a fit between epochs, in the store
     meaning     what a loss tells about outputs
     epoch_rows  epochs of ranks as one epoch of all rows
+    following   loggers and timeline of a fit
     training    a rank of a fit
     model       `KerasModel`
     params      Params of a fit

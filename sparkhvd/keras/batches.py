@@ -15,6 +15,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.network import arranged
+from sparkhvd.observe.spans import Spans
 from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Batches"]
@@ -28,6 +29,7 @@ class Batches(IterableDataset[Any]):
     Attributes:
         epoch: that the next iteration gives.
         rows: of this rank in the batch that came last.
+        spans: of a timeline, for the waits.
         spare: columns of a batch that had rows.
         skips: decoders leave rows out.
         is_uneven: ranks have unequally many rows in any step, because decoders leave some out, or groups stay together.
@@ -67,6 +69,7 @@ class Batches(IterableDataset[Any]):
         self.is_uneven = self.skips or dataset.schema.group is not None
         self.epoch = 0
         self.rows = 0
+        self.spans = Spans()
         self.spare: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -77,7 +80,8 @@ class Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of the epoch."""
         self._loader.set_epoch(self.epoch)
-        for columns in itertools.islice(self._loader, len(self)):
+        batches = itertools.islice(self._loader, len(self))
+        for columns in self.spans.timed(batches, "data"):
             self.rows = len(next(iter(columns.values())))
             if self.rows:
                 self.spare = columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,20 @@ from sparkhvd.estimator.fitting.inputs import (
     prepare_sources,
 )
 from sparkhvd.estimator.fitting.progress import report_skipped
+from sparkhvd.estimator.fitting.recorder import masked_params
+from sparkhvd.estimator.fitting.runs import Run
+from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.saving.persistence import EstimatorWriter
+from sparkhvd.keras.following import Following
 from sparkhvd.keras.meaning import link_of
 from sparkhvd.keras.model import KerasModel
 from sparkhvd.keras.network import CompiledNetwork, Network
 from sparkhvd.keras.params import KerasParams
+from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.training import Order, Trained, train
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner import run
 from sparkhvd.training.user_code.transformations import (
     Transformations,
@@ -83,21 +90,72 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         options = self._options()
         compiling = self._compiling()
         network = Network(self._get("model"), self._get("custom_objects"))
-        with self._prepared(sources, options, network) as data:
+        store = default_store(sources.training.spark, options.store)
+        name = options.run_id or f"{self.uid}-{os.urandom(4).hex()}"
+        with self._following(options, store, name) as following:
+            try:
+                model = self._train(sources, options, network, compiling, store, name, following)
+            except BaseException as e:
+                following.followers.failed(e, {})
+                raise
+            following.ended(model.history)
+            following.followers.finished(model, {})
+        return model
+
+    def _train(
+        self,
+        sources: FitSources,
+        options: FitOptions,
+        network: Network,
+        compiling: Mapping[str, Any],
+        store: Store,
+        name: str,
+        following: Following,
+    ) -> KerasModel:
+        run = Run(store, f"keras_runs/{name}")
+        with self._prepared(sources, options, network, run) as data:
             order = Order(
                 network=network,
                 dataset=data.training,
                 held_out=data.validation,
                 split=None if isinstance(sources.split, str) else sources.split,
+                run_dir=run.run_dir,
+                timeline=options.timeline,
+                logs_epochs=following.followers.has_loggers,
                 **compiling,
                 **self._training(options, data),
             )
-            found = self._run_ranks(order, options, sources.training.spark)
+            found = self._run_ranks(order, options, sources.training.spark, following)
         assert found[0] is not None  # rank 0's
+        if options.timeline and options.verbose:
+            of_this_process.print(f"timeline: {run.timeline_url} (open it in ui.perfetto.dev)")
         return self._model(order, data, *found[0])
 
+    @contextlib.contextmanager
+    def _following(self, options: FitOptions, store: Store, name: str) -> Iterator[Following]:
+        """Let the loggers follow a fit."""
+        values = vars(options)
+        given = {n: values[n] for n in options.explicit if n in values}
+        facts = {"num_proc": str(options.num_proc), "random_seed": str(options.random_seed)}
+        done = Progress(store, options.run_id).num_epochs() if options.run_id else 0
+        fit = Fit(
+            run_id=name,
+            params={**masked_params(given, store.hide), **facts},
+            tags={"sparkhvd.store": store.url, "sparkhvd.estimator": type(self).__name__},
+            label=self._label,
+            epochs_done=done,
+        )
+        say = of_this_process.print if options.verbose else lambda line: None
+        with Followers(options.loggers or (), lambda: fit, say) as followers:
+            yield Following(followers, done)
+
     def _run_ranks(
-        self, order: Order, options: FitOptions, spark: SparkSession, **arguments: Any
+        self,
+        order: Order,
+        options: FitOptions,
+        spark: SparkSession,
+        following: Following,
+        **arguments: Any,
     ) -> Sequence[Trained | None]:
         """Train on the ranks; arguments are further ones of `run`."""
         given = {
@@ -105,8 +163,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             "start_timeout": options.start_timeout,
             **arguments,
         }
+        stream = given.pop("stdout", None) or given.pop("stderr", None)
         return run(
-            train,
+            following.function(train),
+            stdout=following.stream(stream, given["verbose"]),
             args=(order,),
             num_proc=fixed_num_proc(options, "KerasEstimator"),
             spark=spark,
@@ -126,11 +186,11 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
 
     @contextlib.contextmanager
     def _prepared(
-        self, sources: FitSources, options: FitOptions, network: Network
+        self, sources: FitSources, options: FitOptions, network: Network, run: Run
     ) -> Iterator[_FitData]:
         """Make the rows readable for ranks while the context lasts: write them into the store, find them there, or list the files."""
         functions = RowFunctions(options.decoders or {})
-        store = default_store(sources.training.spark, options.store)
+        store = run.store
         features, labels, weight = self._columns()
         # A batch of Keras has columns alone; what each is to the model is known where it is arranged.
         columns = list(dict.fromkeys([*features, *labels, *filter(None, [weight])]))
@@ -145,10 +205,9 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             raise InvalidArgumentError(
                 "KerasEstimator: handle_invalid is 'skip', and fit_on_parquet reads files as they are. Give values to fill in, or call fit(df)."
             )
-        folder = f"keras_runs/{options.run_id or f'{self.uid}-{os.urandom(4).hex()}'}"
         target = Target(
             store,
-            folder,
+            run.run_dir,
             self._scope,
             options.data_key,
             keep_data=options.keep_data,
@@ -161,7 +220,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             yield self._data_of(made, store, options, functions, model_dtype(network))
         finally:
             if is_read_in_place and options.run_id is None:
-                store.delete(folder)
+                run.delete(keeps_timeline=bool(options.timeline))
 
     def _data_of(
         self,

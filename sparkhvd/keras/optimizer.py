@@ -78,6 +78,7 @@ class Distributed:
     _held: contextlib.ExitStack | None = None
     _sums: tuple[Tensor | None, ...] = ()
     _pass = 0
+    _end_part: Callable[[str], object] | None = None
     # Keras'.
     built: bool
     _trainable_variables: list[Any]
@@ -139,8 +140,17 @@ class Distributed:
         # Not by `setattr`, in which Keras looks for variables.
         vars(self).update(_reducing=reducing, _held=held)
 
+    def watch_parts(self, end_part: Callable[[str], object]) -> None:
+        """Call a function with the name of each part of a step that ends: "forward", "backward", "wait for gradients", "optimizer"."""
+        vars(self)["_end_part"] = end_part
+
+    def _ended(self, part: str) -> None:
+        if self._end_part is not None:
+            self._end_part(part)
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss as backward takes it."""
+        self._ended("forward")
         scaled: Tensor = super().scale_loss(loss)  # type: ignore[misc]
         return scaled if self.loss_share == 1.0 else scaled * self.loss_share
 
@@ -155,6 +165,7 @@ class Distributed:
         if options is None or not grads:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
+        self._ended("backward")
         if not self.built:
             with keras.name_scope(vars(self)["name"]):
                 self.build(list(trainable_variables or ()))
@@ -165,7 +176,9 @@ class Distributed:
         if sums is None:
             return
         reduced = self._reduced(sums, [variable.value for variable in variables])
+        self._ended("wait for gradients")
         super().apply(reduced, variables)  # type: ignore[misc]
+        self._ended("optimizer")
 
     def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
         """Return the sums of the gradients of `backward_passes_per_step` batches; None where some are to come."""

@@ -104,6 +104,8 @@ class KerasParams(IgnoredParams, PredictParams):
 
     num_proc = ClusterParams.num_proc
     verbose = ClusterParams.verbose
+    loggers = ClusterParams.loggers
+    timeline = ClusterParams.timeline
     settings = ClusterParams.settings
     max_retries = ClusterParams.max_retries
     start_timeout = ClusterParams.start_timeout

@@ -43,6 +43,13 @@ class Progress:
         weights.dump({**tensors, _RECORDS: torch.frombuffer(text, dtype=torch.uint8)}, buffer)
         self.store.write_bytes(self.path, buffer.getvalue())
 
+    def num_epochs(self) -> int:
+        """Return the number of epochs that are done; 0 where the run is new."""
+        if not self.store.exists(self.path):
+            return 0
+        found = weights.Weights("", self.store.read_bytes(self.path)).load()
+        return len(json.loads(bytes(found[_RECORDS].tolist())))
+
     def restore(self, model: Any) -> list[dict[str, float]]:
         """Give the model the state of the run; return the records of its epochs, none where the run is new.
 

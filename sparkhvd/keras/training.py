@@ -18,10 +18,13 @@ from sparkhvd.keras.backend import keras
 from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
 from sparkhvd.keras.epoch_rows import EpochRows
+from sparkhvd.keras.following import StepSpans
 from sparkhvd.keras.network import Network
 from sparkhvd.keras.optimizer import DistributedOptimizer, follows_schedule
 from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
+from sparkhvd.rank_messages import log_metrics
+from sparkhvd.training.run_timeline import RunTimeline
 from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Order", "Trained", "train"]
@@ -56,6 +59,9 @@ class Order:
         checkpoint: callback of rank 0 that keeps the best model, or None.
         verbose: of Keras' `fit`, on rank 0.
         run_id: name of a run to go on with, or None.
+        run_dir: folder of this fit, relative to the store.
+        timeline: steps of a timeline; 0 for none.
+        logs_epochs: whether rank 0 gives the metrics of epochs to the driver's loggers.
     """
 
     network: Network
@@ -82,6 +88,9 @@ class Order:
     checkpoint: Any
     verbose: int
     run_id: str | None
+    run_dir: str
+    timeline: int
+    logs_epochs: bool
 
     @property
     def has_split(self) -> bool:
@@ -95,6 +104,12 @@ Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 def train(order: Order) -> Trained | None:
     """Train on a rank; return variables and metrics by epoch on rank 0."""
     hvd.init()
+    with RunTimeline(order.dataset.store, order.run_dir, order.timeline) as timeline:
+        timeline.begin()
+        return _train(order, timeline)
+
+
+def _train(order: Order, timeline: RunTimeline) -> Trained | None:
     is_first = hvd.rank() == 0
     keras.utils.set_random_seed(order.seed + hvd.rank())
     model = _compiled(order)
@@ -105,6 +120,9 @@ def train(order: Order) -> Trained | None:
     records = hvd.broadcast_object(restored, root_rank=0)
     rows = EpochRows(training, validation)
     callbacks = [BroadcastGlobalVariablesCallback(0), rows, *order.callbacks]
+    if order.timeline:
+        training.spans = timeline.spans
+        callbacks.insert(0, StepSpans(timeline))
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
         best = ""
         if is_first and order.checkpoint is not None:
@@ -112,7 +130,7 @@ def train(order: Order) -> Trained | None:
             best = order.checkpoint.filepath = f"{folder}/best{suffix}"
             callbacks.append(order.checkpoint)
         if is_first:
-            callbacks.append(_Records(records, progress))
+            callbacks.append(_Records(records, progress, logs=order.logs_epochs))
         if len(records) < order.epochs:
             model.fit(
                 training.for_keras(),
@@ -195,13 +213,17 @@ def _batches(order: Order, model: Any) -> tuple[Batches, Batches | None]:
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]
     """Callback of rank 0 that keeps the metrics of each epoch, and the state behind it."""
 
-    def __init__(self, records: list[dict[str, float]], progress: Progress | None) -> None:
+    def __init__(
+        self, records: list[dict[str, float]], progress: Progress | None, *, logs: bool
+    ) -> None:
         super().__init__()
-        self._records, self._progress = records, progress
+        self._records, self._progress, self._logs = records, progress, logs
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Keep them."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
         self._records.append({"epoch": epoch, **numbers})
+        if self._logs:
+            log_metrics(numbers, epoch + 1)
         if self._progress is not None:
             self._progress.save(self.model, self._records)

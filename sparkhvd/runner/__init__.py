@@ -57,6 +57,7 @@ Each module imports only those above it:
     gpu         a GPU for each rank
     stored      outcomes of ranks as files of the run
     live        output of ranks on the driver while they run
+    rank_load   load of the ranks of `run(fn)`, for its loggers
     metric_lines  loggers of `run(fn)`
     options     options and result of a launch under Spark
     interrupts  Ctrl-C, from the driver to the ranks
@@ -176,7 +177,7 @@ def run(
             GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
             GPU and its share of the cores per rank, where Spark gives ranks GPUs.
-        loggers: such as [sparkhvd.MLflowLogger()]: get what ranks give to `sparkhvd.log_metrics`, while they run. See docs/loggers.md.
+        loggers: such as [sparkhvd.MLflowLogger()]: get what ranks give to `sparkhvd.log_metrics`, while they run, and the ranks' load. See docs/loggers.md.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -209,9 +210,10 @@ def run(
         shim.worker_python(),
         "Set spark.pyspark.python or PYSPARK_PYTHON to it before the session starts.",
     )
-    with metric_lines.following(loggers, fn, facts, stream, verbose) as split:
+    followed = metric_lines.following(loggers, fn, facts, stream, verbose)
+    with followed as (split, called):
         options = replace(options, stream=split)
-        return job.launch(shim, fn, args, kwargs or {}, num_proc, options).results
+        return job.launch(shim, called, args, kwargs or {}, num_proc, options).results
 
 
 def run_local(
@@ -291,9 +293,10 @@ def run_local(
     )
     verbose = 1 if verbose is None else verbose
     stream = horovod_arguments.choose_stream(stdout, stderr)
-    with metric_lines.following(loggers, fn, {"num_proc": num_proc}, stream, verbose) as split:
+    followed = metric_lines.following(loggers, fn, {"num_proc": num_proc}, stream, verbose)
+    with followed as (split, called):
         return local.launch_local(
-            fn,
+            called,
             args,
             kwargs or {},
             num_proc,
@@ -385,6 +388,7 @@ def run_hosts(
         timestamps=prefix_output_with_timestamp,
     )
     facts = {"num_proc": num_proc, "hosts": hosts}
-    with metric_lines.following(loggers, fn, facts, options.stream, options.verbose) as split:
+    followed = metric_lines.following(loggers, fn, facts, options.stream, options.verbose)
+    with followed as (split, called):
         options = replace(options, stream=split)
-        return function.launch_on_hosts(fn, args, kwargs or {}, num_proc, options)
+        return function.launch_on_hosts(called, args, kwargs or {}, num_proc, options)

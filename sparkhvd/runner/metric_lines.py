@@ -1,4 +1,4 @@
-"""Loggers of `run(fn)`: lines of `log_metrics` in the ranks' output go to them, the others where they would go without.
+"""Loggers of `run(fn)`: lines of `log_metrics` in the ranks' output go to them, the others where they would go without. Each rank logs its load, too.
 
 Threads: the stream is written by one thread at a time. Failure: a line that cannot be read is shown as it is; see `observe.loggers`.
 """
@@ -12,12 +12,13 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit, Logger, Metric
 from sparkhvd.rank_messages import METRICS
+from sparkhvd.runner.rank_load import WithLoad
 
 __all__ = ["LineSplitter", "following"]
 
@@ -66,8 +67,8 @@ def following(
     params: Mapping[str, object],
     stream: TextIO | None,
     verbose: int,
-) -> Iterator[TextIO | None]:
-    """Let loggers follow a call on ranks; yield the stream for its output.
+) -> Iterator[tuple[TextIO | None, Callable[..., Any]]]:
+    """Let loggers follow a call on ranks; yield the stream for its output, and the function that the ranks should call.
 
     Args:
         loggers: of the call; none: the stream is as given.
@@ -80,7 +81,7 @@ def following(
         InvalidArgumentError: `loggers` are none.
     """
     if not loggers:
-        yield stream
+        yield stream, fn
         return
     found = [loggers] if isinstance(loggers, Logger) else list(loggers)
     if not all(isinstance(each, Logger) for each in found):
@@ -98,7 +99,9 @@ def following(
     followers = Followers(found, lambda: Fit(run_id, params=texts), say)
     rest = sys.stderr if stream is None and verbose else stream
     try:
-        yield cast("TextIO", LineSplitter(followers.put, rest))
+        # What cannot be called is an error of the launch.
+        called = WithLoad(fn) if callable(fn) else fn
+        yield cast("TextIO", LineSplitter(followers.put, rest)), called
     except BaseException as e:
         followers.failed(e, {})
         raise

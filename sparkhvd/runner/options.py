@@ -16,9 +16,33 @@ from sparkhvd.settings import Settings
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-__all__ = ["JobReport", "LaunchOptions"]
+__all__ = ["JobReport", "LaunchOptions", "RankChange"]
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """Change of the ranks of an elastic job; its text is a line for the user.
+
+    Attributes:
+        generation: counted from 1, in a launch.
+        before: number of ranks that there were; 0 at the beginning.
+        after: number of ranks that there are.
+        seconds: until the ranks had met.
+        why: who was lost and how, and who has joined; at the beginning who is there.
+    """
+
+    generation: int
+    before: int
+    after: int
+    seconds: float
+    why: str
+
+    def __str__(self) -> str:
+        ranks = "rank" if self.after == 1 else "ranks"
+        arrow = f"{self.before} -> " if self.before else ""
+        return f"{arrow}{self.after} {ranks} in {self.seconds:.2f} s: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,7 @@ class LaunchOptions:
         stream: gets the ranks' output.
         show_progress: called from a thread with each line on how far the training is.
         relaunched: called with the cause before ranks are launched again.
+        ranks_changed: called with each change of the ranks of an elastic job.
         mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
     """
 
@@ -66,6 +91,7 @@ class LaunchOptions:
     mailbox: Mailbox | None = None
     show_progress: Callable[[str], None] = lambda _: None
     relaunched: Callable[[str], None] = lambda _: None
+    ranks_changed: Callable[[RankChange], None] = lambda _: None
 
     def __post_init__(self) -> None:
         retries = self.max_retries

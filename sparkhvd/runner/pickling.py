@@ -38,10 +38,17 @@ def dump_program(
     return dumps((_names_in(fn), fn, args, kwargs, backend))
 
 
+def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:
+    """Return the function that an object without code of its own calls, if it says so."""
+    if isinstance(fn, functools.partial):
+        return fn.func
+    return None if hasattr(fn, "__code__") else getattr(fn, "__wrapped__", None)
+
+
 def _names_in(fn: Callable[..., object]) -> tuple[str, ...]:
     """List names in the code of a function, and the modules that its own module has imported."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    while (inner := _inside(fn)) is not None:
+        fn = inner
     fn = getattr(fn, "__func__", fn)
     names: set[str] = set()
     codes = [code] if isinstance(code := getattr(fn, "__code__", None), CodeType) else []

@@ -24,6 +24,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.elastic import HostsUpdatedInterrupt, State, run
+from sparkhvd.torch.elastic.agreement import rendezvous
 from sparkhvd.training.batches import Data, Done, StepPlan
 from sparkhvd.training.checkpoints.cadence import Cadence
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
@@ -155,7 +156,9 @@ class _Training(State, Hooks):
 
     def end_epoch(self, history: History) -> None:
         """Keep the state of an epoch that has ended."""
+        again = [e for e in self.profile.generations if e["epoch"] == len(history)]
         history[-1]["ranks"] = hvd.size()
+        history[-1]["repeated_rows"] = sum(each["repeated_rows"] for each in again)
         self.keep(history)
 
     def after_checkpoint(self) -> None:
@@ -181,7 +184,10 @@ class _Training(State, Hooks):
         before: Any = self._scaled_by
         if held is None and position.history:
             before = position.history[-1].get("ranks", before)
-        before, within = hvd.broadcast_object((before, self._within), 0, name="elastic.place")
+        profile = self._profile(len(position.history)) if hvd.rank() == 0 else None
+        place = (before, self._within, profile)
+        before, within, profile = hvd.broadcast_object(place, 0, name="elastic.place")
+        self.profile.resume(profile, len(position.history))
         self._scale(before)
         self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
         self.keep(position.history, within)
@@ -190,6 +196,18 @@ class _Training(State, Hooks):
             position.done, position.seconds = within.done, within.seconds
             position.sums = within.sums if hvd.rank() == 0 else None
         return position
+
+    def _profile(self, epochs_done: int) -> dict[str, Any]:
+        """Return the times of the training so far, on rank 0, with the place where this set of ranks begins."""
+        found = self.profile.state() if self._held is not None else self.checkpoints.profile()
+        place, member, within = context(), rendezvous(), self._within
+        generation = {
+            "attempt": 0 if place is None else place.attempt,
+            "generation": 0 if member is None else member.generation,
+            "epoch": epochs_done + 1,
+            "repeated_rows": self._rows - (0 if within is None else within.done.rows),
+        }
+        return {**found, "generations": [*found.get("generations", ()), generation]}
 
     def _scale(self, before: int) -> None:
         """Let learning rates follow the number of ranks, where they shall."""

@@ -40,6 +40,7 @@ class Profile:
         phases: seconds of this rank in this launch: "connect", "load", "first step", "train" (with that), "validate", "checkpoint".
         timeline: of the first steps, if there is one.
         sampler: of this process.
+        generations: [{"attempt", "generation", "epoch", "repeated_rows"}] of ranks that come and go: where each set of them began.
     """
 
     def __init__(self, timeline: RunTimeline | None = None) -> None:
@@ -53,11 +54,13 @@ class Profile:
         self._own = [0] * _NUM_BINS  # of this rank, in this epoch
         self._began = time.perf_counter()
         self.sampler = Sampler()
+        self.generations: list[dict[str, int]] = []
         self._hosts: list[str] = []  # by rank
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
         """Go on behind the first epochs of a `state` that an interrupted run has left; {} if it left none."""
+        self.generations = list(saved.get("generations", ()))
         if len(counts := saved.get("steps", {}).get("counts", ())) == _NUM_BINS:
             self._steps = torch.tensor(counts, dtype=torch.float64)
             self._every = saved.get("every", 1)
@@ -158,7 +161,8 @@ class Profile:
             {"host": host, **_columns(samples)}
             for host, samples in zip(self._hosts, self._samples, strict=True)
         ]
-        return {"every": self._every, "epochs": list(self._epochs), "steps": counts, "load": load}
+        state = {"every": self._every, "epochs": list(self._epochs), "steps": counts, "load": load}
+        return {**state, "generations": list(self.generations)} if self.generations else state
 
     def gather(
         self, device: torch.device, buckets: Sequence[Mapping[str, str | int]]

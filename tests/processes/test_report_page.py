@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import subprocess
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,10 +9,10 @@ from typing import Any
 import pytest
 
 from sparkhvd.observe.report.page import render
+from tests.harness.browser import find_browser, seen
 from tests.harness.soak import soak
 from tests.pure.observe.documents import document
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Puts a page into a frame, and what it looks like there into this document's own text.
 FRAME = """<!DOCTYPE html><body style="margin:0"><iframe style="width:%dpx;height:3000px;border:0" srcdoc="%s"></iframe><pre></pre><script>
 onload = () => {
@@ -32,35 +28,15 @@ onload = () => {
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
-    pytest.skip(f"none of {', '.join(BROWSERS)} is here: apt-get install chromium")
+    return find_browser()
 
 
-def seen(browser: str, folder: Path, html: str, width: int = 1000) -> tuple[dict[str, Any], str]:
+def seen_in_frame(
+    browser: str, folder: Path, html: str, width: int = 1000
+) -> tuple[dict[str, Any], str]:
     """Return what a page looks like in a frame of a width, and what the browser's console says."""
     (folder / "frame.html").write_text(FRAME % (width, escape(html)))
-    command = [
-        browser,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-    ]
-    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900", "--dump-dom"]
-    done = subprocess.run(
-        [*command, (folder / "frame.html").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    found = re.search("FOUND(.*?)END", done.stdout, re.S)
-    assert found is not None, done.stderr[-2000:]
-    text = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-    return json.loads(text), console
+    return seen(browser, folder, (folder / "frame.html").as_uri())
 
 
 @soak("pure/observe/test_report: elements, texts and addresses of the page")
@@ -68,7 +44,7 @@ def seen(browser: str, folder: Path, html: str, width: int = 1000) -> tuple[dict
 def test_page_shows_its_figures_without_a_complaint(
     browser: str, tmp_path: Path, width: int
 ) -> None:
-    found, console = seen(browser, tmp_path, render(document(ranks=3)), width)
+    found, console = seen_in_frame(browser, tmp_path, render(document(ranks=3)), width)
     assert console == ""
     assert len(found["charts"]) == 4
     assert all(w > 250 and h > 100 for w, h in found["charts"])
@@ -86,6 +62,6 @@ def test_page_shows_its_figures_without_a_complaint(
 def test_page_forbids_what_somebody_puts_into_it(browser: str, tmp_path: Path) -> None:
     evil = '<script>document.body.innerText = "owned"</script><img src="https://example.org/a.png">'
     page = render(document()).replace("</body>", f"{evil}</body>")
-    found, console = seen(browser, tmp_path, page)
+    found, console = seen_in_frame(browser, tmp_path, page)
     assert "owned" not in found["text"]
     assert "Content Security Policy" in console  # so that the other test would see a complaint

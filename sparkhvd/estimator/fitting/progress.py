@@ -51,7 +51,8 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
     broken = sum(int(record.get(f"{part}broken_rows") or 0) for part in ("", "val_"))  # type: ignore[call-overload]
     left_out = f"  {broken:,} broken row{'s' * (broken != 1)} left out" if broken else ""
-    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}{left_out}{_why_slow(record)}"
+    ranks = f"  ranks {record['ranks']}" if "ranks" in record else ""
+    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{ranks}{speed}{left_out}{_why_slow(record)}"
 
 
 def _why_slow(record: Mapping[str, object]) -> str:

@@ -24,7 +24,7 @@ from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps, loads
 from sparkhvd.observe.report.page import render
-from sparkhvd.runner.options import JobReport
+from sparkhvd.runner.options import JobReport, RankChange
 from sparkhvd.settings import Settings
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.spec import TrainResult
@@ -47,6 +47,7 @@ class Recorder:
         self._began = self._lap = time.time()
         self._phases: list[tuple[str, float]] = []
         self._relaunches: list[dict[str, Any]] = []
+        self._changes: list[tuple[int, float, RankChange]] = []  # with the attempt and the time
         self._facts: dict[str, Any] = {}
 
     @property
@@ -64,6 +65,38 @@ class Recorder:
     def relaunched(self, cause: str) -> None:
         """Note that ranks were lost and are launched again."""
         self._relaunches.append({"cause": cause, "seconds": time.time() - self._began})
+
+    def ranks_changed(self, change: RankChange) -> None:
+        """Note that ranks have come or gone."""
+        self._changes.append((len(self._relaunches), time.time() - self._began, change))
+
+    def with_changes(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return records of epochs, each with the lines of the changes of ranks in it."""
+        places = self._places()
+        lines: dict[int, list[str]] = {}
+        for attempt, _, change in self._changes:
+            if change.before and (place := places.get((attempt, change.generation))):
+                again = f", {place['repeated_rows']:,} rows again" if place["repeated_rows"] else ""
+                lines.setdefault(place["epoch"], []).append(f"{change}{again}")
+        records = [dict(record) for record in history]
+        for record in records:
+            if found := lines.get(record["epoch"]):
+                record["rank_changes"] = found
+        return records
+
+    def _places(self) -> dict[tuple[int, int], dict[str, int]]:
+        """Return where in the training each set of ranks began, by attempt and generation."""
+        return {(g["attempt"], g["generation"]): g for g in self._facts.get("generations", ())}
+
+    def _rank_changes(self) -> list[dict[str, Any]]:
+        places, found = self._places(), []
+        for attempt, seconds, change in self._changes:
+            place: dict[str, int] = places.get((attempt, change.generation)) or {}
+            entry: dict[str, Any] = {"seconds": seconds, "before": change.before}
+            entry |= {"after": change.after, "took_s": change.seconds, "why": change.why}
+            entry |= {name: place[name] for name in ("epoch", "repeated_rows") if name in place}
+            found.append(entry)
+        return found
 
     def settled(self, options: FitOptions, settings: Settings, store: Store) -> None:
         """Note what the fit was given.
@@ -160,6 +193,7 @@ class Recorder:
             "phases": [{"name": name, "seconds": seconds} for name, seconds in self._phases],
             "history": list(history),
             "relaunches": self._relaunches,
+            **({"rank_changes": self._rank_changes()} if self._changes else {}),
             "versions": _versions(),
             **self._facts,
         }

@@ -64,6 +64,11 @@ class Followers:
         )
 
     @property
+    def has_loggers(self) -> bool:
+        """True if anybody follows."""
+        return bool(self._deliveries)
+
+    @property
     def is_behind(self) -> bool:
         """True if a logger lacks the load of the ranks in epochs that have ended."""
         return bool(self._deliveries) and self._load_epoch < self._epoch

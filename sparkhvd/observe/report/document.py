@@ -11,6 +11,8 @@
     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
+    rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of ranks that come and go: how long after
+                                   the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
     params, settings, versions     texts by name; those that were given, or differ from the default
 
 A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
@@ -42,6 +44,9 @@ OF_EPOCH = (
     "rank_wait_s",
     "slowest_rank",
     "lr",
+    "ranks",
+    "repeated_rows",
+    "rank_changes",
     "broken_rows",
     "val_broken_rows",
 )

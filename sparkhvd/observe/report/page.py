@@ -72,6 +72,7 @@ def render(document: Document) -> str:
         ),
         _section("Epochs", _epochs(document)),
         _section("Relaunches", _relaunches(document)),
+        _section("Changes of the ranks", _rank_changes(document)),
         _section("Collectives of rank 0", _collectives(document)),
         _section("Buckets of gradients", _buckets(document)),
         _section("Ranks", _ranks(document)),
@@ -141,6 +142,8 @@ def _header(document: Document) -> str:
         tiles.append(("ranks", format_number(len(ranks))))
     if relaunches := document.get("relaunches"):
         tiles.append(("relaunches", format_number(len(relaunches))))
+    if changes := sum(1 for each in document.get("rank_changes") or () if each.get("before")):
+        tiles.append(("changes of ranks", format_number(changes)))
     cells = "".join(
         f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for n, v in tiles
     )
@@ -184,13 +187,17 @@ def _throughput(document: Document) -> str:
         [rows / seconds if seconds > 0 else math.nan for rows, seconds in zip(*both, strict=True)]
         for both in ((e["rows"], e["seconds"]) for e in kept)
     ]
-    num_ranks = len(rates[0]) if rates else 0
+    num_ranks = max(map(len, rates), default=0)  # they may come and go
     if num_ranks > NUM_COLOURS:
         found = [("fastest rank", max), ("slowest rank", min)]
         series = [Series(name, epochs, [choose(row) for row in rates]) for name, choose in found]
     else:
         series = [
-            Series(f"rank {rank}", epochs, [row[rank] for row in rates])
+            Series(
+                f"rank {rank}",
+                epochs,
+                [row[rank] if rank < len(row) else math.nan for row in rates],
+            )
             for rank in range(num_ranks)
         ]
     shown = _figure("rows/s per rank", lines("rows per second", series, from_zero=True))
@@ -222,10 +229,10 @@ def _split_time(epochs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
 
     The rank that waits least for reduced gradients waits for their bytes alone; what others wait longer, they wait for it.
     """
-    split = [[0.0] * 4 for _ in (epochs[0]["rows"] if epochs else ())]
+    split = [[0.0] * 4 for _ in range(max((len(epoch["rows"]) for epoch in epochs), default=0))]
     for epoch in epochs:
         least = min(map(number, epoch["gradient_wait_s"]))
-        for rank, row in enumerate(split):
+        for rank, row in enumerate(split[: len(epoch["rows"])]):
             seconds, data, gradients = (
                 number(epoch[name][rank]) for name in ("seconds", "data_wait_s", "gradient_wait_s")
             )
@@ -283,6 +290,25 @@ def _relaunches(document: Document) -> str:
         for r in document.get("relaunches") or ()
     )
     return _table(["when", "cause"], rows)
+
+
+def _rank_changes(document: Document) -> str:
+    rows = []
+    for each in document.get("rank_changes") or ():
+        before, after = format_number(number(each["before"])), format_number(number(each["after"]))
+        repeated = format_number(number(each.get("repeated_rows"))) if each.get("before") else ""
+        rows.append(
+            (
+                f"after {format_seconds(number(each['seconds']))}",
+                f"{before} \u2192 {after}",
+                format_seconds(number(each["took_s"])),
+                format_number(number(each.get("epoch"))),
+                repeated,
+                str(each["why"]),
+            )
+        )
+    header = ["when", "ranks", "until they met", "in epoch", "rows trained on again", "who and why"]
+    return _table(header, rows)
 
 
 def _collectives(document: Document) -> str:

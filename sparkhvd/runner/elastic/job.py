@@ -158,6 +158,7 @@ class _Attempt:
                 coordinator,
                 functools.partial(self._invite, coordinator),
                 self._say,
+                plan.options.ranks_changed,
             )
             try:
                 with plain_interrupts():

@@ -20,6 +20,7 @@ from sparkhvd.runner.elastic.hosts import Processes
 from sparkhvd.runner.elastic.options import ElasticOptions
 from sparkhvd.runner.elastic.report import Report
 from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
+from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.watching import Ended, Ending, Lost, Signalled, ended_how
 
 __all__ = ["Event", "Launcher", "Refused", "Stopped", "Verdict"]
@@ -99,6 +100,7 @@ class Launcher:
         coordinator: of the job.
         invite: makes the invitation of a process, by its number.
         say: writes a line.
+        changed: called with each change of the ranks.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class Launcher:
         coordinator: Coordinator,
         invite: Callable[[int], Invitation],
         say: Callable[[str], None],
+        changed: Callable[[RankChange], None] = lambda _: None,
     ) -> None:
+        self._changed = changed
         self._options = options
         self._slots = tuple(slots)
         self._processes = processes
@@ -291,5 +295,6 @@ class Launcher:
             if not (is_known or at_once or time.monotonic() >= at):
                 return
             self._lines.popleft()
-            if line := self._report.line(formed, self._places, self._ends):
-                self._say(line)
+            if change := self._report.describe(formed, self._places, self._ends):
+                self._say(str(change))
+                self._changed(change)

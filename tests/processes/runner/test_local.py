@@ -6,6 +6,7 @@ import io
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +63,7 @@ def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
         for step in range(1, 51):
             sparkhvd.log_metrics({f"loss_{here.rank}": step / 2}, step)
         print("trained")
+        time.sleep(1.5)  # the load of a second
 
     kept, shown = Kept(), io.StringIO()
     run_local(train, num_proc=2, loggers=[kept], stdout=shown)
@@ -69,6 +71,12 @@ def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
     for rank in range(2):
         found = [(m.step, m.value) for m in kept.metrics if m.name == f"loss_{rank}"]
         assert found == [(step, step / 2) for step in range(1, 51)]
+        node = f"system/{socket.gethostname()}-rank-{rank}"
+        (memory,) = (m for m in kept.metrics if m.name == f"{node}/rss_megabytes")
+        assert memory.value > 5
+        assert memory.step == 1
+        (cpu,) = (m for m in kept.metrics if m.name == f"{node}/cpu_utilization_percentage")
+        assert cpu.value < 200
     assert kept.state == "finished"
 
 

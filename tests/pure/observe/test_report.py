@@ -76,6 +76,23 @@ def test_page_shows_every_part_of_a_document() -> None:
     assert "link" not in page.tags
 
 
+def test_page_shows_ranks_that_came_and_went() -> None:
+    made = document()
+    for name, values in made["epochs"][1].items():  # one rank alone
+        made["epochs"][1][name] = values[:1] if isinstance(values, list) else values
+    made["rank_changes"] = [
+        {"seconds": 1.0, "before": 0, "after": 2, "took_s": 0.1, "why": "2 on a", "epoch": 1},
+        {"seconds": 4.0, "before": 2, "after": 1, "took_s": 0.2, "why": "process 1 was lost", "epoch": 2, "repeated_rows": 640},
+        {"seconds": 5.0, "before": 1, "after": 2, "took_s": 0.1, "why": "process 2 joined"},
+    ]  # fmt: skip
+    made["history"][1] |= {"ranks": 1, "repeated_rows": 640, "rank_changes": ["2 -> 1"]}
+    page = Page(render(made))
+    for expected in ("changes of ranks", "2 \u2192 1", "process 1 was lost", "640", "rank 1"):
+        assert expected in page.text
+    # The number of ranks is no curve.
+    assert page.tags.count("svg") == Page(render(document())).tags.count("svg")
+
+
 def test_page_needs_no_network_and_has_a_dark_and_a_printed_form() -> None:
     html = render(document())
     assert not re.search(r"https?://|@import|url\(", html)

@@ -62,15 +62,16 @@ def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     report = Report()
     first = Formed(change(1, 0, (0, 1, 2), joined=(0, 1, 2)), 1.0, has_met=True)
-    assert report.line(first, hosts, {}) == "3 ranks in 1.00 s: 2 on a, 1 on b"
+    assert str(report.describe(first, hosts, {})) == "3 ranks in 1.00 s: 2 on a, 1 on b"
     overtaken = Formed(change(2, 3, (0, 1), lost={2: "has died"}), 0.5, has_met=False)
-    assert report.line(overtaken, hosts, {}) == ""
+    assert report.describe(overtaken, hosts, {}) is None
     last = Formed(change(3, 2, (1, 3), lost={0: "has died"}, joined=(3,)), 0.25, has_met=True)
-    assert report.line(last, hosts, {0: "was ended by SIGKILL"}) == (
+    told = report.describe(last, hosts, {0: "was ended by SIGKILL"})
+    assert str(told) == (
         "3 -> 2 ranks in 0.75 s: process 0 on a was ended by SIGKILL; process 2 on b has died; process 3 on b joined as rank 1"
     )
     same = Formed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)
-    assert report.line(same, hosts, {}) == "2 -> 2 ranks in 0.10 s: a timeout"
+    assert str(report.describe(same, hosts, {})) == "2 -> 2 ranks in 0.10 s: a timeout"
 
 
 def test_a_range_of_ranks_begins_with_the_slots_that_there_are() -> None:

@@ -81,8 +81,9 @@ def test_what_is_no_number_is_an_error_on_the_rank(metrics: Any, step: Any) -> N
 
 def test_a_call_is_followed_to_its_end() -> None:
     kept, shown = Kept(), io.StringIO()
-    with following([kept], told, {"num_proc": 2, "hosts": None}, shown, 0) as stream:
+    with following([kept], told, {"num_proc": 2, "hosts": None}, shown, 0) as (stream, fn):
         assert stream is not None
+        assert fn.__name__ == "told"
         stream.write('[0] metrics {"step": 3, "time": 5.0, "values": {"loss": 1.5}}\n')
     (fit,) = kept.fits
     assert fit.run_id.startswith("told-")
@@ -96,8 +97,9 @@ def test_a_call_is_followed_to_its_end() -> None:
 
 def test_without_loggers_the_stream_stays_as_it_is() -> None:
     shown = io.StringIO()
-    with following(None, told, {}, shown, 1) as stream:
+    with following(None, told, {}, shown, 1) as (stream, fn):
         assert stream is shown
+        assert fn is told
     with (
         pytest.raises(InvalidArgumentError, match="loggers"),
         following(["mlflow"], told, {}, shown, 1),  # type: ignore[list-item]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,7 @@ keras = pytest.importorskip("keras", reason="runs where keras is: make test-user
 import sparkhvd.keras as hvd  # noqa: E402 - after importorskip
 from sparkhvd.errors import InvalidArgumentError, RankError  # noqa: E402
 from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
+from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 from tests.harness.paths import ROOT  # noqa: E402
 
@@ -262,6 +267,103 @@ class Kill(keras.callbacks.Callback):  # type: ignore[misc]
             if self.file:
                 Path(self.file).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Kept(Logger):
+    """Logger that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.sinks: list[KeptSink] = []
+
+    def begin(self, fit: Fit) -> Sink:
+        self.sinks.append(KeptSink(fit))
+        return self.sinks[-1]
+
+
+class KeptSink(Sink):
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+        self.metrics: list[Metric] = []
+        self.models: list[Any] = []
+        self.state = ""
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        self.metrics += metrics
+
+    def log_model(self, model: Any) -> None:
+        self.models.append(model)
+
+    def finish(self, state: str, files: object) -> None:
+        self.state = state
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(m.step, m.value) for m in self.metrics if m.name == name]
+
+
+class Slow(keras.callbacks.Callback):  # type: ignore[misc]
+    """Makes an epoch take longer than a second, and may fail in the last one."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        time.sleep(0.6)
+        if self.fails and epoch == 1:
+            raise RuntimeError("as asked")
+
+
+def test_loggers_get_epochs_load_and_model(df: DataFrame, tmp_path: Path) -> None:
+    kept = Kept()
+    given = {"loggers": [kept], "run_id": "mine", "callbacks": [Slow()]}
+    fitted = estimator(2, tmp_path, epochs=2, **given).fit(df)
+    (sink,) = kept.sinks
+    assert sink.state == "finished"
+    assert sink.models == [fitted]
+    assert (sink.fit.run_id, sink.fit.epochs_done) == ("mine", 0)
+    assert sink.fit.params["batch_size"] == "6"
+    assert sink.fit.tags["sparkhvd.estimator"] == "KerasEstimator"
+    for name in ("loss", "mae", "val_loss", "val_mae"):
+        wanted = [(record["epoch"] + 1, record[name]) for record in fitted.history]
+        assert sink.of(name) == wanted
+    nodes = {m.name.split("/")[1].rpartition("-")[2] for m in sink.metrics if "system/" in m.name}
+    assert nodes == {"0", "1"}
+    # A fit that goes on logs its own epochs alone.
+    estimator(2, tmp_path, epochs=3, **given).fit(df)
+    assert [step for step, _ in kept.sinks[1].of("loss")] == [3]
+    assert kept.sinks[1].fit.epochs_done == 2
+    with pytest.raises(RankError, match="as asked"):
+        estimator(2, tmp_path, loggers=kept, callbacks=[Slow(fails=True)]).fit(df)
+    assert kept.sinks[2].state == "failed"
+    assert [step for step, _ in kept.sinks[2].of("loss")][:1] == [1]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_timeline_has_the_parts_of_each_step_of_all_ranks(
+    df: DataFrame, tmp_path: Path, passes: int
+) -> None:
+    store = tmp_path / "store"
+    given = {"timeline": 4, "backward_passes_per_step": passes, "verbose": 1}
+    estimator(2, store, epochs=1, **given).fit(df)
+    (path,) = store.glob("keras_runs/*/timeline.json")
+    events = json.loads(path.read_text())
+    spans = [e for e in events if e.get("cat") == "training" and e.get("ph") == "X"]
+    for rank in (0, 1):
+        names = Counter(e["name"] for e in spans if e["pid"] == rank)
+        assert names["step"] == 4
+        assert names["forward"] == names["backward"] == 4
+        assert names["optimizer"] == 4 // passes
+        assert names["data"] >= 4
+    for step in (e for e in spans if e["name"] == "step"):
+        inside = [
+            e["dur"]
+            for e in spans
+            if e["pid"] == step["pid"]
+            and e["name"] in ("forward", "backward", "optimizer")
+            and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]
+        ]
+        assert 0 < sum(inside) <= step["dur"] + 0.01
+    assert any("ALLREDUCE" in str(e.get("name")) for e in events)
 
 
 def test_run_goes_on_after_a_killed_rank_and_in_a_later_fit(df: DataFrame, tmp_path: Path) -> None:

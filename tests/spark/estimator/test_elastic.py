@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd import InvalidArgumentError, Store
+from sparkhvd import InvalidArgumentError, Store, TorchModel
 from sparkhvd.errors import PreflightError
 from sparkhvd.estimator import Callback
 from tests.harness import faults
@@ -89,6 +89,28 @@ def test_no_row_is_left_out_or_trained_on_twice_whoever_comes_and_goes(
     assert_same_weights(fitted.getModel(), alone, 1e-4)
     # The first epoch went on with one rank from the last step that was kept, and later with two.
     assert told(capfd.readouterr().err) == ["2 ranks", "2 -> 1 rank", "1 -> 2 ranks"]
+    assert_changes_are_told(fitted)
+
+
+def assert_changes_are_told(fitted: TorchModel) -> None:
+    """History and report tell who came and went, and the rows that were trained on again."""
+    lines = [line for record in fitted.history for line in record.get("rank_changes", ())]
+    assert [line.partition(" in ")[0] for line in lines] == ["2 -> 1 rank", "1 -> 2 ranks"]
+    assert "was ended by SIGKILL" in lines[0]
+    document = fitted.report().document
+    assert document["history"] == fitted.history
+    first, lost, joined = document["rank_changes"]
+    assert (first["before"], first["after"], first["epoch"]) == (0, 2, 1)
+    assert (lost["before"], lost["after"], lost["epoch"]) == (2, 1, 1)
+    assert lost["why"] in lines[0]
+    assert lost["repeated_rows"] % 8 == 0  # whole steps of all ranks
+    assert joined["repeated_rows"] == 0
+    again = sum(record["repeated_rows"] for record in fitted.history)
+    assert again == lost["repeated_rows"] <= 3 * 8
+    assert [len(epoch["rows"]) for epoch in document["epochs"]][-1] == 2
+    html = fitted.report().html
+    assert "Changes of the ranks" in html
+    assert "joined as rank 1" in html
 
 
 def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(

@@ -20,6 +20,7 @@ from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
 from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.keras import estimator as own
+from sparkhvd.keras.following import Following
 from sparkhvd.keras.model import KerasModel as OwnModel
 from sparkhvd.keras.network import Network
 from sparkhvd.keras.params import KerasParams
@@ -118,12 +119,18 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
             )
 
     def _run_ranks(  # type: ignore[override]  # of a fit of Keras, behind a mixin for fits of modules
-        self, order: Order, options: FitOptions, spark: SparkSession, **arguments: Any
+        self,
+        order: Order,
+        options: FitOptions,
+        spark: SparkSession,
+        following: Following,
+        **arguments: Any,
     ) -> Sequence[Trained | None]:
         env = self._variables()
         if (launching := launch_arguments(self._backend)) is not None:
             given, of_backend = launching
             given = {name: given[name] for name in _LAUNCH if name in given}
             given["env"] = {**of_backend, **env}
-            return own.KerasEstimator._run_ranks(self, order, options, spark, **given)
+            return own.KerasEstimator._run_ranks(self, order, options, spark, following, **given)
+        order = replace(order, logs_epochs=False)  # of an output of its own
         return list(self._backend.run(train, args=(order,), kwargs={}, env=env))

@@ -1,0 +1,1 @@
+"""The site of the documentation in a real browser (`make test-site`)."""
