@@ -108,3 +108,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead the links of a page to where the site has their files."""
     return moved(origin(page.file.src_uri), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let names in tables break behind points and underlines instead of anywhere."""
+
+    def breaking(code: re.Match[str]) -> str:
+        text = re.sub(r"([._/=])(?=[^._/=])", r"\1<wbr>", code[1])
+        return f"<code>{text}</code>"
+
+    def cell(match: re.Match[str]) -> str:
+        return re.sub(r"<code>([^<]*)</code>", breaking, match[0])
+
+    return re.sub(r"<td[ >].*?</td>", cell, html, flags=re.DOTALL)

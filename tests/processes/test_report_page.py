@@ -46,7 +46,7 @@ def test_page_shows_its_figures_without_a_complaint(
 ) -> None:
     found, console = seen_in_frame(browser, tmp_path, render(document(ranks=3)), width)
     assert console == ""
-    assert len(found["charts"]) == 4
+    assert len(found["charts"]) == 6
     assert all(w > 250 and h > 100 for w, h in found["charts"])
     # Two phases, and four parts of the time of three ranks, of which one waits for no other.
     assert len(found["bars"]) == 2 + 3 * 4 - 1

@@ -96,7 +96,7 @@ def assert_changes_are_told(fitted: TorchModel) -> None:
     """History and report tell who came and went, and the rows that were trained on again."""
     lines = [line for record in fitted.history for line in record.get("rank_changes", ())]
     assert [line.partition(" in ")[0] for line in lines] == ["2 -> 1 rank", "1 -> 2 ranks"]
-    assert "was ended by SIGKILL" in lines[0]
+    assert "ended with signal SIGKILL" in lines[0]
     document = fitted.report().document
     assert document["history"] == fitted.history
     first, lost, joined = document["rank_changes"]
