@@ -21,4 +21,4 @@ site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # The checkout, too: the main environment's own path to it is a file that is not read from here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
 # What these want besides is mostly there now.
-pip install "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.2,<1" "onnxruntime>=1.19,<2"
+pip install "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import inspect
 import tempfile
@@ -141,6 +142,11 @@ def _exported(module: nn.Module, fitted: Fitted, options: PredictOptions) -> Any
                 dynamo=True,
                 verbose=False,
             )
+    except ImportError as e:
+        raise InvalidArgumentError(
+            f"to_onnx: torch {torch.__version__} wants another onnxscript than the {importlib.metadata.version('onnxscript')} that is installed ({e}). "
+            "Upgrade it: pip install -U onnx onnxscript."
+        ) from e
     except Exception as e:
         text = " ".join(str(e).split())
         raise InvalidArgumentError(
