@@ -95,7 +95,7 @@ LAZY = {
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (9, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/elastic/function.py": (4, "likewise"),
+    "sparkhvd/runner/elastic/function.py": (5, "likewise"),
     "sparkhvd/runner/command.py": (
         7,
         "ranks start without what the doctor, other hosts and elastic jobs need",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
-from sparkhvd.data.store.mailbox import collect
 from sparkhvd.estimator.base import RankEstimator
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
@@ -208,7 +207,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             requirements=required_modules(request.options),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,
-            mailbox=Mailbox(functools.partial(collect, request.store), poll_s),
+            mailbox=Mailbox(request.store.collect, poll_s),
             show_progress=reporter.show_step,
             relaunched=recorder.relaunched,
             ranks_changed=recorder.ranks_changed,

@@ -31,7 +31,7 @@ class Listener:
             InvalidArgumentError: the address stands for every interface.
             PreflightError: the address is not of this host, or every port is taken.
         """
-        tcp = _bind_tcp(address, settings)
+        tcp = bind_tcp(address, settings)
         key = host_key()
         unix, name = _bind_unix() if key else (None, "")
         return cls(tcp, unix, Endpoint(address, tcp.getsockname()[1], key, name))
@@ -69,7 +69,8 @@ class Listener:
         self.close()
 
 
-def _bind_tcp(address: str, settings: Settings) -> socket.socket:
+def bind_tcp(address: str, settings: Settings) -> socket.socket:
+    """Listen on `address`, on a port of `settings.port_range`; the errors are those of `Listener.bind`."""
     asked = f"Listener.bind({address!r})"
     try:
         info = socket.getaddrinfo(

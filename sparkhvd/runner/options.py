@@ -31,6 +31,7 @@ class RankChange:
         after: number of ranks that there are.
         seconds: until the ranks had met.
         why: who was lost and how, and who has joined; at the beginning who is there.
+        at: when it was told, by the clock of the coordinator's host.
     """
 
     generation: int
@@ -38,6 +39,7 @@ class RankChange:
     after: int
     seconds: float
     why: str
+    at: float = 0.0
 
     def __str__(self) -> str:
         ranks = "rank" if self.after == 1 else "ranks"
@@ -69,7 +71,7 @@ class LaunchOptions:
         stream: gets the ranks' output.
         show_progress: called from a thread with each line on how far the training is.
         relaunched: called with the cause before ranks are launched again.
-        ranks_changed: called with each change of the ranks of an elastic job.
+        ranks_changed: called with each change of the ranks of an elastic job, at the end of a launch.
         mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
     """
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.runner.payload import Payload
 
-__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "output_of", "run_task"]
+__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
 
 ROW_SCHEMA = "rank int, part int, data binary"
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
@@ -71,6 +71,7 @@ class TaskSpec:
         timestamps: whether lines of the rank begin with the local time.
         live: `Way.to_dict()` of live output; None for none.
         is_quiet: whether the ranks' lines stay off this task's stderr.
+        elastic: `Terms.to_dict()` of ranks that come and go; None for a barrier stage.
     """
 
     size: int
@@ -91,6 +92,7 @@ class TaskSpec:
     timestamps: bool = False
     live: dict[str, Any] | None = None
     is_quiet: bool = False
+    elastic: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -158,7 +160,7 @@ def run_task(
         pass
     barrier = BarrierTaskContext.get()
     spec = TaskSpec.from_json(text)
-    files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
+    files = files_of(shared)
     rank = barrier.partitionId()
     share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
@@ -174,6 +176,11 @@ def run_task(
     for part, data in parts:
         columns = [int32_array(rank), int32_array(part), binary_array(data)]
         yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
+
+
+def files_of(shared: bytes) -> SharedFiles | None:
+    """Return the shared files that came in the driver's closure; None where there are none."""
+    return pickle.loads(shared) if shared else None  # noqa: S301
 
 
 def _run_rank(

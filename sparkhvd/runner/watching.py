@@ -182,10 +182,16 @@ def _tell_loss(lost: Lost) -> int:
 
 
 class Ending:
-    """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL."""
+    """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL.
 
-    def __init__(self, send: Callable[[int], None]) -> None:
+    Args:
+        send: sends a signal to all ranks that run.
+        save_s: how long they may save after an interrupt.
+    """
+
+    def __init__(self, send: Callable[[int], None], save_s: float = SIGNAL_S) -> None:
         self._send = send
+        self._save_s = save_s
         self._steps: deque[tuple[float, int]] = deque()
 
     def begin(self) -> None:
@@ -208,7 +214,7 @@ class Ending:
             self._send(signal.SIGKILL)
         else:
             self._send(number)
-            self._steps.append((time.monotonic() + SIGNAL_S, signal.SIGKILL))
+            self._steps.append((time.monotonic() + self._save_s, signal.SIGKILL))
 
     @property
     def has_begun(self) -> bool:

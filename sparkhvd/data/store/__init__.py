@@ -32,7 +32,6 @@ Each module imports only those above it:
     moved         a store whose runs are elsewhere
     remote_calls  calls on a store that a Spark task makes
     remote_store  a store that only executors see
-    mailbox       small files that ranks leave for the driver
     connect       finds out whether this process sees a store
     task_errors   a `StoreError` of a Spark task as one of the driver
     spark_files   files where Spark resolves a path

@@ -29,6 +29,7 @@ __all__ = [
     "SCHEMA",
     "Call",
     "answer",
+    "collect",
     "invoke",
     "list_files",
     "list_paths",
@@ -80,6 +81,13 @@ def read(store: Store, path: str, start: int, length: int) -> Answer:
         while length > 0 and (piece := source.read(min(length, PIECE_BYTES))):
             yield piece
             length -= len(piece)
+
+
+def collect(store: Store, folder: str, done: list[str]) -> Answer:
+    """Delete files, and read the others of a folder."""
+    found = store.collect(folder, done)
+    yield [(path, len(data)) for path, data in found]
+    yield from (data for _, data in found)
 
 
 def write_artifact(store: Store, path: str, name: str) -> Answer:

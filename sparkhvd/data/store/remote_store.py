@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -98,6 +98,15 @@ class RemoteStore(Store):
         if len(content) != size:
             raise StoreError(f"{self.full_url(path)} changed while it was read. Read it again.")
         return content
+
+    def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
+        """Delete files, then return paths and contents of the others of a folder."""
+        sizes, content = self.ask(remote_calls.collect, folder, list(done))
+        found, at = [], 0
+        for path, size in sizes:
+            found.append((path, content[at : at + size]))
+            at += size
+        return found
 
     def open_input(self, path: str) -> pa.NativeFile:
         """Open a file for random access; a job brings 4 MiB around the bytes that are read."""

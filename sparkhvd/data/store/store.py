@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["Store"]
+
+# Most that one call of `collect` returns; the rest comes with the next one.
+_COLLECT_BYTES = 8 << 20
 
 
 class Store:
@@ -173,6 +176,10 @@ class Store:
             with self.open_input(path) as source:
                 return bytes(source.read())
 
+    def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
+        """Delete files, then return paths and contents of others of a folder, sorted, as 8 MiB hold; one step, which may be a Spark task."""
+        return _collect(self, folder, done)
+
     def open_input(self, path: str) -> pa.NativeFile:
         """Open a file for random access; the caller closes it."""
         with self._place.explained("read", path):
@@ -213,6 +220,10 @@ class Store:
             return self.url
         url, mark, query = self.url.partition("?")
         return f"{url.rstrip('/')}/{path}{mark}{query}"
+
+    def seen_by(self, spark: SparkSession) -> Store:
+        """Return this store as the process of a session reaches it: itself, or through tasks of a Connect session."""
+        return Store._opened_through(spark, self)
 
     def waiting(self, limit_s: float) -> Store:
         """Return this store with another longest wait for an access that needs a task slot."""
@@ -274,11 +285,10 @@ class Store:
         Raises:
             InvalidArgumentError: that is not possible.
         """
-        if self.is_local:
-            addresses.check_databricks(self._place.root, self.url)
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
         try:
             if self.is_local:
+                addresses.check_databricks(self._place.root, self.url)
                 self._made = atomic.make_root(self._place.root)
             self._is_created = True
             self.write_bytes(probe, b"sparkhvd")
@@ -286,12 +296,7 @@ class Store:
         except InvalidArgumentError:
             raise
         except Exception as error:  # noqa: BLE001 - drivers of fsspec raise what they like
-            cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
-            raise InvalidArgumentError(
-                f"Store.create({self.url!r}): the place cannot be written: {type(cause).__name__}: "
-                f"{self.hide(str(cause))}. Give a folder that this user may write, on a file system "
-                "that the driver and all executors share."
-            ) from self._place.cause(error)
+            raise _unwritable(self, error) from self._place.cause(error)
 
     def hide(self, text: str) -> str:
         """Mask passwords, keys and tokens of this store in a text."""
@@ -345,3 +350,29 @@ class Store:
             cleaning.clean_runs()
         cleaning.warn(stacklevel=2)
         return cleaning.deleted
+
+
+def _unwritable(store: Store, error: Exception) -> InvalidArgumentError:
+    cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
+    return InvalidArgumentError(
+        f"Store.create({store.url!r}): the place cannot be written: {type(cause).__name__}: "
+        f"{store.hide(str(cause))}. Give a folder that this user may write, on a file system "
+        "that the driver and all executors share."
+    )
+
+
+def _collect(store: Store, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
+    for path in done:
+        store.delete(path)
+    found: list[tuple[str, bytes]] = []
+    num_bytes = 0
+    for path in store.list(folder):
+        data = store.read_bytes(path)
+        num_bytes += len(data)
+        found.append((path, data))
+        if num_bytes >= _COLLECT_BYTES:
+            break
+    if done and not found:
+        with suppress(Exception):  # a rank has just written another one
+            store.delete_if_empty(folder)
+    return found

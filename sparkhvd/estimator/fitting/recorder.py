@@ -47,7 +47,7 @@ class Recorder:
         self._began = self._lap = time.time()
         self._phases: list[tuple[str, float]] = []
         self._relaunches: list[dict[str, Any]] = []
-        self._changes: list[tuple[int, float, RankChange]] = []  # with the attempt and the time
+        self._changes: list[tuple[int, RankChange]] = []  # with the attempt
         self._facts: dict[str, Any] = {}
 
     @property
@@ -68,13 +68,13 @@ class Recorder:
 
     def ranks_changed(self, change: RankChange) -> None:
         """Note that ranks have come or gone."""
-        self._changes.append((len(self._relaunches), time.time() - self._began, change))
+        self._changes.append((len(self._relaunches), change))
 
     def with_changes(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return records of epochs, each with the lines of the changes of ranks in it."""
         places = self._places()
         lines: dict[int, list[str]] = {}
-        for attempt, _, change in self._changes:
+        for attempt, change in self._changes:
             if change.before and (place := places.get((attempt, change.generation))):
                 again = f", {place['repeated_rows']:,} rows again" if place["repeated_rows"] else ""
                 lines.setdefault(place["epoch"], []).append(f"{change}{again}")
@@ -90,9 +90,9 @@ class Recorder:
 
     def _rank_changes(self) -> list[dict[str, Any]]:
         places, found = self._places(), []
-        for attempt, seconds, change in self._changes:
+        for attempt, change in self._changes:
             place: dict[str, int] = places.get((attempt, change.generation)) or {}
-            entry: dict[str, Any] = {"seconds": seconds, "before": change.before}
+            entry: dict[str, Any] = {"seconds": change.at - self._began, "before": change.before}
             entry |= {"after": change.after, "took_s": change.seconds, "why": change.why}
             entry |= {name: place[name] for name in ("epoch", "repeated_rows") if name in place}
             found.append(entry)

@@ -21,10 +21,16 @@ Each module imports only those above it:
     launcher   what to start and to remove
     script     the user's command on ranks that come and go
     ends       results and failures of a function's processes; pure
+    account    end of an attempt on Spark, from its coordinator to its launcher
     local      a function on processes of this host
     task       executor's side of a job on Spark
-    tasks      its tasks, as the driver sees them
+    tasks      its tasks, as the coordinator sees them
+    coordination  what decides in a job on Spark, in the driver or in a task
+    board      files by which a coordinator in a task is found and told
+    entry      what Spark calls in a task
+    seats      the coordinator, as the driver sees it
     stage      its stage, beside the thread that decides
     job        driver's side of a job on Spark
+    shared     store of a function over Spark Connect
     function   `run_elastic`
 """

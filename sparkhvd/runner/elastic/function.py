@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
+    from sparkhvd.runner.elastic.shared import SharedStore
     from sparkhvd.settings import Settings
 
 __all__ = ["run_elastic"]
@@ -38,6 +39,7 @@ def run_elastic(
     max_retries: int = 2,
     use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
+    store: SharedStore | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on ranks that come and go, in one Spark stage; return results by rank.
 
@@ -70,6 +72,8 @@ def run_elastic(
         max_retries: how often the job begins anew after all of its ranks were lost, or its Spark stage.
         use_gpu: of `run`.
         profile: of `run`.
+        store: a `sparkhvd.Store` that the executors share. Over Spark Connect they then need not reach this client: the task that comes first decides
+            who the ranks are, and the others find it there. What is written there is deleted at the end. Classic Spark needs none.
 
     Returns:
         The results of `fn` on the ranks of the last generation that have ended well, by rank.
@@ -83,6 +87,7 @@ def run_elastic(
     from sparkhvd.runner import horovod_arguments, job
     from sparkhvd.runner.elastic.job import launch_elastic
     from sparkhvd.runner.elastic.options import RankRange
+    from sparkhvd.runner.elastic.shared import sharing
 
     interfaces = horovod_arguments.join_interfaces(nics)
     options = job.LaunchOptions(
@@ -98,4 +103,5 @@ def run_elastic(
     )
     ranks = RankRange(num_proc, min_num_proc, max_num_proc, elastic_timeout, reset_limit)
     shim = job.SparkShim(job.active_session() if spark is None else spark)
-    return launch_elastic(shim, fn, args, kwargs or {}, ranks, options).results
+    with sharing(options, store, shim) as options:
+        return launch_elastic(shim, fn, args, kwargs or {}, ranks, options).results

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkhvd.elastic import Coordinator, Formed, Invitation
 from sparkhvd.elastic.membership import FINISHED
@@ -21,7 +22,7 @@ from sparkhvd.runner.elastic.options import ElasticOptions
 from sparkhvd.runner.elastic.report import Report
 from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.options import RankChange
-from sparkhvd.runner.watching import Ended, Ending, Lost, Signalled, ended_how
+from sparkhvd.runner.watching import SIGNAL_S, Ended, Ending, Lost, Signalled, ended_how
 
 __all__ = ["Event", "Launcher", "Refused", "Stopped", "Verdict"]
 
@@ -100,7 +101,7 @@ class Launcher:
         coordinator: of the job.
         invite: makes the invitation of a process, by its number.
         say: writes a line.
-        changed: called with each change of the ranks.
+        save_s: how long processes may save after an interrupt.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class Launcher:
         coordinator: Coordinator,
         invite: Callable[[int], Invitation],
         say: Callable[[str], None],
-        changed: Callable[[RankChange], None] = lambda _: None,
+        save_s: float = SIGNAL_S,
     ) -> None:
-        self._changed = changed
+        self.changes: list[RankChange] = []
         self._options = options
         self._slots = tuple(slots)
         self._processes = processes
@@ -121,7 +122,7 @@ class Launcher:
         self._invite = invite
         self._say = say
         self._cooldown = Cooldown(*options.cooldown_s)
-        self._ending = Ending(processes.send)
+        self._ending = Ending(processes.send, save_s)
         self._report = Report()
         self._lines: deque[tuple[float, Formed]] = deque()
         self._running: dict[int, _Process] = {}
@@ -135,12 +136,13 @@ class Launcher:
         self._received = 0  # signal to this process
         self._deadline = time.monotonic() + options.start_timeout_s  # for a first process
 
-    def run(self, events: queue.SimpleQueue[Event]) -> Verdict:
-        """Run the job to its end."""
+    def run(self, events: queue.SimpleQueue[Event], limit_s: float = math.inf) -> Verdict:
+        """Run the job to its end, or for so long."""
+        until = time.monotonic() + limit_s
         self._fill()
-        while self._goes_on():
+        while self._goes_on() and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._take(events.get(timeout=self._next_step_s()))
+                self._take(events.get(timeout=min(left, self._next_step_s())))
             self._ending.step()
             self._kill_those_left_out()
             self._write_lines()
@@ -297,4 +299,4 @@ class Launcher:
             self._lines.popleft()
             if change := self._report.describe(formed, self._places, self._ends):
                 self._say(str(change))
-                self._changed(change)
+                self.changes.append(replace(change, at=time.time()))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from sparkhvd.elastic import Invitation, Limits
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint
 
-__all__ = ["ElasticOptions", "RankRange"]
+__all__ = ["ElasticOptions", "RankRange", "Terms"]
 
 # As many as anybody asks for.
 _MOST = 1 << 20
@@ -129,6 +131,31 @@ class ElasticOptions:
         """Return the invitation of a member; see there for the arguments."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return Invitation(key, job_id, number, coordinator, wait_s, patience_s)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a coordinator of tasks must know; crosses as JSON.
+
+    Attributes:
+        limits: of the job.
+        wanted: tasks that it waits for a moment before the first process starts.
+    """
+
+    limits: ElasticOptions
+    wanted: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> Terms:
+        """Rebuild terms from `to_dict`, as JSON has it."""
+        assert values is not None
+        limits = values["limits"]
+        lists = {name: tuple(limits[name]) for name in ("cooldown_s", "names")}
+        return cls(ElasticOptions(**{**limits, **lists}), values["wanted"])
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""Executor's side of an elastic job on Spark: a task that has one process after the other, as the driver asks.
+"""Executor's side of an elastic job on Spark: a task that has one process after the other, as the coordinator asks.
 
-    driver -> task   start   a process: its invitation, and its slot
-    driver -> task   signal  a signal for it
-    driver -> task   leave   the job is over
-    task -> driver   hello   facts about this place
-    task -> driver   result  a part of what the process has returned
-    task -> driver   ended   the outcome of the process
+    coordinator -> task   start   a process: its invitation, and its slot
+    coordinator -> task   signal  a signal for it
+    coordinator -> task   leave   the job is over
+    task -> coordinator   hello   facts about this place
+    task -> coordinator   result  a part of what the process has returned
+    task -> coordinator   ended   the outcome of the process
 
 **Threads**: the task's own reads; one per process waits for its end. **Failure**: a process that dies does not end its task, which waits for
-the next order; both end with the driver. A task that starts when the job is over finds nobody, and leaves.
+the next order; both end with the coordinator.
 """
 
 from __future__ import annotations
@@ -16,111 +16,68 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import PreflightError
 from sparkhvd.interfaces import address_on
 from sparkhvd.rank_settings import JobSettings
-from sparkhvd.rendezvous import Job, Listener
+from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import preflight
-from sparkhvd.runner.driver_port import connect, proof_between
 from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu import agreement
-from sparkhvd.runner.head_start import share_nursery, task_prologue
+from sparkhvd.runner.head_start import task_prologue
 from sparkhvd.runner.hosts.channel import Channel
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks
-from sparkhvd.runner.payload import bytes_of
-from sparkhvd.runner.task import OUTCOME_PART, TaskSpec, output_of
+from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.task import TaskSpec, output_of
 from sparkhvd.runner.trainer import Trainer, inherited
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark import TaskContext
 
-    from sparkhvd.runner.payload import Payload
+__all__ = ["PURPOSE", "TaskSlot", "executor_option"]
 
-__all__ = ["PURPOSE", "run_task"]
-
-# Of the driver's port; any task is number 1 there.
+# Of the coordinator's port for tasks; any task is number 1 there.
 PURPOSE = "elastic tasks"
-# How long the driver may take to answer.
-_CONNECT_S = 30.0
-_PAUSE_S = 0.5
 # From a Python worker to the JVM: its daemon, and what may lie between.
 _ANCESTORS = 3
 
 
-def run_task(
-    batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
-) -> Iterator[pa.RecordBatch]:
-    """Do what the driver asks until the job is over; yield a row with the reason if it cannot be reached."""
-    import pyarrow as pa
-    from pyspark import TaskContext
+class TaskSlot:
+    """A task whose coordinator is there.
 
-    del shared
-    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
-        pass
-    context = TaskContext.get()
-    spec = TaskSpec.from_json(text)
-    assert context is not None
-    assert spec.driver_at is not None
-    share_nursery()
-    proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 1, 2)
-    try:
-        sock = _connect(spec.driver_at, proof)
-    except OSError as error:
-        reason = f"{socket.gethostname()}: {error}".encode()
-        columns = [int32_array(context.partitionId()), int32_array(OUTCOME_PART)]
-        yield pa.RecordBatch.from_arrays(
-            [*columns, binary_array(reason)], names=["rank", "part", "data"]
-        )
-        return
-    with sock:
-        _Task(context, spec, bytes_of(program), sock).serve()
-
-
-def _connect(address: tuple[str, int], proof: Job) -> socket.socket:
-    """Connect to the driver, as often as it takes: many tasks may come at once.
-
-    Raises:
-        OSError: it is not there, or does not answer.
+    Args:
+        context: of the task.
+        spec: of the attempt.
+        program: the pickled call.
+        files: that the client and tasks share; None where ranks tell by the driver's port.
+        sock: connection to the coordinator.
     """
-    until = time.monotonic() + _CONNECT_S
-    while True:
-        try:
-            return connect(address, proof, _CONNECT_S)
-        except ConnectionRefusedError:
-            raise
-        except OSError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(_PAUSE_S * random.random())
-
-
-class _Task:
-    """A task, whose driver is there."""
 
     def __init__(
-        self, context: TaskContext, spec: TaskSpec, program: bytes, sock: socket.socket
+        self,
+        context: TaskContext,
+        spec: TaskSpec,
+        program: bytes,
+        files: SharedFiles | None,
+        sock: socket.socket,
     ) -> None:
         self._context = context
         self._spec = spec
         self._program = program
+        self._files = files
         self._chosen = JobSettings.from_json(spec.settings)
-        # The driver is reached from there, and so are others.
+        # The coordinator is reached from there, and so are others.
         own = str(sock.getsockname()[0])
         choice = self._chosen.values.interfaces
         self._address = address_on(choice) if choice else own
-        self._driver = str(sock.getpeername()[0])
+        self._coordinator = str(sock.getpeername()[0])
         self._channel = Channel(sock.fileno(), sock.fileno())
         self._facts = preflight.rank_facts(
             spec.requirements,
@@ -136,15 +93,17 @@ class _Task:
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Do what the driver asks, until it lets this task leave or is gone."""
+        """Do what the coordinator asks, until it lets this task leave or is gone."""
         try:
-            self._channel.send("hello", facts=self._facts.to_dict(), executor=_executor())
+            self._channel.send(
+                "hello", facts=self._facts.to_dict(), executor=executor_option("--executor-id")
+            )
             while (message := self._channel.receive()) is not None and message.kind != "leave":
                 if message.kind == "start":
                     self._start(message.values)
                 else:
                     self._signal(int(message.values["number"]))
-        except OSError:  # the driver is gone
+        except OSError:  # the coordinator is gone
             pass
         finally:
             self._signal(signal.SIGKILL)
@@ -170,18 +129,18 @@ class _Task:
     # --- The thread of a process. ---
 
     def _live(self, values: Mapping[str, Any]) -> None:
-        """Run a process to its end, and tell the driver."""
+        """Run a process to its end, and tell the coordinator."""
         member, result = int(values["invitation"]["number"]), b""
         try:
             outcome, result = self._run(member, values)
-        except Exception as error:  # noqa: BLE001 - door: the driver must learn of every end
+        except Exception as error:  # noqa: BLE001 - door: the coordinator must learn of every end
             text = str(error) if isinstance(error, PreflightError) else repr(error)
             outcome = Outcome(member, Kind.PREFLIGHT, exit="not started", message=text)
         finally:
             with self._lock:
                 self._trainer = None
         outcome = replace(outcome, host=self._facts.host, attempt=self._spec.attempt)
-        with contextlib.suppress(OSError):  # the driver is gone, and so will this task be
+        with contextlib.suppress(OSError):  # it is gone, and so will this task be
             for part in chunks(result):
                 self._channel.send("result", part, member=member)
             self._channel.send("ended", outcome.to_json().encode(), member=member)
@@ -189,7 +148,7 @@ class _Task:
     def _run(self, member: int, values: Mapping[str, Any]) -> tuple[Outcome, bytes]:
         spec, slot = self._spec, int(values["slot"])
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(output_of(spec, member, None))
+            output = stack.enter_context(output_of(spec, member, self._files))
             with Listener.bind(self._address, self._chosen.values) as listener:
                 prologue = replace(
                     task_prologue(
@@ -220,8 +179,8 @@ class _Task:
             visible = prologue.env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
             gpu = self._gpu(trainer, slot, visible)
             invitation = dict(values["invitation"])
-            # The driver's own name for its host is not always the one by which this host knows it.
-            invitation["coordinator"] = {**invitation["coordinator"], "address": self._driver}
+            # The coordinator's own name for its host is not always the one by which this host knows it.
+            invitation["coordinator"] = {**invitation["coordinator"], "address": self._coordinator}
             place = {"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)}
             trainer.send(
                 JobFrame(
@@ -252,14 +211,14 @@ class _Task:
         return agreement.own_gpu(agreed.mode, [seen], slot, (), None).ordinal
 
 
-def _executor() -> str:
-    """Return Spark's id of this executor, which its JVM has on its command line; "" where there is none."""
+def executor_option(name: str) -> str:
+    """Return what this executor's JVM has behind an option on its command line; "" where there is none, as with a local master."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         with contextlib.suppress(OSError, ValueError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "--executor-id" in words:
-                return words[words.index("--executor-id") + 1]
+            if name in words:
+                return words[words.index(name) + 1]
             stat = Path(f"/proc/{pid}/stat").read_text()
             pid = int(stat.rpartition(")")[2].split()[1])
     return ""

@@ -1,4 +1,4 @@
-"""Tasks of an elastic job on Spark, as the driver sees them: each is a slot for a process.
+"""Tasks of an elastic job on Spark, as the coordinator sees them: each is a slot for a process.
 
 Spark starts tasks as slots are free, starts them again when an executor is lost, and may start one twice. All of that is the same here: a task that
 connects is a slot more, one whose connection ends a slot less.
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import socket
-import threading
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 
@@ -64,7 +62,8 @@ class Tasks:
 
     Args:
         listening: where they connect; closed at the end.
-        job: the driver's side of the proof.
+        job: the coordinator's side of the proof.
+        driver: facts about the process that has launched the job; tasks must suit it.
         wanted: tasks that are waited for a moment before the first process starts.
         tell: called from the thread with the end of a process, and with the slots that are there.
         refuse: called from the thread with the reason why a task cannot take part, if no other one does.
@@ -80,6 +79,7 @@ class Tasks:
         self,
         listening: socket.socket,
         job: Job,
+        driver: RankFacts,
         wanted: int,
         tell: Callable[[Ended | Offer], None],
         refuse: Callable[[str], None],
@@ -91,12 +91,11 @@ class Tasks:
         self._tell, self._refuse, self._replace, self._say = tell, refuse, replace, say
         self.outcomes: dict[int, Outcome] = {}
         self.results: dict[int, bytes] = {}
-        self._driver = preflight.rank_facts(())
+        self._driver = driver
         self._first: RankFacts | None = None
         self._tasks: list[_Task] = []
         self._idle: list[socket.socket] = []  # of tasks that take no part
         self._is_open = self._is_over = False
-        self._calm = threading.Event()
         self._service = Service("sparkhvd-tasks")
         reception = Reception(
             job,
@@ -152,12 +151,6 @@ class Tasks:
             self._offer()
 
         self._service.call(each)
-
-    def interrupt(self, timeout_s: float) -> None:
-        """Raise KeyboardInterrupt in all processes, and wait until they have ended."""
-        self.send(signal.SIGINT)
-        self._service.call(self._note_calm)
-        self._calm.wait(timeout_s)
 
     def __enter__(self) -> Tasks:
         return self
@@ -265,13 +258,6 @@ class Tasks:
         assert outcome.rank is not None
         self.outcomes[outcome.rank] = outcome
         self._tell(end_of(outcome))
-        self._note_calm()
-
-    def _note_calm(self) -> None:
-        if all(task.member is None for task in self._tasks):
-            self._calm.set()
-        else:
-            self._calm.clear()
 
 
 def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message]:

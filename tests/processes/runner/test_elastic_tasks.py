@@ -43,7 +43,7 @@ class Port:
         self.replaced: queue.SimpleQueue[None] = queue.SimpleQueue()
         replace = functools.partial(self.replaced.put, None)
         put = (self.events.put, self.refused.put, replace, self.said.put)
-        self.tasks = Tasks(listening, proof, wanted, *put)
+        self.tasks = Tasks(listening, proof, FACTS, wanted, *put)
         self._socks: list[socket.socket] = []
 
     def connect(self, key: str = KEY, executor: str = "", **facts: Any) -> Channel:

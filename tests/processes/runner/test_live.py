@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import secrets
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.data.store import Store
-from sparkhvd.data.store.mailbox import collect
 from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.live import connection, files, receiver, sender
@@ -382,9 +380,7 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
 
 def chunks_of(store: Store, screen: Screen, job_id: str = "job") -> ChunkReader:
     folder = folder_of("runs/r", 0, job_id)
-    return ChunkReader(
-        Mailbox(functools.partial(collect, store), 0.05), folder, Display(screen.show, SIZE)
-    )
+    return ChunkReader(Mailbox(store.collect, 0.05), folder, Display(screen.show, SIZE))
 
 
 def writer_to(store: Store, rank: int) -> Sender:
