@@ -57,7 +57,7 @@ ENVIRONMENT = {
 UNPICKLING = {
     "sparkhvd/runner/child.py": "a rank: the driver's closure, through its parent process",
     "sparkhvd/runner/task.py": "a rank's task: the driver's closure, through Spark",
-    "sparkhvd/runner/launching.py": "the driver: results through Spark, its port for the tasks of an elastic job, or its own child's pipe",
+    "sparkhvd/runner/launching.py": "the driver: results through Spark, its port for the tasks of an elastic job, a file with the attempt's proof, or its own child's pipe",
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
     "sparkhvd/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
     "sparkhvd/estimator/transform/worker.py": "a worker of transform: the driver's closure, through Spark",

@@ -12,8 +12,8 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
     Args:
         folder: for marks.
         wanted: number of ranks.
-        fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "elsewhere": something else makes
-            the mark.
+        fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "coordinator": the rank beside it
+            kills the Spark task that has it; "elsewhere": something else makes the mark.
     """
     import time
 
@@ -22,6 +22,11 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
     import sparkhvd.torch as hvd
     from tests.harness import faults
 
+    kill = {
+        "process": faults.kill_self,
+        "executor": faults.kill_executor,
+        "coordinator": faults.kill_python_worker,
+    }
     hvd.init()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -39,11 +44,14 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
             optimizer.step()
             state.step += 1
             is_whole = hvd.size() == wanted
-            if fault and state.step >= 5 and is_whole and hvd.rank() == wanted - 1:
+            is_chosen = hvd.rank() == wanted - 1
+            if fault == "coordinator" and state.step == 5:
+                is_chosen = faults.serves_elastic_job()
+            if fault and state.step >= 5 and is_whole and is_chosen:
                 Path(folder, "whole").touch()
                 if fault != "elsewhere" and not mark.exists():
                     mark.touch()
-                    faults.kill_self() if fault == "process" else faults.kill_executor()
+                    kill[fault]()
             state.full += is_whole and (mark.exists() or not fault) and state.sizes[-1] == wanted
             time.sleep(0.02)
             state.commit()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tests.harness.processes import PYTHON_WORKER, TAG_VARIABLE, find
 
+# State of a socket in /proc/net/tcp.
+_LISTENS = "0A"
 # Names the file into which a fault writes when it happened.
 HAPPENED_AT = "FAULT_HAPPENED_AT"
 
@@ -69,6 +71,17 @@ def kill_python_worker() -> None:
     note()
     os.kill(python_worker(), signal.SIGKILL)
     time.sleep(60)
+
+
+def serves_elastic_job() -> bool:
+    """Return True if the Spark task of this rank has the coordinator of its elastic job: it listens."""
+    worker = python_worker()
+    held = set()
+    for fd in Path(f"/proc/{worker}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            held.add(os.readlink(fd))
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(f"socket:[{words[9]}]" in held for words in sockets if words[3] == _LISTENS)
 
 
 def kill_executor() -> None:

@@ -4,6 +4,7 @@ Layout below the store's root:
 
     data/<key>/<owner>/          materialized data of one process of one application, with a lease file
     runs/<run_id>/               checkpoints/, logs/, attempts/, metrics.jsonl of one fit
+    elastic/<id>/                what a running `run_elastic` over Spark Connect leaves for its client
     models/<sha256>              immutable files; no cleanup of data or runs touches them
 
 A file appears whole or not at all (`atomic.py`). An operation that the file system refuses is a `StoreError` that

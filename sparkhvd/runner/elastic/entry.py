@@ -173,13 +173,17 @@ class _Seat:
         self._board = board
         self._output = output_of(spec, spec.size - 1, files)
         listening = bind_tcp(own, settings)
-        self._coordination = Coordination(
-            spec,
-            listening,
-            Listener.bind(own, settings),
-            lambda text: self._output.message(f"sparkhvd: {text}"),
-        )
-        board.publish((own, int(listening.getsockname()[1])))
+        with contextlib.ExitStack() as stack:
+            self._coordination = stack.enter_context(
+                Coordination(
+                    spec,
+                    listening,
+                    Listener.bind(own, settings),
+                    lambda text: self._output.message(f"sparkhvd: {text}"),
+                )
+            )
+            board.publish((own, int(listening.getsockname()[1])))
+            self._stack = stack.pop_all()
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=each, name=f"sparkhvd-{each.__name__}", daemon=True)
@@ -199,7 +203,7 @@ class _Seat:
     def _coordinate(self) -> None:
         """Run the job to its end, and tell the client before the tasks may leave."""
         try:
-            with self._coordination, self._output:
+            with self._stack, self._output:
                 account = self._coordination.run()
                 self._board.report(replace(account, unsent=self._output.close()))
         except Exception as error:  # noqa: BLE001 - door: the client must learn of it
@@ -223,7 +227,7 @@ def _own_address(choice: str, *, is_local: bool) -> str:
         OSError: Spark's name of this host has no address.
         PreflightError: no interface of the choice is here and up, or none but the loopback's.
     """
-    host = executor_option("--hostname")
+    host = executor_option("--hostname").strip("[]")
     driver = urlsplit(executor_option("--driver-url")).hostname
     if is_local or choice or (host and driver):
         return launching.own_address(host, [host, driver or host], choice, is_local=is_local)

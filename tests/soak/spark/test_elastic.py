@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -146,11 +147,80 @@ def test_a_task_that_spark_starts_twice_is_a_slot_like_any(tmp_path: Path) -> No
     assert "SIZES [2]" in output, output
 
 
-INTERRUPTED = """
+# Over Spark Connect, behind NAT: executors reach this client by the store alone.
+BEHIND_NAT = """
+import threading, torch
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.estimator import Callback
+from sparkhvd.runner import run_elastic
+from sparkhvd.spark import SparkShim
+from tests.harness import faults
+from tests.harness.elastic_fn import train
+
+SparkShim.own_addresses = lambda shim: ("127.0.0.1", "192.0.2.1")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+store = Store.create(FOLDER + "/store")
+"""
+
+LOST = """
+def run(name, fault, **given):
+    os.makedirs(FOLDER + "/" + name)
+    results = run_elastic(train, (FOLDER + "/" + name, 2, fault), num_proc=2, min_num_proc=1, spark=spark, store=store, **given)
+    assert [rank for rank, *_ in results] == [0, 1], results
+    assert all(weight == -steps for _, _, steps, weight in results), results
+    print("SIZES", name, results[0][1])
+
+run("other", "executor")
+run("seat", "coordinator")
+try:
+    run("last", "coordinator", max_retries=0)
+except Exception as e:
+    print("FAILED", type(e).__name__, e)
+
+class Kill(Callback):
+    def on_step_end(self, ctx, loss):
+        with open(FOLDER + "/epochs", "a") as log:
+            log.write(f"{ctx.epoch}\\n")
+        if ctx.epoch == 2 and ctx.step == 3 and faults.serves_elastic_job() and not os.path.exists(FOLDER + "/killed"):
+            open(FOLDER + "/killed", "w").close()
+            faults.kill_executor()
+
+df = spark.range(200).selectExpr("cast(id as double) / 200 as x", "cast(id as double) as y")
+fit = TorchEstimator(
+    model=torch.nn.Linear(1, 1), optimizer="sgd", learning_rate=0.01, loss="mse", feature_cols=["x"], label_cols=["y"],
+    batch_size=8, epochs=3, num_proc=(1, 2), callbacks=[Kill()], store=store)
+history = fit.fit(df).history
+assert [(record["epoch"], record["rows"]) for record in history] == [(1, 200), (2, 200), (3, 200)], history
+print("FIRST EPOCH", open(FOLDER + "/epochs").read().split().count("1"))
+"""
+
+
+def test_the_loss_of_executors_is_survived_by_a_client_that_they_do_not_reach(
+    tmp_path: Path,
+) -> None:
+    output = run_on(
+        "local-cluster[2,1,1024]",
+        BEHIND_NAT + LOST,
+        tmp_path,
+        remote=True,
+        timeout_s=380,
+    )
+    lost = "The elastic job cannot go on: its coordinator was lost with its Spark task"
+    assert "SIZES seat [2" in output, output
+    assert f"FAILED ElasticError {lost}" in output, output
+    assert output.count("Relaunching (1 of 2)") >= 2, output
+    # The first epoch is not trained on again: 13 steps of two ranks, or up to 25 of one.
+    (steps,) = re.findall(r"FIRST EPOCH (\d+)", output)
+    assert int(steps) <= 30, output
+
+
+BY_PORT = """
 from sparkhvd.runner import run_elastic
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
+FOLDER, store = os.path.dirname(os.path.abspath(__file__)), None
+"""
 
+INTERRUPTED = """
 def saves(name):
     import sparkhvd.torch as hvd
 
@@ -173,15 +243,20 @@ def saves(name):
     loop(hvd.elastic.ObjectState(step=0))
 
 try:
-    run_elastic(saves, ("first",), num_proc=2, spark=spark)
+    run_elastic(saves, ("first",), num_proc=2, spark=spark, store=store)
 except KeyboardInterrupt:
     open(os.path.join(FOLDER, "first-ended"), "w").close()
-run_elastic(saves, ("second",), num_proc=2, spark=spark)
+run_elastic(saves, ("second",), num_proc=2, spark=spark, store=store)
 """
 
 
-def test_ranks_save_at_an_interrupt_and_none_outlives_the_driver(tmp_path: Path) -> None:
-    script = write_script(tmp_path / "driver.py", INTERRUPTED, master="local-cluster[2,1,1024]")
+@pytest.mark.parametrize("remote", [False, True])
+def test_ranks_save_at_an_interrupt_and_none_outlives_the_driver(
+    tmp_path: Path, remote: bool
+) -> None:
+    body = (BEHIND_NAT if remote else BY_PORT) + INTERRUPTED
+    master = "local-cluster[2,1,1024]"
+    script = write_script(tmp_path / "driver.py", body, master=master, remote=remote)
     with started_script(script) as driver:
 
         def wait_for(*names: str) -> None:

@@ -126,6 +126,11 @@ def test_a_function_without_ranks_returns_its_results_to_a_stream(spark: SparkSe
         ({"num_proc": 1, "reset_limit": -1}, InvalidArgumentError, "reset_limit is -1"),
         ({"num_proc": 1, "elastic_timeout": 0.0}, InvalidArgumentError, "elastic_timeout is 0"),
         ({"num_proc": 1, "start_timeout": 0.0}, InvalidArgumentError, "start_timeout is 0"),
+        (
+            {"num_proc": 1, "store": "/tmp"},
+            InvalidArgumentError,
+            "store is '/tmp'; it must be a Store",
+        ),  # noqa: S108
         ({"num_proc": 4, "min_num_proc": 3}, PreflightError, "min_num_proc is 3.* 2 tasks at once"),
     ],
 )
