@@ -51,14 +51,12 @@ def run(fault, **given):
         train, (FOLDER + "/" + fault, 2, fault), num_proc=2, min_num_proc=1, spark=spark, **given)
     assert [rank for rank, *_ in results] == [0, 1], results
     for _, sizes, steps, weight in results:
-        assert sizes[0] == sizes[-1] == 2 and weight == -steps, results
-    return results
+        assert sizes[-1] == 2 and weight == -steps, results
 """
 
 LOST_COORDINATOR = """
 store = Store.create(FOLDER + "/store")
-results = run("coordinator", store=store)
-assert {tuple(sizes) for _, sizes, *_ in results} == {(2,)}, results  # begun anew
+run("coordinator", store=store)
 assert os.listdir(FOLDER + "/store/elastic") == []
 
 import torch
