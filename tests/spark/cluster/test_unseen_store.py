@@ -207,6 +207,15 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
         assert list((unseen_store.folder / "runs-of-others").glob("data/*")) == []
 
 
+@soak("a coordinator in a task, by a client that sees the store: test_elastic")
+def test_ranks_that_come_and_go_find_each_other_in_a_store_that_the_client_does_not_see(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    given = 'GIVEN = FOLDER + "/come-and-go"\nNUM_PROC = (1, 2)\n'
+    output = unseen_store.run(given + FIT, tmp_path)
+    assert re.search(r"^sparkhvd: [12] ranks? in ", output, re.MULTILINE), output
+
+
 NO_SLOT = """
 import os, threading, time
 from sparkhvd.data.store.remote_store import RemoteStore
