@@ -13,7 +13,7 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
         folder: for marks.
         wanted: number of ranks.
         fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "coordinator": the rank beside it
-            kills the Spark task that has it; "elsewhere": something else makes the mark.
+            kills its Spark task; "elsewhere": something else makes the mark.
     """
     import time
 
@@ -27,6 +27,12 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
         "executor": faults.kill_executor,
         "coordinator": faults.kill_python_worker,
     }
+
+    def is_chosen() -> bool:
+        if fault == "coordinator":
+            return not mark.exists() and faults.serves_elastic_job()
+        return hvd.rank() == wanted - 1
+
     hvd.init()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -44,10 +50,7 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
             optimizer.step()
             state.step += 1
             is_whole = hvd.size() == wanted
-            is_chosen = hvd.rank() == wanted - 1
-            if fault == "coordinator" and state.step == 5:
-                is_chosen = faults.serves_elastic_job()
-            if fault and state.step >= 5 and is_whole and is_chosen:
+            if fault and state.step >= 5 and is_whole and is_chosen():
                 Path(folder, "whole").touch()
                 if fault != "elsewhere" and not mark.exists():
                     mark.touch()
