@@ -9,13 +9,14 @@ Threads: the reader reads ahead in one thread. Not for several workers of a `Dat
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from sparkhvd import rank_context
 from sparkhvd.data.columns.decoders import Decoder, RowFunctions
@@ -27,6 +28,8 @@ from sparkhvd.launchers.environment import place_in
 from sparkhvd.torch import context
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from sparkhvd.data.columns.schema import DataSchema
     from sparkhvd.data.dataset import Dataset
 
@@ -128,6 +131,20 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
             )
     for name in (*functions.decoders, *functions.collate):
         schema.column(name)
+
+
+def _check_caller(frame: FrameType | None) -> None:
+    """Refuse torch's DataLoader where it would collate batches once more; nothing but the object that iterates tells."""
+    caller = None if frame is None else frame.f_locals.get("self")
+    if type(caller).__name__ != "_IterableDatasetFetcher" or not getattr(
+        caller, "auto_collation", False
+    ):
+        return
+    if getattr(caller, "collate_fn", None) is default_collate:
+        raise InvalidArgumentError(
+            "DataLoader(loader) would collate what are batches already, with batch_size=1 by default, which gives each tensor one more "
+            "dimension. Use the loader as it is, or DataLoader(loader, batch_size=None)."
+        )
 
 
 # Options that decide which row comes when.
@@ -235,7 +252,13 @@ class Loader(IterableDataset[Any]):
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left of the epoch."""
+        """Yield the batches that are left of the epoch.
+
+        Raises:
+            InvalidArgumentError: a DataLoader would read rows several times, or collate batches.
+        """
+        frame = inspect.currentframe()
+        _check_caller(None if frame is None else frame.f_back)
         worker = get_worker_info()
         if worker is not None:
             raise InvalidArgumentError(
@@ -243,6 +266,9 @@ class Loader(IterableDataset[Any]):
                 "loader here would not know how far they are. Use the loader as it is, which reads ahead in a thread of its own, or "
                 "DataLoader(loader, batch_size=None, num_workers=0)."
             )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         reader = self._opened()
         self._check_windows(reader)
         width = self.size * self.batch_size
@@ -287,7 +313,8 @@ class Loader(IterableDataset[Any]):
         row = self._first_row + self._handed_out
         order = {name: self._options[name] for name in _ORDER}
         ranks = {"size": self.size, "batch_size": self.batch_size, "windows": self._windows}
-        return {"epoch": self.epoch, "row": row, "rows": len(self.dataset), **order, **ranks}
+        data = {"rows": len(self.dataset), "data": self.dataset.manifest.digest}
+        return {"epoch": self.epoch, "row": row, **data, **order, **ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
@@ -309,6 +336,13 @@ class Loader(IterableDataset[Any]):
                     f"load_state_dict: the state is of {name}={state[name]!r}, and this loader has {name}={value!r}. Load it with the "
                     "same data and the same order."
                 )
+        digest = self.dataset.manifest.digest
+        if state.get("data", digest) != digest:
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is of data {state['data']!r}, and this loader reads {self.dataset.path!r}, which has other columns or "
+                f"values, or the same in other files: {digest!r}. Load it with the data of then; if these are the same rows in the same order, take "
+                "'data' out of the state."
+            )
         self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
         self._windows = state.get("windows")
         if (state.get("size"), state.get("batch_size")) != (self.size, self.batch_size):

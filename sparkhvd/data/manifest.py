@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -45,6 +48,7 @@ class DataFile:
         modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
         partition: (column, value) of every folder `column=value` that it lies in.
         footer_crc: CRC-32 of the end of a packed file, from its footer on; None where it is not known.
+        values_crc: CRC-32 of the checksums of a packed file's blocks, which stand for all before them; None likewise.
     """
 
     path: str
@@ -54,6 +58,7 @@ class DataFile:
     modified_ns: int = 0
     partition: tuple[tuple[str, int | float | str | None], ...] = ()
     footer_crc: int | None = None
+    values_crc: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,13 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all values."""
         return self.num_rows * self.schema.row_bytes + sum(self.variable_bytes.values())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of columns and rows, wherever the files lie: equal data in equal files have equal ones."""
+        columns = [(column.name, column.dtype, column.shape) for column in self.schema.columns]
+        files = [(f.rows, f.size, f.modified_ns, f.partition, f.values_crc) for f in self.files]
+        return hashlib.sha256(json.dumps([columns, files]).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
         """Return the bytes that a row of these columns takes in memory, on average where rows differ."""
@@ -135,6 +147,7 @@ class Manifest:
                 f.get("modified_ns", 0),
                 tuple((name, value) for name, value in f.get("partition", ())),
                 f.get("footer_crc"),
+                f.get("values_crc"),
             )
             for f in values["files"]
         )

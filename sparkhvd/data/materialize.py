@@ -219,6 +219,7 @@ class _WriteTask:
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
             "footer_crc": writer.footer_crc if writer is not None else None,
+            "values_crc": writer.values_crc if writer is not None else None,
             "columns": {name: f.to_dict() for name, f in findings.items()},
         }
 
@@ -280,7 +281,13 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
     shapes = {c.name: _shape_of(c, findings[c.name]) for c in schema.columns}
     files = tuple(
-        DataFile(o["path"], o["rows"], tuple(o["row_groups"]), footer_crc=o["footer_crc"])
+        DataFile(
+            o["path"],
+            o["rows"],
+            tuple(o["row_groups"]),
+            footer_crc=o["footer_crc"],
+            values_crc=o["values_crc"],
+        )
         for o in outcomes
         if o["rows"]
     )

@@ -79,10 +79,15 @@ def _with_zlib(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 
 
 class SummingSink(io.RawIOBase):
-    """A file to be written once from start to end; computes the checksums of its bytes."""
+    """A file to be written once from start to end; computes the checksums of its bytes.
+
+    Attributes:
+        table_crc: CRC-32 of the checksums, once they are written.
+    """
 
     def __init__(self, sink: IO[bytes] | io.RawIOBase) -> None:
         self._sink = sink
+        self.table_crc = 0
         self._crcs = array("I")
         self._position = 0
 
@@ -116,8 +121,8 @@ class SummingSink(io.RawIOBase):
         """Write the checksums of all bytes so far."""
         crcs = np.frombuffer(self._crcs, np.uint32).astype("<u4").tobytes()
         size = self._position
-        crc = zlib.crc32(size.to_bytes(8, "little"), zlib.crc32(crcs))
-        self.write(crcs + _TRAILER.pack(size, crc, _MARK))
+        self.table_crc = zlib.crc32(size.to_bytes(8, "little"), zlib.crc32(crcs))
+        self.write(crcs + _TRAILER.pack(size, self.table_crc, _MARK))
 
 
 def table_bytes(trailer: bytes) -> int | None:

@@ -115,6 +115,11 @@ class PackedWriter:
         self._written[0].write_metadata_file(footer)
         return zlib.crc32(footer.getbuffer()[len(MAGIC) :])
 
+    @property
+    def values_crc(self) -> int:
+        """CRC-32 of the checksums of everything before the footer; once it is closed."""
+        return self._sink.table_crc
+
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
         """Return (rows,) the bytes that each row takes besides those of fixed columns."""
         total = np.zeros(rows, np.int64)
@@ -203,4 +208,6 @@ def write_packed(
         if len(stored[0]):
             writer.append(stored)
         groups = writer.close()
-    return DataFile(path, sum(groups), groups, footer_crc=writer.footer_crc)
+    return DataFile(
+        path, sum(groups), groups, footer_crc=writer.footer_crc, values_crc=writer.values_crc
+    )

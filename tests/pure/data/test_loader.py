@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,24 @@ def test_a_state_of_another_order_is_refused(
         loader.load_state_dict({})
 
 
+def test_a_state_of_other_data_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    state = json.loads(json.dumps(dataset.loader(0, 1, 10).state_dict()))
+    store = Store.create(tmp_path / "other")
+
+    def loader_of(files: list[int], name: str = X.name, first: int = 0) -> Loader:
+        made = make(store, files, first=first)
+        schema = DataSchema((replace(X, name=name), ID), ())
+        Manifest(made.files, schema, ROWS).save(store, DATA_DIR)
+        return load(store, DATA_DIR).loader(0, 1, 10)
+
+    equal = [300, 0, ROWS - 300]
+    loader_of(equal).load_state_dict(state)  # a copy of the data
+    for other in (loader_of(equal, first=1), loader_of([200, 803]), loader_of(equal, "y")):
+        with pytest.raises(InvalidArgumentError, match="which has other columns or values, or the"):
+            other.load_state_dict(state)
+        other.load_state_dict({name: state[name] for name in state if name != "data"})
+
+
 def test_a_data_set_that_was_deleted_says_so(dataset: Dataset) -> None:
     again = load(dataset.store, dataset.path)
     dataset.store.delete(f"{dataset.path}/{MANIFEST_NAME}")
@@ -246,6 +265,10 @@ def test_a_loader_travels_and_serves_dataloader(
     assert sorted([n for batch in first for n in batch] + rest) == list(range(ROWS))
     whole = DataLoader(dataset.loader(0, 1, 10, seed=2), batch_size=None)
     assert [batch["id"].tolist() for batch in whole][:3] == first
+    with pytest.raises(InvalidArgumentError, match="would collate what are batches already"):
+        iter(DataLoader(loader))
+    own = DataLoader(dataset.loader(0, 1, 10, seed=2), collate_fn=lambda batches: batches[0])
+    assert next(iter(own))["id"].tolist() == first[0]
     # The end of real workers takes torch 5 s.
     monkeypatch.setattr(loader_module, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
     with pytest.raises(InvalidArgumentError, match="would read all rows"):

@@ -42,18 +42,23 @@ def values_of(rows: int) -> dict[str, np.ndarray]:
 
 
 def make(
-    store: Store, rows_per_file: list[int], group_rows: int = 100, *, flag: bool = False
+    store: Store,
+    rows_per_file: list[int],
+    group_rows: int = 100,
+    *,
+    flag: bool = False,
+    first: int = 0,
 ) -> Manifest:
     schema = DataSchema((X,), (ID,), None, HELD_OUT if flag else None)
-    values = values_of(sum(rows_per_file))
-    files, at = [], 0
+    values = values_of(first + sum(rows_per_file))
+    files, at = [], first
     for i, rows in enumerate(rows_per_file):
         part = {n: v[at : at + rows] for n, v in values.items()}
         path = f"{DATA_DIR}/part-{i:05d}-0.parquet"
         options = {"row_group_bytes": group_rows * schema.row_bytes}
         files.append(write_packed(store, path, schema.columns, part, **options))
         at += rows
-    return Manifest(tuple(files), schema, at)
+    return Manifest(tuple(files), schema, at - first)
 
 
 @pytest.fixture
