@@ -9,6 +9,7 @@ variables. A `Guard` ends them if this process is killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -20,7 +21,7 @@ from typing import IO
 
 from sparkhvd.runner import leftovers
 from sparkhvd.runner.guard import Guard
-from sparkhvd.runner.lines import read_lines
+from sparkhvd.runner.lines import LineReader
 
 __all__ = ["Crew"]
 
@@ -95,8 +96,9 @@ class Crew:
 
     def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
         with pipe:
-            for line in read_lines(pipe.fileno(), _LINE_BYTES):
-                self._on_line(rank, stream, line)
+            LineReader(
+                pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
+            ).run()
 
     def _wait(
         self, rank: int, process: subprocess.Popen[bytes], readers: Sequence[threading.Thread]

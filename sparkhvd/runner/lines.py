@@ -4,51 +4,107 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
-__all__ = ["Tail", "is_redrawn", "read_lines", "shown"]
+__all__ = ["LineReader", "Tail", "is_redrawn", "shown"]
 
 # How long text waits for the end of its line.
 _OPEN_S = 0.5
 # The same for a line that is drawn again and again.
 _REDRAWN_S = 1.0
+# Longer than the thread that asked needs to wake up.
+_TURN_S = 0.001
+# Most bytes that a pipe holds, unless somebody has changed it.
+_PIPE_BYTES = 1 << 16
 # Most bytes of a character.
 _CHARACTER_BYTES = 4
 
 
-def read_lines(fd: int, most_bytes: int) -> Iterator[bytes]:
-    """Read a pipe to its end; yield its lines with their ends, and what has waited for an end, without one.
+class LineReader:
+    """Reads a pipe to its end in one thread; another may have what was written until then passed on.
 
     Args:
-        fd: of the pipe; it stays open.
+        fd: of the pipe; it stays open, and is not used any more when `run` has returned.
         most_bytes: a longer line comes in pieces.
+        take: called with each line and its end, and with what has waited for an end, without one; from either thread, by turns.
     """
+
+    def __init__(self, fd: int, most_bytes: int, take: Callable[[bytes], None]) -> None:
+        self._fd = fd
+        self._most_bytes = most_bytes
+        self._take = take
+        # Guards everything below.
+        self._lock = threading.Lock()
+        # Not the one by which `run` waits: threads cannot share one.
+        self._poller = _poller(fd)
+        self._is_asked = False
+        self._is_over = False
+        self._pending = b""
+        self._since = 0.0
+
+    def run(self) -> None:
+        """Read until the pipe has ended."""
+        waiting = _poller(self._fd)
+        while not self._is_over:
+            waiting.poll(self._wait_ms())
+            if self._is_asked:  # a lock that is free for a moment goes to whoever is awake
+                time.sleep(_TURN_S)
+            with self._lock:
+                if self._poller.poll(0):
+                    self._read()
+                elif self._pending and self._wait_ms() == 0:
+                    self._pass_pending()
+
+    def catch_up(self, timeout_s: float) -> None:
+        """Pass on the lines that are in the pipe now; gives up after some seconds behind a `take` that blocks."""
+        self._is_asked = True
+        if not self._lock.acquire(timeout=timeout_s):
+            return
+        try:
+            self._is_asked = False
+            left = _PIPE_BYTES
+            while left > 0 and not self._is_over and self._poller.poll(0):
+                left -= self._read()
+        finally:
+            self._lock.release()
+
+    def _wait_ms(self) -> float | None:
+        """Return how long what is pending may wait for the end of its line; None if nothing is."""
+        if not self._pending:
+            return None
+        wait_s = _REDRAWN_S if is_redrawn(self._pending) else _OPEN_S
+        return 1000 * max(0.0, self._since + wait_s - time.monotonic())
+
+    def _read(self) -> int:
+        data = os.read(self._fd, _PIPE_BYTES)
+        *lines, rest = (self._pending + data).split(b"\n")
+        for line in lines:
+            self._take(line + b"\n")
+        if lines or not self._pending:
+            self._since = time.monotonic()
+        self._pending = rest
+        if len(rest) > self._most_bytes:
+            end = _whole(rest)
+            self._take(rest[:end])
+            self._pending = rest[end:]
+        if not data:
+            self._is_over = True
+            self._pass_pending()
+        return len(data)
+
+    def _pass_pending(self) -> None:
+        pending, self._pending = self._pending, b""
+        if pending:
+            self._take(pending)
+
+
+def _poller(fd: int) -> select.poll:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    pending = b""
-    since = 0.0
-    while True:
-        if pending:
-            wait_s = since + (_REDRAWN_S if is_redrawn(pending) else _OPEN_S) - time.monotonic()
-            if not poller.poll(1000 * max(0.0, wait_s)):
-                yield pending
-                pending = b""
-        data = os.read(fd, 1 << 16)
-        if not data:
-            break
-        *lines, rest = (pending + data).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-        if lines or not pending:
-            since = time.monotonic()
-        pending = rest
-        if len(pending) > most_bytes:
-            end = _whole(pending)
-            yield pending[:end]
-            pending = pending[end:]
-    if pending:
-        yield pending
+    return poller
 
 
 def _whole(data: bytes) -> int:
@@ -69,7 +125,7 @@ class Tail:
         self._was_redrawn = False
 
     def add(self, line: bytes) -> str:
-        """Take a line of `read_lines`; return its text."""
+        """Take a line of a `LineReader`; return its text."""
         if self._was_redrawn:
             self._lines.pop()
         self._was_redrawn = is_redrawn(line)

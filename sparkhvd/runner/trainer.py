@@ -17,12 +17,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sparkhvd.errors import InternalError
 from sparkhvd.runner import leftovers, nurseries
 from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, read_report, write_frame
-from sparkhvd.runner.lines import Tail, read_lines
+from sparkhvd.runner.lines import LineReader, Tail
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
 from sparkhvd.runner.starting import Start, may_fork, prepare, prepare_nursery
@@ -36,6 +37,8 @@ _LINE_BYTES = 16 << 10
 EXIT_GRACE_S = 30.0
 # How long a function may go on after KeyboardInterrupt was raised in it, for example to save.
 INTERRUPT_GRACE_S = 5.0
+# How long a message waits for lines that were printed before it, where the stream of these blocks.
+_BLOCKED_S = 1.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it starts each of them for that.
 GPU_ANSWER_S = 120.0
 # How long the pipes may take to reach their end after the whole process group was killed, and where no other process holds them.
@@ -144,9 +147,10 @@ class Trainer:
             self._process, self.pid = process, process.pid
             if self._is_given_up:
                 kill_group(self.pid)
+        reader = LineReader(start.log, _LINE_BYTES, self._pass_line)
         self._pumps = [
-            self._thread("log", self._relay, start.log),
-            self._thread("result", self._receive, start.result),
+            self._thread("log", self._relay, start.log, reader),
+            self._thread("result", self._receive, start.result, reader),
         ]
         self._reaper = self._thread("wait", self._reap, process)
         with contextlib.suppress(BrokenPipeError):  # it died at once; its outcome has the reason
@@ -294,15 +298,18 @@ class Trainer:
 
     # --- the threads
 
-    def _relay(self, fd: int) -> None:
+    def _relay(self, fd: int, reader: LineReader) -> None:
         with contextlib.closing(_Closing(fd)):
-            for line in read_lines(fd, _LINE_BYTES):
-                text = self._tail.add(line)
-                # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
-                with contextlib.suppress(Exception):
-                    self._log(f"[{self.rank}] {text}")
+            reader.run()
 
-    def _pass_message(self, message: bytes) -> None:
+    def _pass_line(self, line: bytes) -> None:
+        text = self._tail.add(line)
+        # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
+        with contextlib.suppress(Exception):
+            self._log(f"[{self.rank}] {text}")
+
+    def _pass_message(self, reader: LineReader, message: bytes) -> None:
+        reader.catch_up(_BLOCKED_S)  # what was printed before comes before
         lines = message.decode(errors="replace").split("\n")
         with contextlib.suppress(Exception):  # as above
             self._tell("\n".join(f"[{self.rank}] {line}" for line in lines))
@@ -311,7 +318,7 @@ class Trainer:
         with contextlib.suppress(Exception):  # as above
             self._progress(text.decode(errors="replace"))
 
-    def _receive(self, fd: int) -> None:
+    def _receive(self, fd: int, reader: LineReader) -> None:
         with contextlib.closing(_Closing(fd)):
             if self._asks_gpus:
                 answer = read_frame(fd)
@@ -321,7 +328,7 @@ class Trainer:
             if started is None:
                 return
             self._report = json.loads(started)
-            report = read_report(fd, self._pass_message, self._pass_progress)
+            report = read_report(fd, partial(self._pass_message, reader), self._pass_progress)
             result = None if report is None else read_frame(fd)
             if report is None or result is None:
                 return

@@ -80,6 +80,26 @@ def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
     assert kept.state == "finished"
 
 
+def test_a_message_comes_behind_what_was_printed_before_it() -> None:
+    def talk() -> None:
+        for number in range(300):
+            print(f"line {number}")
+            sparkhvd.log_to_driver(f"message {number}")
+
+    shown = io.StringIO()
+    run_local(talk, num_proc=1, stdout=shown)
+    found = shown.getvalue().splitlines()
+    assert sorted(found) == sorted(
+        f"[0] {kind} {number}" for kind in ("line", "message") for number in range(300)
+    )
+    early = [
+        number
+        for number in range(300)
+        if found.index(f"[0] message {number}") < found.index(f"[0] line {number}")
+    ]
+    assert early == []
+
+
 def test_ranks_know_the_standard_variables_and_their_threads() -> None:
     def variables() -> dict[str, str]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE")

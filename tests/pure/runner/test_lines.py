@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sparkhvd.runner.lines import Tail, is_redrawn, read_lines, shown
+from sparkhvd.runner.lines import LineReader, Tail, is_redrawn, shown
 
 MOST = 1 << 10
 
@@ -29,8 +29,9 @@ def of_pipe(*parts: bytes | float) -> list[tuple[float, bytes]]:
 
     thread = threading.Thread(target=write)
     began = time.monotonic()
+    found: list[tuple[float, bytes]] = []
     thread.start()
-    found = [(time.monotonic() - began, line) for line in read_lines(reader, MOST)]
+    LineReader(reader, MOST, lambda line: found.append((time.monotonic() - began, line))).run()
     thread.join()
     os.close(reader)
     return found
@@ -72,12 +73,67 @@ def test_a_progress_bar_that_is_always_redrawn_comes_about_once_per_second() -> 
     code = "import time, tqdm\nfor _ in tqdm.trange(100): time.sleep(0.03)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as bar:
         assert bar.stderr is not None
-        lines = list(read_lines(bar.stderr.fileno(), MOST))
+        lines: list[bytes] = []
+        LineReader(bar.stderr.fileno(), MOST, lines.append).run()
     assert 3 <= len(lines) <= 6
     assert all(is_redrawn(line) for line in lines[:-1])
     percents = [int(shown(line).partition("%")[0]) for line in lines]
     assert percents == sorted(percents)
     assert percents[-1] == 100
+
+
+def test_another_thread_has_what_was_written_passed_on_also_of_a_pipe_that_is_always_full() -> None:
+    reader, writer = os.pipe()
+    found: list[bytes] = []
+    is_over = threading.Event()
+
+    def take(line: bytes) -> None:
+        found.append(line)
+
+    def flood() -> None:
+        while not is_over.is_set():
+            os.write(writer, b"x\n" * 2000)
+        os.close(writer)
+
+    lines = LineReader(reader, MOST, take)
+    running = threading.Thread(target=lines.run, daemon=True)
+    running.start()
+    os.write(writer, b"first\n")
+    lines.catch_up(10.0)
+    assert found == [b"first\n"]
+    writing = threading.Thread(target=flood, daemon=True)
+    writing.start()
+    for number in range(20):
+        os.write(writer, b"%d\n" % number)
+        began = time.monotonic()
+        lines.catch_up(10.0)
+        assert b"%d\n" % number in found
+        assert time.monotonic() - began < 1.0
+    is_over.set()
+    writing.join()
+    running.join()
+    lines.catch_up(10.0)  # of a pipe that has ended
+    os.close(reader)
+
+
+def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None:
+    reader, writer = os.pipe()
+    blocks, goes_on = threading.Event(), threading.Event()
+
+    def take(line: bytes) -> None:
+        blocks.set()
+        assert goes_on.wait(10)
+
+    lines = LineReader(reader, MOST, take)
+    running = threading.Thread(target=lines.run, daemon=True)
+    running.start()
+    os.write(writer, b"first\n")
+    assert blocks.wait(10)
+    lines.catch_up(0.1)
+    goes_on.set()
+    os.close(writer)
+    running.join()
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
