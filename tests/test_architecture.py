@@ -71,7 +71,7 @@ UNPICKLING = {
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
-    "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
+    "sparkhvd/sessions.py": "the key and the tasks of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
     "sparkhvd/horovod/spark/common/backend.py": "the default parallelism of a classic application, as Horovod takes it",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
@@ -101,7 +101,6 @@ LAZY = {
         "ranks start without what the doctor, other hosts and elastic jobs need",
     ),
     "sparkhvd/__main__.py": (2, "the doctor tells what is missing, such as pyarrow"),
-    "sparkhvd/runner/child.py": (4, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }

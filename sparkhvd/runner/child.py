@@ -32,7 +32,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sparkhvd import as_horovod, rank_context, rank_messages
+from sparkhvd import as_horovod, rank_context, rank_messages, rendezvous
+from sparkhvd.elastic import ElasticRendezvous, Invitation
+from sparkhvd.launchers import mark
+from sparkhvd.rank_settings import JobSettings, RankSettings
 from sparkhvd.runner import allocator, blas, spawning
 from sparkhvd.runner.frames import (
     USEFUL_MODULES,
@@ -90,6 +93,10 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
     load(prologue.preload)
+    if (
+        prologue.sys_path
+    ):  # what was there before is found where Python starts, not in the user's folder
+        sys.path[:] = prologue.sys_path
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it
@@ -133,8 +140,6 @@ def _enter(prologue: Prologue) -> None:
     if prologue.keep_freed_memory:
         allocator.keep_freed_memory()
     os.environ.update(prologue.variables())  # noqa: TID251 - OpenMP's, and the user's own
-    if prologue.sys_path:
-        sys.path[:] = prologue.sys_path
     if prologue.cwd:
         os.chdir(prologue.cwd)
     sys.argv[1:] = []
@@ -193,11 +198,6 @@ def _watch_parent(fd: int) -> None:
 
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
-    from sparkhvd import rendezvous
-    from sparkhvd.elastic import ElasticRendezvous, Invitation
-    from sparkhvd.launchers import mark
-    from sparkhvd.rank_settings import JobSettings, RankSettings
-
     env, gpu = _visible(frame, prologue.cuda_library)
     os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
     mark()

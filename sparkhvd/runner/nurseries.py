@@ -32,7 +32,7 @@ from pathlib import Path
 
 from sparkhvd.rendezvous.loop import is_same_user
 from sparkhvd.runner.frames import USEFUL_MODULES
-from sparkhvd.runner.processes import Ends, ForkedProcess, receive
+from sparkhvd.runner.processes import Ends, ForkedProcess, python_of, receive
 
 __all__ = ["Nursery", "fork", "is_possible", "of_this_process", "prepare"]
 
@@ -204,10 +204,10 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     lifetime = os.pidfd_open(belongs_to)
     fds = (listener.fileno(), lifetime)
-    program = ("-m", "sparkhvd.runner.nursery", *map(str, fds), family)
+    program = [*python_of("sparkhvd.runner.nursery"), *map(str, fds), family]
     try:
         return subprocess.Popen(
-            [os.path.abspath(sys.executable), *program],
+            program,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

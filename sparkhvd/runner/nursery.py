@@ -277,7 +277,7 @@ def _reseed() -> None:
 def main(listener_fd: int, lifetime: int, family: str) -> None:
     """Serve the processes that connect to a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the owner, who passes it on
-    # The working directory, which trainers have in their path only if the owner has; Python 3.11 can leave it out.
+    # The working directory, which trainers have in their path only if the owner has; Python 3.10 cannot leave it out.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     blas.hold_threads()

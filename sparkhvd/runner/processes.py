@@ -25,6 +25,7 @@ __all__ = [
     "FreshProcess",
     "Process",
     "kill_group",
+    "python_of",
     "receive",
     "send",
 ]
@@ -94,8 +95,8 @@ class FreshProcess:
     def __init__(self, environ: Mapping[str, str], ends: Ends) -> None:
         self._process = subprocess.Popen(
             [
-                os.path.abspath(sys.executable),
-                *("-m", "sparkhvd.runner.child", str(ends.spec), str(ends.result)),
+                *python_of("sparkhvd.runner.child"),
+                *(str(ends.spec), str(ends.result)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=ends.log,
@@ -148,6 +149,13 @@ class ForkedProcess:
         os.close(self._pidfd)
         # Without the nursery, init has reaped it, and its number may be another process's: its group dies with its pipe.
         return Ended(None) if answer is None else Ended(answer["status"], answer["peak_rss_bytes"])
+
+
+def python_of(module: str) -> list[str]:
+    """Return the beginning of a command that runs a module, whatever the working directory holds: its `random.py` is not Python's."""
+    # Python 3.10 cannot leave the directory out.
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    return [os.path.abspath(sys.executable), *safe, "-m", module]
 
 
 def kill_group(pid: int) -> None:

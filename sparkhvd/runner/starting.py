@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,10 @@ from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.processes import Ends
 
 __all__ = ["Start", "may_fork", "prepare", "prepare_nursery"]
+
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+# Folders of Python's own modules.
+_OF_PYTHON = frozenset([*_STDLIB, *(f"{folder}/lib-dynload" for folder in _STDLIB)])
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ def _environment(prologue: Prologue) -> dict[str, str]:
         environ.update(allocator.start_variables(environ))
     # The package must be found before the trainer has set its own path; "" is the working directory.
     path = [entry or prologue.cwd for entry in prologue.sys_path]
+    # A notebook has that first, and Python's modules in place already: a `secrets.py` there is not Python's.
+    path.sort(key=lambda entry: entry not in _OF_PYTHON)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
     return environ
 

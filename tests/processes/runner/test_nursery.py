@@ -183,6 +183,34 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
+@pytest.mark.parametrize("setting", ["auto", "0"])
+def test_files_of_the_working_directory_are_not_imported_in_place_of_pythons_own(
+    nursery: None, tmp_path: Path, setting: str
+) -> None:
+    """Have them in the path behind everything else at the start, and first in the function, as a notebook has."""
+    for name in ("random", "secrets", "queue", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the library')")
+    (tmp_path / "theirs.py").write_text("")
+    code = (
+        "import sparkhvd, sys, random, secrets, queue, logging\n"
+        "def rank():\n"
+        "    import os, random, secrets, theirs\n"
+        "    return os.path.dirname(theirs.__file__), sys.path\n"
+        "if __name__ == '__main__':\n"
+        "    sys.path.insert(0, '')\n"
+        "    for _ in range(2):\n"
+        "        print(sparkhvd.run_local(rank, num_proc=1, verbose=0)[0] == (os.getcwd(), sys.path))\n"
+    )
+    script = tmp_path.parent / f"{tmp_path.name}.py"
+    script.write_text(f"import os\n{code}")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "SPARKHVD_NURSERY": setting}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("True\nTrue\n", 0), done.stderr
+
+
 def draw() -> tuple[float, float, float, str]:
     import uuid
 
