@@ -22,7 +22,8 @@ _VARIABLE = "SPARKHVD_LAUNCHED_BY"
 _LIMIT_S = 1.0
 # A shell starts at once, and becomes a Python only if the launcher ends without a word.
 _GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
-_KILL = "import sys; from sparkhvd.runner.leftovers import kill; kill(sys.argv[1])"
+# Without the working directory, whose `secrets.py` is not Python's.
+_KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.leftovers import kill; kill(sys.argv[1])"
 
 
 class Leftovers:

@@ -37,10 +37,11 @@ from sparkhvd.settings import Settings
 
 __all__ = ["BEAT_S", "BOOTSTRAP", "MARK", "REACH_S", "main"]
 
-# One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line.
+# One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line. Not from the
+# working directory, a login's home, whose `json.py` is not Python's.
 MARK = b"sparkhvd-agent "
 BOOTSTRAP = (
-    "import json,os,sys;"
+    "import sys;sys.path=[p for p in sys.path if p];import json,os;"
     "os.write(1,('sparkhvd-agent %d.%d %s\\n'%(sys.version_info[0],sys.version_info[1],sys.executable)).encode());"
     "sys.path[:0]=json.loads(open(0,'rb',0,closefd=False).readline().decode());"
     "from sparkhvd.runner.hosts.agent import main;main()"

@@ -366,6 +366,27 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     assert agents_of(server) == set()
 
 
+def test_an_agent_starts_in_a_folder_that_has_names_of_pythons_modules(tmp_path: Path) -> None:
+    folder, script = tmp_path / "own", tmp_path / "driver.py"
+    folder.mkdir()
+    (folder / "json.py").write_text("raise RuntimeError('not the library')")
+    script.write_text(
+        "import os, sparkhvd\n"
+        "if __name__ == '__main__':\n"
+        "    print(sparkhvd.run_hosts(os.getcwd, hosts='localhost:1', verbose=0))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == (f"['{folder}']\n", 0), done.stderr
+
+
 def test_wrong_calls_are_told() -> None:
     with pytest.raises(InvalidArgumentError, match="give one of them"):
         sparkhvd.run_hosts(print)

@@ -20,6 +20,7 @@ import sparkhvd
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.runner import context, run_local
 from tests.harness import faults
+from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
 from tests.harness.spark import started_script
 from tests.harness.waiting import wait_until
@@ -477,6 +478,26 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted")
 """
+
+
+def test_what_ranks_leave_ends_with_a_killed_driver_whose_folder_has_names_of_pythons_modules(
+    tmp_path: Path,
+) -> None:
+    folder, script = tmp_path / "own", tmp_path / "driver.py"
+    folder.mkdir()
+    (folder / "secrets.py").write_text("raise RuntimeError('not the library')")
+    script.write_text(_DRIVER)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(tmp_path), "lets go"]
+    with subprocess.Popen(command, cwd=folder, env=environ) as driver:
+        try:
+            files = [tmp_path / f"{rank}.pids" for rank in range(2)]
+            wait_until(lambda: all(map(Path.exists, files)), "both run", within_s=60)
+        finally:
+            driver.kill()
+    pids = {int(pid) for file in files for pid in file.read_text().split()}
+    assert len(pids) == 6
+    assert wait_until_gone(pids) == set()
 
 
 _SAVING = """
