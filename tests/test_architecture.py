@@ -71,7 +71,7 @@ UNPICKLING = {
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
-    "sparkhvd/sessions.py": "the key and the tasks of a classic session, and its context for Spark ML",
+    "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
     "sparkhvd/horovod/spark/common/backend.py": "the default parallelism of a classic application, as Horovod takes it",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
