@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -246,6 +247,33 @@ def install() -> None:
     os.environ[VARIABLE] = "1"  # noqa: TID251 - for the processes that this one starts
     if not is_installed():
         sys.meta_path.insert(0, _Finder())
+        _tell_spawned()
+
+
+class _ProcessName(str):
+    """Name of a process of multiprocessing, which takes the name `horovod` when it unpickles its own: before it imports the program."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        """Install in the process that unpickles."""
+        return _named, (str(self),)
+
+
+def _named(name: str) -> str:
+    install()
+    return name
+
+
+def _tell_spawned() -> None:
+    """Let processes that multiprocessing spawns, or lets its fork server fork, such as a DataLoader's, have the name, too."""
+    made = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = made(name)
+        return {**data, "name": _ProcessName(data["name"])}
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 def install_if_asked() -> None:

@@ -187,6 +187,25 @@ print(__name__, hvd.rank(), hvd.size(), sys.argv[1:], flush=True)
 """
 
 
+# Imports horovod again in each process that it spawns.
+SPAWNS = """
+import multiprocessing
+import horovod
+
+def version(queue):
+    queue.put((multiprocessing.current_process().name, horovod.__version__, horovod.__name__))
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=version, args=(queue,), name=method)
+        process.start()
+        process.join()
+        print(process.exitcode, *(() if queue.empty() else queue.get()))
+"""
+
+
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
@@ -225,6 +244,13 @@ def test_programs_run_with_the_name(tmp_path: Path, how: str) -> None:
     path = f"{ROOT}:{tmp_path}"
     done = run(sys.executable, "-m", "sparkhvd.horovod", *words[how], "a", "-b", PYTHONPATH=path)
     assert done.stdout == "__main__ 0 1 ['a', '-b']\n", done.stderr
+
+
+def test_processes_of_multiprocessing_have_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNS)
+    done = run(sys.executable, "-m", "sparkhvd.horovod", str(tmp_path / "train.py"))
+    wanted = [f"0 {method} 0.28.1 sparkhvd.horovod" for method in ("spawn", "forkserver")]
+    assert done.stdout.splitlines() == wanted, done.stderr
 
 
 def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path) -> None:
