@@ -42,7 +42,7 @@ class _Freely(TorchParams):
         super().__init_subclass__(**options)
         known = {base for base in cls.__mro__ if base.__module__.startswith("sparkhvd")}
         of_known = {each for base in known for each in base.__mro__}
-        for base in reversed(cls.__mro__):
+        for base in cls.__mro__:
             if base in of_known:
                 continue
             for name, value in vars(base).items():
