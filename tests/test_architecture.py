@@ -66,6 +66,7 @@ UNPICKLING = {
     "sparkhvd/estimator/saving/encoding.py": "saved models, behind the trust rules",
     "sparkhvd/training/checkpoints/checkpoint.py": "weights and optimizer state, by weights_only=True",
     "sparkhvd/training/modules/weights.py": "weights, by weights_only=True",
+    "sparkhvd/training/host_weights.py": "frozen parameters of another rank of this host, by weights_only=True",
     "sparkhvd/lightning/checkpoints.py": "a rank: files of Lightning whose SHA-256 this run has written down",
 }
 

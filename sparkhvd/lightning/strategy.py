@@ -23,6 +23,7 @@ from sparkhvd.lightning.devices import check_size, own_device
 from sparkhvd.lightning.environment import environment_of, join
 from sparkhvd.lightning.layers import SynchronizedLayers
 from sparkhvd.torch.context import context
+from sparkhvd.training.checkpoints.frozen import agreed_frozen
 
 __all__ = ["register"]
 
@@ -146,11 +147,14 @@ class Strategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device, with rank 0's parameters and buffers."""
+        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones that all ranks have are not sent."""
         self.model.to(self.root_device)
         if self.world_size > 1:
             tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            hvd.broadcast_parameters(tensors, root_rank=0)
+            agreed, _ = agreed_frozen(self.model)
+            hvd.broadcast_parameters(
+                {name: each for name, each in tensors.items() if name not in agreed}, root_rank=0
+            )
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the module's optimizers and schedulers, distributed."""

@@ -26,6 +26,7 @@ Each module imports only those above it:
     describe_program  the same, described for a checkpoint
     spec              input and result of a rank
     losses            loss of a global batch
+    host_weights      frozen parameters that the ranks of a host hold once
     host_rows         rows that the ranks of a host read once and share
     batches           a rank's batches of an epoch
     device            the rank's device

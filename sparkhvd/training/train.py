@@ -42,6 +42,7 @@ from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.compile import compile_model
 from sparkhvd.training.device import agree, choose_device, gpu_of
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
+from sparkhvd.training.host_weights import share_frozen
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
@@ -104,6 +105,9 @@ def train(spec: TrainSpec) -> TrainResult:
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
         state.callbacks = callbacks
         position = resume(start, state)
+        # The ranks of a host map the file of a large model's.
+        is_mapped = spec.program_weights is not None
+        share_frozen(program.model, position.sent if is_mapped else None)
         history = position.history
         if history and hvd.rank() == 0:
             profile.resume(checkpoints.profile(), len(history))

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sparkhvd.torch as hvd
+from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.types import State
 
-__all__ = ["Frozen", "FrozenParameters", "Sums", "broadcast_weights", "frozen_sums"]
+__all__ = [
+    "Frozen",
+    "FrozenParameters",
+    "Sums",
+    "agreed_frozen",
+    "broadcast_weights",
+    "frozen_sums",
+    "unwritten",
+]
 
 # Bytes of a tensor that are summed at once, and so stay in a cache.
 _PIECE_BYTES = 1 << 20
@@ -72,20 +81,33 @@ class FrozenParameters:
         if not self._sha256:
             self._sha256 = write(self._unwritten)
             self._unwritten = {}
+            give_back()
         return {"sha256": self._sha256, "names": names}
 
 
-def broadcast_weights(model: nn.Module) -> None:
+def broadcast_weights(model: nn.Module) -> frozenset[str]:
     """Give all ranks rank 0's parameters and saved buffers; all ranks must call it.
 
-    Cost: a broadcast of what is trained, and of the frozen parameters that differ on some rank; one pass over these to compare
-    them, and an allgather of about 100 bytes for each.
+    Cost: a broadcast of what is trained, and of the frozen parameters that differ on some rank; and that of `agreed_frozen`.
+
+    Returns:
+        Names of the frozen parameters that were sent.
+    """
+    agreed, all_frozen = agreed_frozen(model)
+    hvd.broadcast_parameters(
+        {n: v for n, v in _tensors(model.state_dict()).items() if n not in agreed}, 0
+    )
+    return all_frozen - agreed
+
+
+def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the frozen parameters that have the same value on all ranks, and of all that rank 0 has; all ranks must call it.
+
+    Cost: one pass over frozen parameters, and an allgather of about 100 bytes for each.
     """
     by_rank: list[Sums] = hvd.allgather_object(frozen_sums(model), name="frozen")
-    alike = {n for n, entry in by_rank[0].items() if all(s.get(n) == entry for s in by_rank)}
-    hvd.broadcast_parameters(
-        {n: v for n, v in _tensors(model.state_dict()).items() if n not in alike}, 0
-    )
+    agreed = (n for n, entry in by_rank[0].items() if all(s.get(n) == entry for s in by_rank))
+    return frozenset(agreed), frozenset(by_rank[0])
 
 
 def frozen_sums(model: nn.Module) -> Sums:
@@ -96,6 +118,25 @@ def frozen_sums(model: nn.Module) -> Sums:
         # Parameters of other classes have state of their own.
         if type(value) is nn.Parameter and not value.requires_grad
     }
+
+
+def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a state dict that leaves alone, where `model` loads it, frozen parameters that have its values: their memory may be shared."""
+    own = model.state_dict(keep_vars=True)
+    state = copy.copy(weights)  # keeps what modules note in its attributes
+    same = {name: own[name] for name, value in weights.items() if _is_same(own.get(name), value)}
+    cast("dict[str, object]", state).update(same)
+    return state
+
+
+def _is_same(own: object, value: object) -> bool:
+    return (
+        type(own) is nn.Parameter
+        and not own.requires_grad
+        and isinstance(value, Tensor)
+        and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)
+        and torch.equal(own.detach(), value)
+    )
 
 
 def _checksum(value: Tensor) -> int:

@@ -17,7 +17,7 @@ from sparkhvd.training.batches import Done
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
-from sparkhvd.training.checkpoints.frozen import broadcast_weights
+from sparkhvd.training.checkpoints.frozen import broadcast_weights, unwritten
 from sparkhvd.training.checkpoints.module_state import (
     extra_states,
     load_buffers,
@@ -25,6 +25,7 @@ from sparkhvd.training.checkpoints.module_state import (
     unsaved_buffers,
 )
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
+from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
@@ -115,6 +116,7 @@ class Position:
         done: part of that epoch that other ranks have done.
         sums: of these ranks, on one of those that go on; else None.
         seconds: that they have taken.
+        sent: names of frozen parameters that rank 0 has sent to the others.
     """
 
     history: History
@@ -123,6 +125,7 @@ class Position:
     done: Done = Done()
     sums: TotalsState | None = None
     seconds: float = 0.0
+    sent: frozenset[str] = frozenset()
 
     def begin(self, totals: Totals) -> float:
         """Set random numbers and totals of a run that resumes inside an epoch.
@@ -210,7 +213,9 @@ def resume(start: Start, state: TrainingState) -> Position:
     resumed, model = start.resumed, state.model
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
-    broadcast_weights(model)
+    sent = broadcast_weights(model)
+    if not resumed["is_new"]:
+        give_back()  # what rank 0 has read of the checkpoint
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
     parts: list[tuple[Stateful | None, State | None]] = [
@@ -230,7 +235,7 @@ def resume(start: Start, state: TrainingState) -> Position:
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
         of_rank = rank_state["buffers"] if rank_state else {}
         load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
-    return Position(resumed["history"], resumed["step"], rank_state)
+    return Position(resumed["history"], resumed["step"], rank_state, sent=sent)
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
@@ -253,7 +258,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
         InvalidArgumentError: they do not fit it.
     """
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(unwritten(model, weights))
     except RuntimeError as e:  # names and shapes, one per line
         raise InvalidArgumentError(
             f"{what} not fit this model: {e}. Give the same model, or another run_id."

@@ -328,6 +328,28 @@ def collectives(runs: Runs) -> Row:
     return found
 
 
+def frozen(package: str, folder: str) -> list[tuple[int, float]]:
+    """Train one layer beside a large frozen one that differs on rank 1 in the second fit; return bytes that were broadcast, and the layer's sum."""
+    torch.set_num_threads(1)
+    import sparkhvd.torch as hvd
+
+    runs = Runs(packages(package), Path(folder))
+    found = []
+    for added in (0.0, 1.0):
+        model, trainer = runs.regression(normalized=False), runs.trainer()
+        model.unused = nn.Linear(1000, 1000).requires_grad_(False)
+        model.unused.weight.data.fill_(added * trainer.global_rank)
+        before = broadcast_bytes(hvd)
+        trainer.fit(model, runs.loader(trainer))
+        found.append((broadcast_bytes(hvd) - before, float(model.unused.weight.sum())))
+    return found
+
+
+def broadcast_bytes(hvd: Any) -> int:
+    entries = hvd.metrics().counters["collectives"]
+    return sum(entry["bytes"] for entry in entries if entry["collective"] == "broadcast")
+
+
 def fails(package: str, how: str, folder: str) -> str:
     """Fail on rank 1 in the third step; return on the others how they learned of it, and after how many seconds."""
     torch.set_num_threads(1)

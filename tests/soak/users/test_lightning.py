@@ -71,6 +71,14 @@ def test_what_a_module_asks_of_the_strategy() -> None:
         }
 
 
+def test_frozen_parameters_are_sent_only_where_they_differ(tmp_path: Path) -> None:
+    for found in run_local(program.frozen, (LIGHTNING, str(tmp_path)), num_proc=2):
+        (same, _), (other, total) = found
+        assert same < 100_000
+        assert other > 4_000_000
+        assert total == 0.0
+
+
 LAUNCHERS = {
     "sparkhvdrun": [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2", sys.executable],
     "torchrun": [
