@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.training.hashing import HashingWriter
+from sparkhvd.training.hashing import HashingWriter, sha256_of
 
 __all__ = ["IN_MEMORY", "RunFiles", "checkpoint_io", "plain"]
 
@@ -40,7 +41,7 @@ class RunFiles:
 
     Attributes:
         folder: the path of the folder, for Lightning; of this rank alone where the store is no local folder.
-        sums: SHA-256 by name of a file.
+        sums: SHA-256 by name of a file; one elsewhere on this host, where the user's callback writes, is named by its path.
     """
 
     def __init__(self, store: Store, run_dir: str) -> None:
@@ -52,6 +53,12 @@ class RunFiles:
         """Return the name of a file by its path; "" if it is not in the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
+
+    def note(self, path: str) -> None:
+        """Keep the hash of a file that has been written elsewhere on this host."""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                self.sums[os.fspath(path)] = sha256_of(file, os.path.getsize(path))
 
     def save(self, name: str, checkpoint: Mapping[str, Any]) -> None:
         """Write a file."""
@@ -66,11 +73,14 @@ class RunFiles:
         Raises:
             StoreError: it is not as this run has written it.
         """
-        data = self._store.read_bytes(f"{self._prefix}/{name}")
+        if os.path.isabs(name):
+            where, data = name, Path(name).read_bytes()
+        else:
+            path = f"{self._prefix}/{name}"
+            where, data = self._store.full_url(path), self._store.read_bytes(path)
         if hashlib.sha256(data).hexdigest() != self.sums.get(name):
             raise StoreError(
-                f"{self._store.full_url(f'{self._prefix}/{name}')} is not what this run has written. It is damaged, or something else "
-                "writes to the run's folder."
+                f"{where} is not what this run has written. It is damaged, or something else writes to its folder."
             )
         loaded: dict[str, Any] = torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False
@@ -98,6 +108,7 @@ def checkpoint_io(package: Any, files: RunFiles) -> Any:
                 files.save(name, checkpoint)
             else:
                 super().save_checkpoint(checkpoint, path, storage_options)
+                files.note(path)
 
         def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             if path == IN_MEMORY:

@@ -41,8 +41,8 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
     those of the module. `training_step` gets a dict of tensors by column. The module is not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    # Whether loggers write into the folder of the run, whatever folder they were given.
-    _moves_loggers: ClassVar[bool] = False
+    # Whether loggers and `ModelCheckpoint` write into the folder of the run, whatever folder they were given.
+    _moves_files: ClassVar[bool] = False
 
     def _options(self) -> FitOptions:
         """Check the values and read them.
@@ -103,7 +103,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
                 **{name: value for name, value in limits.items() if value is not None},
                 **(self._get("trainer_args") or {}),
             },
-            moves_loggers=self._moves_loggers,
+            moves_files=self._moves_files,
             ends_on_nan=bool(options.terminate_on_nan),
             columns=columns if self._get("batch_format") == "tuple" else None,
             rows=self._row_function(options),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class LightningLoop:
         data_module: makes a LightningDataModule of Horovod's arguments; None: batches are those of the fit.
         loading: values of Params that it gets as they are.
         strategy: arguments of the strategy.
-        moves_loggers: loggers write into the run's folder of logs, whatever folder they were given.
+        moves_files: loggers and `ModelCheckpoint` write into the run's folder, whatever folder they were given.
         ends_on_nan: a loss that is not finite ends the fit with an error.
         wrap: makes the LightningModule of the run's module, which it holds; None: it is one.
     """
@@ -50,7 +51,7 @@ class LightningLoop:
     data_module: Callable[..., Any] | None = None
     loading: Mapping[str, Any]
     strategy: Mapping[str, Any]
-    moves_loggers: bool = False
+    moves_files: bool = False
     ends_on_nan: bool = False
     wrap: Callable[[TrainFnContext], Any] | None = None
 
@@ -73,10 +74,12 @@ class LightningLoop:
         state = RunState(module, ctx, io, files)
         ctx.keep("lightning", state)
         for each in self.callbacks:
-            if isinstance(each, package.callbacks.ModelCheckpoint) and each.dirpath is None:
+            if isinstance(each, package.callbacks.ModelCheckpoint) and (
+                each.dirpath is None or self.moves_files
+            ):
                 each.dirpath = files.folder
         with _log_folder(ctx) as folder:
-            if self.moves_loggers:
+            if self.moves_files:
                 _move(self.logger, folder)
             callbacks = list(self.callbacks)
             if self.ends_on_nan:
@@ -183,11 +186,13 @@ def _return_best(
 ) -> None:
     """Load the weights that a `ModelCheckpoint` calls the best, and let the run return them; every rank must call it."""
     paths = [
-        each.best_model_path
+        os.fspath(each.best_model_path)
         for each in trainer.checkpoint_callbacks
         if isinstance(each, package.callbacks.ModelCheckpoint)
     ]
-    name = files.name_of(paths[0]) if paths and not ctx._spec.return_best else ""
+    name = ""
+    if paths and not ctx._spec.return_best:
+        name = files.name_of(paths[0]) or (paths[0] if paths[0] in files.sums else "")
     if not hvd.broadcast_object(name, 0, name="lightning.best"):
         return
     if ctx.rank == 0:

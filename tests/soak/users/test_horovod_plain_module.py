@@ -98,7 +98,8 @@ def of_lightning(folder: Path, **options: Any) -> dict[str, Any]:
         "log_every_n_steps": 1,
         "callbacks": [
             Seen(folder, options.pop("killed", None)),
-            pl.pytorch.callbacks.ModelCheckpoint(save_last=True),
+            # Its folder is the run's, whatever it was given.
+            pl.pytorch.callbacks.ModelCheckpoint("elsewhere", save_last=True),
         ],
         **options,
     }

@@ -153,12 +153,17 @@ def test_a_killed_rank_costs_nothing_but_time(
     assert [{n: v for n, v in r.items() if n not in timed} for r in stopped.history] == same
 
 
-def test_the_model_is_the_best_of_a_model_checkpoint(df: DataFrame, tmp_path: Path) -> None:
-    kept = pl.pytorch.callbacks.ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=1)
+@pytest.mark.parametrize("folder", [None, "own"])
+def test_the_model_is_the_best_of_a_model_checkpoint(
+    df: DataFrame, tmp_path: Path, folder: str | None
+) -> None:
+    kept = pl.pytorch.callbacks.ModelCheckpoint(
+        folder and tmp_path / folder, monitor="val_loss", mode="max", save_top_k=1
+    )
     fitted = estimator(tmp_path, callbacks=[kept], run_id="best").fit(df)
     losses = [record["val_loss"] for record in fitted.history]
     best = losses.index(max(losses))
-    (file,) = (tmp_path / "runs" / "best" / "lightning").iterdir()
+    (file,) = (tmp_path / (folder or "runs/best/lightning")).iterdir()
     assert file.name.startswith(f"epoch={best}-")
     saved = torch.load(file, weights_only=False)["state_dict"]
     for name, weights in saved.items():

@@ -61,7 +61,7 @@ class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
 
     _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
 
-    _moves_loggers: ClassVar[bool] = True
+    _moves_files: ClassVar[bool] = True
     # Horovod takes it, and does nothing with it.
     train_minibatch_fn = param(any_value, "no effect", no_effect="training_step is that")
 
