@@ -95,6 +95,7 @@ class LightningLoop:
                 "default_root_dir": folder,
                 # A data module gets the rank's share of the rows to read: a sampler would divide that again.
                 "use_distributed_sampler": self.data_module is None,
+                **self._limits(ctx),
                 **self.trainer_args,
                 "max_epochs": ctx.epochs,
                 "callbacks": [*callbacks, bridge(package, ctx, state)],
@@ -111,6 +112,11 @@ class LightningLoop:
             )
         state.trainer = None
         _return_best(package, module, ctx, trainer, files)
+
+    def _limits(self, ctx: TrainFnContext) -> dict[str, Any]:
+        """Keep Lightning from asking a data module without validation rows for their loader, which may be None as in Horovod's."""
+        has_none = self.data_module is not None and ctx.val_loader is None
+        return {"limit_val_batches": 0} if has_none else {}
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
         """Return the arguments of `Trainer.fit` that give the batches."""

@@ -37,7 +37,7 @@ class Rows(pl.LightningDataModule):  # type: ignore[misc]  # untyped
         super().__init__()
         assert schema_fields == ["x", "text", "y", "weight"], schema_fields
         assert (num_train_epochs, storage_options) == (2, None)
-        assert (steps_per_epoch_train, steps_per_epoch_val) == (4, 1)
+        assert (steps_per_epoch_train, steps_per_epoch_val) == ((4, 1) if has_val else (5, 0))
         self.share = slice(cur_shard, None, shard_count)
         self.names, self.sizes = schema_fields, (train_batch_size, val_batch_size)
         self.folders = {"train": train_dir, "val": val_dir if has_val else None}
@@ -61,7 +61,7 @@ class Rows(pl.LightningDataModule):  # type: ignore[misc]  # untyped
         return self._loader("train", self.sizes[0])
 
     def val_dataloader(self) -> Any:
-        return self._loader("val", self.sizes[1])
+        return self._loader("val", self.sizes[1]) if self.folders["val"] else None
 
 
 class Sees(pl.LightningModule):  # type: ignore[misc]  # untyped
@@ -134,6 +134,13 @@ def test_its_ranks_get_plain_parquet(df: DataFrame, tmp_path: Path) -> None:
         record = model.getHistory()[1]
         assert record["sum_of_y"] == sum(range(40)) - held_out
         assert record["val_sum_of_y"] == held_out
+
+
+def test_without_validation_rows_it_may_have_no_loader_for_them(
+    df: DataFrame, tmp_path: Path
+) -> None:
+    model = TorchEstimator(model=Sees(), **arguments(tmp_path, validation=None)).fit(df)
+    assert model.getHistory()[1]["sum_of_y"] == sum(range(40))
 
 
 def test_a_plain_module_is_trained_on_its_batches(df: DataFrame, tmp_path: Path) -> None:
