@@ -93,10 +93,9 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
     load(prologue.preload)
-    if (
-        prologue.sys_path
-    ):  # what was there before is found where Python starts, not in the user's folder
+    if prologue.sys_path:  # behind that, or the user's folders would shadow Python's modules
         sys.path[:] = prologue.sys_path
+        load(prologue.preload)  # what these folders alone have
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it

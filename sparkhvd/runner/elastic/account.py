@@ -25,16 +25,16 @@ class Account:
         outcomes: of its processes, by number.
         results: of those that have returned one, by number; pickled.
         refused: why the first task could not take part; "" if it could.
-        changes: of the ranks.
         unsent: lines of the coordinator that may not have been shown, as `Outcome.unsent`.
+        changes: of the ranks.
     """
 
     verdict: Verdict
     outcomes: Mapping[int, Outcome]
     results: Mapping[int, bytes]
     refused: str = ""
-    changes: tuple[RankChange, ...] = ()
     unsent: tuple[tuple[int, str, int], ...] = ()
+    changes: tuple[RankChange, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return bytes from which `from_bytes` rebuilds this."""
@@ -43,8 +43,8 @@ class Account:
             "outcomes": [[number, each.to_json()] for number, each in self.outcomes.items()],
             "results": [[number, len(data)] for number, data in self.results.items()],
             "refused": self.refused,
-            "changes": [asdict(change) for change in self.changes],
             "unsent": self.unsent,
+            "changes": [asdict(change) for change in self.changes],
         }
         return pack(_KIND, b"".join(self.results.values()), values)
 
@@ -64,6 +64,6 @@ class Account:
             {number: Outcome.from_json(text) for number, text in values["outcomes"]},
             results,
             values["refused"],
-            tuple(RankChange(**each) for each in values["changes"]),
             tuple((number, text, lines) for number, text, lines in values["unsent"]),
+            tuple(RankChange(**each) for each in values["changes"]),
         )

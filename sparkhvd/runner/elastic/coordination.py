@@ -95,7 +95,7 @@ class Coordination:
             self.tasks.outcomes,
             self.tasks.results,
             self._refused,
-            tuple(self._launcher.changes),
+            changes=tuple(self._launcher.changes),
         )
 
     def interrupt(self) -> None:

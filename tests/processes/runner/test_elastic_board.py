@@ -15,6 +15,7 @@ from sparkhvd.runner.elastic.account import Account
 from sparkhvd.runner.elastic.board import Board
 from sparkhvd.runner.elastic.launcher import Verdict
 from sparkhvd.runner.elastic.options import RankRange, Terms
+from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.watching import Ended
 
@@ -32,6 +33,7 @@ ACCOUNT = Account(
     {0: b"one\n\x00", 2: b""},
     "refused",
     ((3, "a line", 1),),
+    (RankChange(2, 3, 2, 0.5, "process 1 was lost", 1e9),),
 )
 
 

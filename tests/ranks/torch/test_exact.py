@@ -111,7 +111,7 @@ def in_both_types(covered_by: str, cases: list[Any], in_float32: list[Any]) -> l
     in_both_types(
         "in float64, here",
         [c for name in exact.optimizer_names() for c in cases(name)],
-        [cases(name)[0] for name in exact.optimizer_names()],
+        [cases(name)[0] for name in ("SGD", "Adam", "Adagrad")],
     ),
     ids=lambda each: str(each).removeprefix("torch."),
 )

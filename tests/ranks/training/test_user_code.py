@@ -186,7 +186,7 @@ class Recorder(Callback):
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         self.calls.append(["step_end", ctx.step])
         assert loss is None or loss > 0
-        ctx.log("ranks", ctx.rank)
+        ctx.log("rank", ctx.rank)
 
     def on_validation_end(self, ctx: Any, record: dict[str, Any]) -> None:
         self.calls.append(["validation_end", "val_loss" in record])
@@ -233,7 +233,7 @@ def test_callbacks_are_called_in_order_on_their_ranks(store: Store) -> None:
         # Rank 0's record counts; what is logged is a mean over calls and ranks: 0, 0 and 1 per step.
         assert record["own"] == record["epoch"] * 2
         assert record["note"] == "text"
-        assert record["ranks"] == pytest.approx(1 / 3)
+        assert record["rank"] == pytest.approx(1 / 3)
     assert Checkpoints(store, RUN_DIR).history() == result.history
 
 
