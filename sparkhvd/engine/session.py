@@ -182,6 +182,10 @@ class Session:
         if self._state.pid == os.getpid() and not self._state.destroyed:
             self._state.shutdown()
 
+    def release(self) -> None:
+        """Shut down, and free what the engine holds now, not when the last reference to it goes; counters are gone, too."""
+        self._state.close()
+
     def abort(self, reason: str) -> None:
         """Fail every operation here and on the peers, with `reason` in their messages. Never blocks."""
         if self._state.pid == os.getpid() and not self._state.closed:

@@ -72,6 +72,7 @@ class RankProcess:
             }
         )
         self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_closed = False
         self._reader = threading.Thread(target=self._read, name=f"test-reader-{rank}")
         self._reader.start()
 
@@ -117,6 +118,10 @@ class RankProcess:
         self._process.wait(DEADLINE_S)
 
     def close(self) -> None:
+        """Kill the rank and what it has started; once is enough."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         # Children of a rank that was killed hold its output open until they notice.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

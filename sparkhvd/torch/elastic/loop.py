@@ -105,6 +105,8 @@ def reset() -> bool:
     for reference in former.followers:
         if (follower := reference()) is not None:
             follower.follow(current)
+    # Buckets refer to it in cycles: until the next garbage collection its memory and descriptors would stay.
+    former.engine.release()
     member = rendezvous()
     return member is None or member.must_sync
 

@@ -156,6 +156,14 @@ def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(60)
+def test_an_engine_whose_ranks_met_anew_keeps_no_descriptors() -> None:
+    """Nobody waits for the garbage collector: each has some megabytes of shared memory, too."""
+    with elastic_job(f"{BODIES}:change_often", 2) as job:
+        found = job.members[0].expect()
+        assert len(set(found[1:])) == 1, found
+
+
+@pytest.mark.timeout(60)
 def test_statistics_of_batches_are_those_of_the_ranks_that_are_left() -> None:
     with elastic_job(f"{BODIES}:normalize", 3) as job:
         assert of_survivors(job, 0) == [{"size": 2, "is_right": True}] * 2

@@ -5,6 +5,7 @@ The model counts: row i adds 1 to its i-th weight in every epoch, so a weight te
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -81,6 +82,10 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
             sampler.set_epoch(state.epoch + 1)
             state.epoch += 1
             state.commit()
+            if "until" in plan:
+                is_over = torch.tensor(float(os.path.exists(plan["until"])))
+                if hvd.allreduce(is_over, op=hvd.Max, name="until"):
+                    break
 
     train(state)
     kept = optimizer.state_dict()["state"][0] if sharded else {"sum": torch.zeros(1), "step": 0}
@@ -88,6 +93,7 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
         "counted": sorted(set(kept["sum"].tolist())),
         "steps": int(kept["step"]),
         "taken": state.taken,
+        "epochs": state.epoch,
         "weights": sorted(set(model.weight.tolist())),
         "size": hvd.size(),
         "sizes": state.sizes,
@@ -160,6 +166,31 @@ def normalize(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     del talk
     size, is_right = train(elastic.TorchState(layer, None, step=0))
     return {"size": size, "is_right": is_right}
+
+
+def change_often(rendezvous: ElasticRendezvous, talk: Talk) -> list[int]:
+    """Meet again and again without a garbage collection; return the number of descriptors each time."""
+    hvd.init(comm=rendezvous)
+    gc.disable()
+    model = torch.nn.Linear(100, 100)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    found = []
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> None:
+        while state.step < 6:
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+            state.step += 1
+            found.append(len(os.listdir("/proc/self/fd")))
+            state.on_hosts_updated()
+            state.commit()
+
+    del talk
+    train(elastic.TorchState(model, optimizer, step=0))
+    return found
 
 
 class Faulty(elastic.TorchState):
