@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -21,6 +22,12 @@ _TURN_S = 0.001
 _PIPE_BYTES = 1 << 16
 # Most bytes of a character.
 _CHARACTER_BYTES = 4
+# Cursor up, by which a bar below another one, as tqdm's are, goes back to it; the end of a line behind it only returns to its own.
+_UP = b"\x1b[A"
+_UP_AND_DOWN = re.compile(rb"(?:\x1b\[A)+\n+")
+_UP_AT_END = re.compile(rb"(?:\x1b\[A)+\Z")
+# What would draw over other lines of the terminal; colours stay.
+_MOVE = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
 class LineReader:
@@ -55,7 +62,7 @@ class LineReader:
             with self._lock:
                 if self._poller.poll(0):
                     self._read()
-                elif self._pending and self._wait_ms() == 0:
+                elif self._wait_ms() == 0:
                     self._pass_pending()
 
     def catch_up(self, timeout_s: float) -> None:
@@ -73,17 +80,20 @@ class LineReader:
 
     def _wait_ms(self) -> float | None:
         """Return how long what is pending may wait for the end of its line; None if nothing is."""
-        if not self._pending:
+        if not self._pending.replace(_UP, b""):
             return None
         wait_s = _REDRAWN_S if is_redrawn(self._pending) else _OPEN_S
         return 1000 * max(0.0, self._since + wait_s - time.monotonic())
 
     def _read(self) -> int:
         data = os.read(self._fd, _PIPE_BYTES)
-        *lines, rest = (self._pending + data).split(b"\n")
+        text = self._pending + data
+        if _UP in text:
+            text = _UP_AND_DOWN.sub(_moved, text)
+        *lines, rest = text.split(b"\n")
         for line in lines:
             self._take(line + b"\n")
-        if lines or not self._pending:
+        if lines or self._wait_ms() is None:
             self._since = time.monotonic()
         self._pending = rest
         if len(rest) > self._most_bytes:
@@ -96,15 +106,25 @@ class LineReader:
         return len(data)
 
     def _pass_pending(self) -> None:
-        pending, self._pending = self._pending, b""
-        if pending:
-            self._take(pending)
+        pending = self._pending
+        end = len(pending) if self._is_over else _whole(pending) or len(pending)
+        if up := _UP_AT_END.search(pending):  # the end of a line may follow
+            end = up.start()
+        self._pending, self._since = pending[end:], time.monotonic()
+        if end:
+            self._take(pending[:end])
 
 
 def _poller(fd: int) -> select.poll:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return poller
+
+
+def _moved(match: re.Match[bytes]) -> bytes:
+    """Return the ends of lines, or the moves up, that are left of both."""
+    ups, downs = match[0].count(_UP), match[0].count(b"\n")
+    return _UP * (ups - downs) + b"\r" + b"\n" * (downs - ups)
 
 
 def _whole(data: bytes) -> int:
@@ -143,7 +163,9 @@ def is_redrawn(line: bytes) -> bool:
 
 
 def shown(line: bytes) -> str:
-    """Return the text that a terminal would show of a line: what was drawn last."""
+    """Return the text that a terminal would show of a line: what was drawn last, without moves of the cursor."""
     text = line.decode(errors="replace").rstrip("\r\n")
+    if "\x1b" in text:
+        text = _MOVE.sub("", text)
     drawn = [part for part in text.split("\r") if part.strip()]
     return drawn[-1] if drawn else ""

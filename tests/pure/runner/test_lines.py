@@ -82,6 +82,59 @@ def test_a_progress_bar_that_is_always_redrawn_comes_about_once_per_second() -> 
     assert percents[-1] == 100
 
 
+def test_a_progress_bar_below_another_one_comes_about_once_per_second() -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    code = (
+        "import time, tqdm\n"
+        "for _ in tqdm.trange(2, desc='epoch'):\n"
+        "    for _ in tqdm.trange(40, desc='step', leave=False): time.sleep(0.05)\n"
+        "print('done')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as bars:
+        assert bars.stdout is not None
+        lines: list[str] = []
+        LineReader(bars.stdout.fileno(), MOST, lambda line: lines.append(shown(line))).run()
+    assert 5 <= len(lines) <= 11, lines
+    assert all(line.startswith(("epoch: ", "step: ")) for line in lines[:-1]), lines
+    assert lines[-2].startswith("epoch: 100%")
+    assert lines[-1] == "done"
+
+
+def test_bars_of_several_levels_end_lines_where_one_goes_further_down() -> None:
+    up = b"\x1b[A"
+    lines = [
+        line
+        for _, line in of_pipe(
+            b"\ra",
+            b"\n\n\rc1" + up + up,
+            0.02,
+            b"\n\n\rc2" + up + up,
+            0.02,
+            b"\n\rb1" + up,
+            b"\n\n\rc3" + up + up,
+        )
+    ]
+    assert [shown(line) for line in lines] == ["a", "", "b1", "c3"]
+
+
+def test_a_bar_that_was_passed_on_goes_on_without_empty_lines() -> None:
+    up = b"\x1b[A"
+    lines = [
+        shown(line) for _, line in of_pipe(b"\r10%" + up, 1.3, b"\n\r20%" + up, 1.3, b"\n\r30%\n")
+    ]
+    assert lines == ["10%", "20%", "30%"]
+
+
+def test_text_without_an_end_holds_whole_characters() -> None:
+    first, second = [line for _, line in of_pipe("5 €".encode()[:-1], 0.7, "€\n".encode()[-2:])]
+    assert first + second == "5 €\n".encode()
+    assert first == b"5 "
+    lines = [line for _, line in of_pipe(b"5 \xe2", 1.3, b"6\n")]  # no character after all
+    assert lines == [b"5 ", b"\xe2", b"6\n"]
+
+
 def test_another_thread_has_what_was_written_passed_on_also_of_a_pipe_that_is_always_full() -> None:
     reader, writer = os.pipe()
     found: list[bytes] = []
@@ -147,6 +200,9 @@ def test_another_thread_does_not_wait_long_behind_a_stream_that_blocks() -> None
         (b"\r\r", ""),
         (b"  \n", ""),
         (b"caf\xc3\n", "caf\ufffd"),
+        (b"\r50%\x1b[A", "50%"),
+        (b"100%\r      \x1b[A\r", "100%"),
+        (b"\x1b[2K\x1b[1;5Hx\x1b[?25l\x1b[31mred\x1b[0m\n", "x\x1b[31mred\x1b[0m"),
     ],
 )
 def test_shown_is_what_was_drawn_last(line: bytes, text: str) -> None:
