@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from sparkhvd.runner.launching import write_to
+
 __all__ = ["StatusLine", "of_this_process"]
 
 _ERASE = "\r\x1b[K"
@@ -59,18 +61,16 @@ class StatusLine:
         """Print a line that stays; on a terminal above this one, and in place of Spark's progress bar, which is drawn anew."""
         with self._lock, contextlib.suppress(Exception):
             is_terminal = _is_terminal()
-            sys.stdout.write(f"{_ERASE}{line}\n" if is_terminal else f"{line}\n")
+            write_to(sys.stdout, f"{_ERASE}{line}\n" if is_terminal else f"{line}\n")
             if is_terminal and self._texts:
-                sys.stdout.write(_joined(list(self._texts.values()), _width()))
-            sys.stdout.flush()
+                write_to(sys.stdout, _joined(list(self._texts.values()), _width()))
 
     def _draw(self) -> None:
         texts = list(self._texts.values())
         if _is_notebook():
             self._display("\n".join(texts))
         elif _is_terminal():
-            sys.stdout.write(_ERASE + _joined(texts, _width()))
-            sys.stdout.flush()
+            write_to(sys.stdout, _ERASE + _joined(texts, _width()))
 
     def _display(self, text: str) -> None:
         from IPython.display import display

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -133,3 +134,10 @@ def test_a_line_is_cut_to_the_width_and_never_wraps(monkeypatch: pytest.MonkeyPa
 def test_what_a_line_shows_of_fits(texts: list[str], width: int, shown: str) -> None:
     assert _joined(texts, width) == shown
     assert len(shown) <= width
+
+
+def test_lines_on_a_stream_of_few_characters_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    StatusLine().print("[größe=2] epoch 1/2")
+    assert raw.getvalue() == rb"[gr\xf6\xdfe=2] epoch 1/2" + b"\n"
