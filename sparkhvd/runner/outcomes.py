@@ -368,7 +368,8 @@ def describe(outcome: Outcome, size: int) -> str:
 
 
 def _crash_hint(outcome: Outcome) -> str:
-    peak = f"its peak memory was {outcome.peak_rss_bytes / 2**20:.0f} MiB"
+    mib = outcome.peak_rss_bytes / 2**20
+    peak = f"its peak memory was {mib:.0f} MiB" if mib else "its peak memory is not known"
     if outcome.exit in ("signal SIGTERM", "exit 143"):
         return (
             f" and left no report: it was asked to end, for example by an operator or the cluster manager ({peak}). Look for "

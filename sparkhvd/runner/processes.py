@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = 1 << 16
+# How long a nursery may take to tell of the end of a trainer: longer than what it imports meanwhile.
+_TOLD_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -132,22 +134,25 @@ class ForkedProcess:
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self._channel = channel
-        self._pidfd = os.pidfd_open(pid)  # for a nursery that is killed
+        self._pidfd = os.pidfd_open(pid)  # also tells if the nursery does not
 
     def wait_for_end(self) -> None:
         """Wait until the process has ended; its number stays taken as long as the nursery lives."""
-        if receive(self._channel) is None:
-            select.select([self._pidfd], [], [])
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        poller.poll()
 
     def reap(self) -> Ended:
         """Let the nursery kill the rest of its group and free its number."""
         answer = None
         with contextlib.suppress(OSError):
-            send(self._channel, {})
-            answer = receive(self._channel)
+            self._channel.settimeout(_TOLD_S)
+            if receive(self._channel) is not None:
+                send(self._channel, {})
+                answer = receive(self._channel)
         self._channel.close()
         os.close(self._pidfd)
-        # Without the nursery, init has reaped it, and its number may be another process's: its group dies with its pipe.
+        # The nursery is gone or stopped, and the number may be another process's: the group dies with its pipe.
         return Ended(None) if answer is None else Ended(answer["status"], answer["peak_rss_bytes"])
 
 

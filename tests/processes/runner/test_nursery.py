@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import RankError
-from sparkhvd.runner import context, nurseries, run_local
+from sparkhvd.runner import context, nurseries, processes, run_local
 from sparkhvd.runner.nurseries import Nursery, of_this_process
 from sparkhvd.runner.processes import Ends
 from sparkhvd.settings import Settings
@@ -44,8 +45,6 @@ def nursery() -> Iterator[None]:
 
 def describe() -> dict[str, Any]:
     """Describe the process of a rank."""
-    import threading
-
     import numpy as np
     import torch
 
@@ -242,6 +241,29 @@ def test_ranks_survive_their_nursery_and_the_next_launch_has_another(nursery: No
     assert run_local(sleep_and_place, (2.0,), num_proc=2, verbose=0) == [0, 1]
     assert killer.wait() == 0
     assert launch() != {before}
+
+
+def stop_parent() -> int:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return os.getppid()
+
+
+def test_a_nursery_that_is_stopped_keeps_no_launch_from_its_end(
+    nursery: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(1)
+    pid = of_this_process.pid()
+    assert pid is not None
+    monkeypatch.setattr(processes, "_TOLD_S", 0.5)
+    wakes = threading.Timer(20.0, os.kill, (pid, signal.SIGCONT))
+    wakes.start()
+    began = time.monotonic()
+    assert run_local(stop_parent, num_proc=1, verbose=0) == [pid]
+    assert time.monotonic() - began < 15.0
+    wakes.cancel()
+    os.kill(pid, signal.SIGCONT)
+    of_this_process.forget()
+    assert wait_until_gone({pid}) == set()
 
 
 def end(how: str) -> None:

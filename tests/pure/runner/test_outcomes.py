@@ -165,6 +165,11 @@ def test_other_crashes_do_not_speak_of_memory_limits() -> None:
         text
         == "Rank 0 of 2 ended with signal SIGSEGV and left no report; its peak memory was 1 MiB."
     )
+    text = describe(Outcome(0, Kind.CRASH, exit="unknown exit"), 2)
+    assert (
+        text
+        == "Rank 0 of 2 ended with unknown exit and left no report; its peak memory is not known."
+    )
 
 
 def test_preflight_outcome_becomes_a_preflight_error() -> None:
