@@ -22,6 +22,7 @@ __all__ = [
     "is_connect",
     "is_dataframe",
     "ml_context",
+    "running_tasks",
     "session_key",
 ]
 
@@ -86,6 +87,29 @@ def has_died(spark: SparkSession) -> bool:
     except (OSError, Py4JError):
         return True
     return False
+
+
+def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
+    """Return how many tasks of the jobs with a tag have begun, and how many others of the application run; None where that is unknown."""
+    if is_connect(spark):
+        return None
+    context: Any = spark.sparkContext
+    with contextlib.suppress(Exception):  # of another Spark, or the application is over
+        tracker = context.statusTracker()
+        tagged = context._jsc.sc().statusTracker().getJobIdsForTag(tag)
+        jobs = [tracker.getJobInfo(job) for job in tagged]
+        mine = {stage for job in jobs if job is not None for stage in job.stageIds}
+        own = others = 0
+        for number in {*mine, *tracker.getActiveStageIds()}:
+            stage = tracker.getStageInfo(number)
+            if stage is None:
+                continue
+            if number in mine:
+                own += stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
+            else:
+                others += stage.numActiveTasks
+        return (own, others) if mine else None
+    return None
 
 
 def ml_context(spark: SparkSession) -> SparkSession | SparkContext:

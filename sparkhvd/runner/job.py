@@ -46,6 +46,7 @@ from sparkhvd.runner.planning import (
     make_plan,
     no_progress,
     print_line,
+    telling_of_waits,
 )
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.sessions import active_session
@@ -202,7 +203,8 @@ def _run_stage(
             body = task.make_task(spec, program, plan.shared)
             stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
             interrupt = None if interrupter is None else interrupter.interrupt
-            rows = plan.shim.collect(stage, tag, description, interrupt)
+            with telling_of_waits(plan, tag):
+                rows = plan.shim.collect(stage, tag, description, interrupt)
     except SparkhvdError:  # Spark itself is gone
         raise
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text has the cause

@@ -21,7 +21,7 @@ import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.interfaces import interfaces
-from sparkhvd.runner import admission, context, job, run
+from sparkhvd.runner import admission, context, job, planning, run
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
@@ -370,6 +370,53 @@ def test_jobs_that_need_all_slots_take_turns(spark: SparkSession) -> None:
         jobs = [threads.submit(run, spans, num_proc=2, spark=spark) for _ in range(2)]
         first, second = sorted(job.result(120) for job in jobs)
     assert max(end for _, end in first) < min(start for start, _ in second)
+
+
+@pytest.mark.parametrize("verbose", [1, 0])
+def test_a_stage_for_which_spark_has_no_slots_is_told_of(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verbose: int,
+) -> None:
+    """Hold a slot by a job of the user's own."""
+    monkeypatch.setattr(planning, "_LATE_S", 0.5)
+    ends = str(tmp_path / "ends")
+
+    def holds(number: int) -> int:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(ends) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return number
+
+    told = ""
+
+    def is_told() -> bool:
+        nonlocal told
+        told += capsys.readouterr().err
+        return "Waiting" in told
+
+    tracker = spark.sparkContext.statusTracker()
+    with ThreadPoolExecutor(2) as threads:
+        held = threads.submit(lambda: spark.sparkContext.parallelize([1], 1).map(holds).collect())
+        wait_until(tracker.getActiveStageIds, "the slot is held", within_s=60)
+        launched = threads.submit(run, os.getpid, num_proc=2, spark=spark, verbose=verbose)
+        if verbose:
+            wait_until(is_told, "the line", within_s=30)
+        else:
+            time.sleep(2.0)
+        Path(ends).touch()
+        assert held.result(60) == [1]
+        launched.result(60)
+    if verbose:
+        assert (
+            "sparkhvd: Waiting for task slots: the ranks need 2 at once. 1 task of other jobs of this application runs.\n"
+            in told
+        )
+        told = ""
+        run(time.sleep, (1.0,), num_proc=2, spark=spark)
+    assert not is_told()
 
 
 def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(
