@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,8 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launcher(launcher: str, alone: Any, tmp_path: Path) -> None:
+    if shutil.which(LAUNCHERS[launcher][0]) is None:
+        pytest.skip("mpirun (openmpi-bin) is not installed")
     file = tmp_path / "found.json"
     command = [*LAUNCHERS[launcher], "-m", program.__name__, str(file), "everything", "double"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
