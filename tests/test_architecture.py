@@ -94,6 +94,7 @@ LAZY = {
         4,
         "the function of transform, which runs in Spark's workers",
     ),
+    "sparkhvd/estimator/model.py": (1, "Spark ML's classes of Connect need a client's packages"),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (9, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/elastic/function.py": (5, "likewise"),

@@ -38,7 +38,7 @@ from sparkhvd.estimator.transform.columns import (
 from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS, output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
-from sparkhvd.sessions import active_session, check_dataframe
+from sparkhvd.sessions import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
@@ -288,6 +288,14 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
     def write(self) -> MLWriter:
         """Return a writer: `model.write().overwrite().save(path)`."""
         return ModelWriter(self)
+
+    def _for_mlflow(self) -> Any:
+        """Return what MLflow's flavour `spark` can save in this session."""
+        if not is_connect(active_session()):
+            return self
+        from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
+
+        return LocalPipeline(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchModel]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -45,6 +47,7 @@ __all__ = [
     "ModelWriter",
     "decode_fitted",
     "encode_model",
+    "write_metadata",
 ]
 
 FORMAT_VERSION = 1
@@ -63,6 +66,13 @@ class _Encoded:
 
     content: dict[str, Any]
     files: dict[str, str]
+
+
+def write_metadata(folder: str, metadata: str) -> None:
+    """Write a line of metadata below a folder of this host, as Spark does where it resolves the folder."""
+    file = Path(folder, "metadata", "part-00000")
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{metadata}\n", encoding="utf-8")
 
 
 class _Writer(MLWriter):
@@ -109,17 +119,27 @@ class _Writer(MLWriter):
                 Path(files["code"]).write_bytes(pickle.dumps(archive.pickles()))
             yield _Encoded(content, files)
 
+    def save_on_this_host(self, path: str) -> None:
+        """Write everything below a folder of this host, which must not exist; Spark writes nothing."""
+        with self._encoded(path) as encoded:
+            metadata = DefaultParamsWriter._get_metadata_to_save(*self._metadata(encoded))
+            for name, file in encoded.files.items():
+                os.makedirs(f"{path}/{name}")
+                shutil.move(file, f"{path}/{name}/part-00000")
+            write_metadata(path, metadata)
+
     def _write(self, path: str, encoded: _Encoded) -> None:
+        bare, *rest = self._metadata(encoded)
+        DefaultParamsWriter.saveMetadata(bare, path, *rest)
+        for name, file in encoded.files.items():
+            write_file(self.sparkSession, f"{path}/{name}", file)
+
+    def _metadata(self, encoded: _Encoded) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+        """Return the arguments of Spark's writer of metadata: instance, context, extra metadata and map of Params."""
         # What Spark writes as plain JSON must hold no objects: the values are ours, in `content`.
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
-        spark = self.sparkSession
-        context = ml_context(spark)
-        DefaultParamsWriter.saveMetadata(
-            bare, path, context, extraMetadata={KEY: encoded.content}, paramMap={}
-        )
-        for name, file in encoded.files.items():
-            write_file(spark, f"{path}/{name}", file)
+        return bare, ml_context(self.sparkSession), {KEY: encoded.content}, {}
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         """Encode the instance as JSON-able data. The module comes first: others refer to its tensors."""

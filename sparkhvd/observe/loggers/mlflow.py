@@ -219,7 +219,7 @@ class _Run(Sink):
         requirements = [f"sparkhvd=={__version__}", *_installed("torch", "pyspark")]
         flavours: dict[str, Callable[[str], object]] = {
             SPARK_NAME: lambda folder: mlflow.spark.save_model(
-                model, folder, pip_requirements=requirements
+                model._for_mlflow(), folder, pip_requirements=requirements
             ),
             PYTORCH_NAME: lambda folder: mlflow.pytorch.save_model(
                 model.getModel(), folder, pip_requirements=requirements[1:], **_as_pickle()

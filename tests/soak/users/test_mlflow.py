@@ -21,8 +21,10 @@ import pytest
 import torch
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 pytest.importorskip("mlflow", reason="runs where MLflow is: make test-users")
 pytest.importorskip("tensorboard", reason="runs where TensorBoard is: make test-users")
+keras = pytest.importorskip("keras", reason="runs where keras is: make test-users")
 
 import mlflow  # noqa: E402 - after importorskip
 import mlflow.pyspark.ml  # noqa: E402
@@ -32,9 +34,13 @@ from pyspark.ml import Pipeline  # noqa: E402
 from pyspark.ml.evaluation import RegressionEvaluator  # noqa: E402
 from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit  # noqa: E402
 
+import sparkhvd  # noqa: E402
 from sparkhvd import Callback, MLflowLogger, Store, TensorBoardLogger  # noqa: E402
+from sparkhvd.keras import KerasEstimator  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
+from tests.harness.cluster import run_client  # noqa: E402
 from tests.harness.servers import S3, SECRET  # noqa: E402
+from tests.harness.spark import connect_server, with_folder  # noqa: E402
 from tests.spark.estimator.fits import estimator, mlp  # noqa: E402
 
 if TYPE_CHECKING:
@@ -308,3 +314,59 @@ def test_no_secret_of_the_store_is_logged(
     files = [path for path in server.folder.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+CLIENT = """
+import warnings, mlflow, torch
+from sparkhvd import MLflowLogger, Store, TorchEstimator, TorchModel
+
+warnings.filterwarnings("error", message="MLflow at")
+mlflow.set_tracking_uri(URI)
+mlflow.set_experiment("over Connect")
+df = spark.range(40).selectExpr("array(rand(1), rand(2)) AS x", "rand(3) AS y")
+fitted = TorchEstimator(
+    model=torch.nn.Linear(2, 1), optimizer="sgd", loss="mse", feature_cols=["x"], label_cols=["y"], batch_size=5, epochs=2,
+    num_proc=2, store=Store.create(FOLDER + "/store"), loggers=[MLflowLogger()], verbose=0).fit(df)
+print("RUN", fitted.getRunId())
+"""
+
+
+def test_a_client_of_spark_connect_logs_as_any_other(
+    server: Server, spark: SparkSession, tmp_path: Path
+) -> None:
+    """The client writes the model in Spark's flavour, without a JVM; a classic session loads it."""
+    with connect_server(tmp_path / "connect") as remote:
+        body = f"URI = {server.uri!r}\n{with_folder(CLIENT, tmp_path)}"
+        output = run_client(remote, body, tmp_path)
+    assert "RUN" in output, output
+    (run,) = runs_of(mlflow.get_experiment_by_name("over Connect"))
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in numbers(run, "loss")] == [1, 2]
+    names = {each.path for each in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert names == {"model", "pytorch-model", "report"}
+    module = mlflow.pytorch.load_model(f"runs:/{run.info.run_id}/pytorch-model")
+    assert module(torch.zeros(3, 2)).shape == (3, 1)
+    loaded = mlflow.spark.load_model(f"runs:/{run.info.run_id}/model")
+    assert loaded.stages[0].getRunId() in output
+
+
+def test_a_fit_of_keras_logs_its_epochs_and_its_model(
+    df: DataFrame, store: Store, experiment: Any
+) -> None:
+    network = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    est = KerasEstimator(
+        model=network, optimizer="sgd", loss="mse", feature_cols=["x"], label_cols=["y"], batch_size=20,
+        epochs=2, num_proc=2, store=store, loggers=[MLflowLogger()], verbose=0,
+    )  # fmt: skip
+    model = est.fit(df)
+    (run,) = runs_of(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["sparkhvd.estimator"] == "KerasEstimator"
+    assert numbers(run, "loss") == [(r["epoch"] + 1, r["loss"]) for r in model.history]
+    wanted = [row.y__output for row in model.transform(df).collect()]
+    with sparkhvd.trust():
+        stages = mlflow.spark.load_model(f"runs:/{run.info.run_id}/model")
+    assert [row.y__output for row in stages.transform(df).collect()] == wanted
+    module = mlflow.pytorch.load_model(f"runs:/{run.info.run_id}/pytorch-model")
+    x = torch.tensor(np.array([row.x for row in df.collect()]), dtype=torch.float32)
+    assert module(x)[:, 0].tolist() == pytest.approx(wanted, rel=1e-4)

@@ -56,8 +56,14 @@ print("LOSSES", [record["val_loss"] for record in model.history])
 print("WEIGHTS", digest(model.getModel()))
 """
 
-# A summary of classes, of a model that no fit has trained.
+# A summary of classes, of a model that no fit has trained; files of a pipeline that Spark only reads, as MLflow has them.
 CLASSES = """
+from pyspark.ml import PipelineModel
+from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
+
+LocalPipeline(model).saveToLocal(FOLDER + "/pipeline")
+(stage,) = PipelineModel.load(FOLDER + "/pipeline").stages
+assert (stage.uid, digest(stage.getModel())) == (model.uid, digest(model.getModel()))
 weight = torch.tensor([[0.0, 0.0], [1.0, 0.0]])  # class 1 where x[0] is above 0
 net = nn.Linear(2, 2, bias=False)
 net.weight = nn.Parameter(weight)
