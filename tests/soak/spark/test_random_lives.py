@@ -45,7 +45,7 @@ def live(master: str, folder: Path, act: Callable[[random.Random], str]) -> None
         output = ""
         while driver.poll() is None:
             try:
-                output, _ = driver.communicate(timeout=1 + 3 * dice.random())
+                output, _ = driver.communicate(timeout=4 + 8 * dice.random())
             except subprocess.TimeoutExpired:
                 done.append(act(dice))
     assert "ALL WELL" in output, (SEED, done, output)
