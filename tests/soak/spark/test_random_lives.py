@@ -42,10 +42,10 @@ def live(master: str, folder: Path, act: Callable[[random.Random], str]) -> None
     dice, done = random.Random(SEED), []
     script = write_script(folder / "driver.py", PROGRAM, master=master, conf=CONF)
     with started_script(script) as driver:
-        output = ""
-        while driver.poll() is None:
+        while True:
             try:
                 output, _ = driver.communicate(timeout=4 + 8 * dice.random())
+                break
             except subprocess.TimeoutExpired:
                 done.append(act(dice))
     assert "ALL WELL" in output, (SEED, done, output)
