@@ -222,7 +222,7 @@ def telling_of_waits(plan: Plan, tag: str) -> Iterator[None]:
                 )
                 return
 
-    if plan.options.verbose > 0:
+    if plan.options.verbose > 0 and not plan.shim.is_connect:  # whose client is not told of tasks
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
             threading.Thread(target=look, name="sparkhvd-waits", daemon=True).start()
     try:
