@@ -71,9 +71,13 @@ class RankProcess:
                 "endpoint": listener.endpoint().to_dict(),
             }
         )
+        self._listen()
+
+    def _listen(self) -> None:
+        """Start to read the output of the process."""
         self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_closed = False
-        self._reader = threading.Thread(target=self._read, name=f"test-reader-{rank}")
+        self._reader = threading.Thread(target=self._read, name=f"test-reader-{self.rank}")
         self._reader.start()
 
     @property

@@ -12,14 +12,11 @@ import contextlib
 import importlib
 import json
 import os
-import queue
 import secrets
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
@@ -43,9 +40,7 @@ class HostRank(RankProcess):
             cwd=ROOT,
             start_new_session=True,  # it is ended as a group
         )
-        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name=f"test-reader-{rank}")
-        self._reader.start()
+        self._listen()
 
 
 @contextlib.contextmanager
