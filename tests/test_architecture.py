@@ -63,7 +63,7 @@ UNPICKLING = {
     "sparkhvd/estimator/transform/worker.py": "a worker of transform: the driver's closure, through Spark",
     "sparkhvd/horovod/spark/common/model.py": "a worker of transform: the driver's closure, through Spark",
     "sparkhvd/training/modules/architecture.py": "shells of modules: the driver's closure, or trusted files",
-    "sparkhvd/estimator/saving/encoding.py": "saved models, behind the trust rules",
+    "sparkhvd/estimator/saving/decoding.py": "saved models, behind the trust rules",
     "sparkhvd/training/checkpoints/checkpoint.py": "weights and optimizer state, by weights_only=True",
     "sparkhvd/training/modules/weights.py": "weights, by weights_only=True",
     "sparkhvd/training/host_weights.py": "frozen parameters of another rank of this host, by weights_only=True",

@@ -127,7 +127,7 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            loss = _loss_of(outputs)
             if loss is not None and not math.isfinite(float(loss)):
                 raise InvalidArgumentError(
                     f"The loss is {float(loss)} in step {batch_idx + 1} of epoch {len(ctx.history) + 1}, and terminate_on_nan is set. Lower "
@@ -135,6 +135,18 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
                 )
 
     return FiniteLosses()
+
+
+def _loss_of(outputs: Any) -> Any:
+    """Return the loss of what Lightning gives to `on_train_batch_end`; None where a step has none."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
+    """Return the loss of a step and what the module logs for the progress bar."""
+    shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    loss = _loss_of(outputs)
+    return shown if loss is None else {"loss": float(loss), **shown}
 
 
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
@@ -171,7 +183,9 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             self._rows += ctx.num_global_rows
             state.rows += ctx.num_global_rows
             assert self._progress is not None
-            self._progress.step(batch_idx + 1, ctx.num_global_rows)
+            self._progress.step(
+                batch_idx + 1, ctx.num_global_rows, lambda: _shown(trainer, outputs)
+            )
             # Between two steps of the optimizer there are gradients, which no checkpoint has.
             if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
                 ctx.after_step()

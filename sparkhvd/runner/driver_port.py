@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import socket
 import time
 from collections.abc import Generator
@@ -12,7 +13,7 @@ from sparkhvd.rendezvous.handshake import Turn, introduce
 from sparkhvd.rendezvous.loop import Loop, Wait
 from sparkhvd.spark import SparkShim
 
-__all__ = ["FIRST", "connect", "keep_alive", "listen", "proof_between"]
+__all__ = ["FIRST", "address_of_one_interface", "connect", "keep_alive", "listen", "proof_between"]
 
 FIRST = Turn(0, 0)
 # Names of Linux; elsewhere the system's own times count.
@@ -34,6 +35,24 @@ def listen(shim: SparkShim) -> tuple[socket.socket, str]:
     listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
     listening.setblocking(False)
     return listening, host
+
+
+def address_of_one_interface(shim: SparkShim) -> str:
+    """Return the numeric address at which ranks reach the driver: where it listens, or, if that is every interface, its host's.
+
+    Raises:
+        OSError: a name has no address.
+    """
+    own, host = shim.own_addresses()
+    numeric = _numeric(own)
+    is_every = ipaddress.ip_address(numeric.partition("%")[0]).is_unspecified
+    return _numeric(host) if is_every else numeric
+
+
+def _numeric(name: str) -> str:
+    address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4]
+    # `address` has the zone of an IPv6 address apart.
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.socket:

@@ -336,16 +336,26 @@ class Totals:
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return mean loss and metrics by name; NaN without rows."""
+        means = self._own_means()
+        values = {metric.name: {metric.name: means[metric.name]} for metric in self._means}
+        values |= {state.name: state.values() for state in self._states}
+        result = {f"{prefix}loss": means["loss"]}
+        for name in self._names:
+            result |= {f"{prefix}{key}": value for key, value in values[name].items()}
+        return result | combined(self._logged, prefix)
+
+    def means_so_far(self) -> dict[str, float]:
+        """Return this rank's mean loss, metrics and logged numbers before `combine`, but metrics that are no mean over rows; NaN without rows."""
+        logged = [self._logs.sums()] if self._logs is not None else []
+        return self._own_means() | combined(logged, "")
+
+    def _own_means(self) -> dict[str, float]:
+        """Return mean loss and means over rows by name."""
         total, weight, num_rows, *sums = self.values.tolist()
         loss = total / weight if weight else float("nan")
         if self.parts.any():
             loss = sum(part / of for part, of in self.parts.tolist() if of)
-        result = {f"{prefix}loss": loss}
-        values = {
-            metric.name: {metric.name: value / num_rows if num_rows else float("nan")}
-            for metric, value in zip(self._means, sums, strict=True)
-        }
-        values |= {state.name: state.values() for state in self._states}
-        for name in self._names:
-            result |= {f"{prefix}{key}": value for key, value in values[name].items()}
-        return result | combined(self._logged, prefix)
+        result = {"loss": loss}
+        for metric, value in zip(self._means, sums, strict=True):
+            result[metric.name] = value / num_rows if num_rows else float("nan")
+        return result

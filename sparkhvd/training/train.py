@@ -297,7 +297,7 @@ def train_epoch(
         moment.step = epoch * data.num_steps + plan.number + 1
         if step.run(batches, plan, totals, f"epoch {epoch + 1}, step {plan.number + 1}"):
             schedule.after_step()
-        progress.step(plan.number + 1, plan.num_rows)
+        progress.step(plan.number + 1, plan.num_rows, totals.means_so_far, step.waited_s)
         callbacks.step_end(*step.last_loss)
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
         profile.step()

@@ -47,8 +47,9 @@ class Cleaning:
 
     def clean_runs(self) -> None:
         """Delete the folders of all runs that no fit holds."""
-        for run in self._store.list("runs"):
-            self._delete(run, self._is_free)
+        for folder in ("runs", "keras_runs"):
+            for run in self._store.list(folder):
+                self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
         """Warn about folders that stay, if any; `stacklevel` is that of `warnings.warn` from the caller."""

@@ -7,6 +7,7 @@ metrics file. Shutdown: leaving the block stops it after a last read, so every e
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import time
@@ -21,7 +22,14 @@ from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.user_code.logs import RESERVED
 
-__all__ = ["EpochReporter", "announce_late", "format_epoch", "poll_interval", "report_skipped"]
+__all__ = [
+    "EpochReporter",
+    "announce_late",
+    "format_epoch",
+    "format_step",
+    "poll_interval",
+    "report_skipped",
+]
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
@@ -53,6 +61,28 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     left_out = f"  {broken:,} broken row{'s' * (broken != 1)} left out" if broken else ""
     ranks = f"  ranks {record['ranks']}" if "ranks" in record else ""
     return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{ranks}{speed}{left_out}{_why_slow(record)}"
+
+
+def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
+    """Format how far an epoch is: "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy 0.9600".
+
+    Args:
+        report: of rank 0, see `sparkhvd.training.progress`.
+        waits: rank -> share of the epoch's time in which it has waited for reduced gradients.
+    """
+    means = dict(report["means"])
+    loss = f"  loss {_short(means.pop('loss'))}" if "loss" in means else ""
+    minutes, seconds = divmod(round(report["left_s"]), 60)
+    hours, minutes = divmod(minutes, 60)
+    left = f"{hours} h {minutes} min" if hours else f"{minutes} min " if minutes else ""
+    left += "" if hours else f"{seconds} s"
+    text = f"epoch {report['epoch']}/{report['epochs']}  step {report['step']:,}"
+    text += f"/{report['num_steps']:,}" if report["num_steps"] else ""
+    text += f"{loss}  {report['rows_per_s']:,.0f} rows/s"
+    text += f"  {left} left" if report["num_steps"] else ""
+    if waits and (share := max(waits.values()) - min(waits.values())) >= _MUCH_WAITING:
+        text += f"  waiting for rank {min(waits, key=waits.__getitem__)} {min(1.0, share):.0%}"
+    return text + "".join(f"  {name} {_short(value)}" for name, value in means.items())
 
 
 def _why_slow(record: Mapping[str, object]) -> str:
@@ -163,8 +193,10 @@ class EpochReporter:
         self._prefix = self._brackets(is_alone=True)
         self._reported = 0
         self._said_at = time.monotonic()
-        # For the line on how far the fit is.
+        # For the line on how far the fit is: of the epoch before, and the shares of waiting in this one, by rank.
         self._last_loss = ""
+        self._waits: dict[int, float] = {}
+        self._waits_of = 0
         self._warned: set[str] = set()
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # start of the read that is under way
@@ -193,22 +225,31 @@ class EpochReporter:
                 return
             self._thread.join(0.05)
 
-    def show_step(self, text: str) -> None:
-        """Show how far an epoch is: on a terminal or in a notebook in a line that the next one replaces, elsewhere in a line per 10 s."""
-        if not self._verbose or self._stopping.is_set():
+    def show_step(self, message: str) -> None:
+        """Show how far an epoch is: on a terminal or in a notebook in a line that the next one replaces, elsewhere in a line per 10 s.
+
+        Args:
+            message: of a rank, see `sparkhvd.training.progress`. Those of other ranks than 0 tell who waits for whom.
+        """
+        report = json.loads(message)
+        epoch = report["epoch"]
+        if epoch != self._waits_of:
+            self._waits_of = epoch
+            self._waits.clear()
+        self._waits[report["rank"]] = report["waited"]
+        # An epoch's line may come earlier, because it comes another way.
+        if report["rank"] or not self._verbose or epoch <= self._reported:
             return
-        number = text.removeprefix("epoch ").partition("/")[0]
-        if (
-            number.isdigit() and int(number) <= self._reported
-        ):  # it comes another way than the epoch's line
+        text = f"{self._prefix}{format_step(report, self._waits)}"
+        if self._stopping.is_set():
             return
-        if of_this_process.show(self, f"{self._prefix}{text}", self._last_loss):
+        if of_this_process.show(self, text, self._last_loss):
             if self._stopping.is_set():  # meanwhile
                 of_this_process.remove(self)
             return
         if time.monotonic() - self._said_at >= _PLAIN_S:
             self._said_at = time.monotonic()
-            of_this_process.print(f"{self._prefix}{text}")
+            of_this_process.print(text)
 
     def _brackets(self, *, is_alone: bool) -> str:
         """Return the beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""

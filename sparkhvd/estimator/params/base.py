@@ -89,6 +89,8 @@ class TorchParams(Params):
 
     # Defaults of a class that differ from those of the table.
     _other_defaults: ClassVar[Mapping[str, object]] = {}
+    # True: files that this process has saved are loaded without a word on trust, see `saving.trust`.
+    _trusts_own_files: ClassVar[bool] = False
     # Params whose defaults count as if they were set.
     _as_if_set: ClassVar[frozenset[str]] = frozenset()
 

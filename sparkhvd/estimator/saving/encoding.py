@@ -1,4 +1,4 @@
-"""Values of Params as JSON and files, and back.
+"""Values of Params as JSON and files; `decoding` reads them.
 
 JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
 `torch.optim` and optimizers of these classes; and what belongs to this package. Reading them runs no code of the
@@ -7,13 +7,11 @@ file. What has no name goes into a pickle, which does. That, and what decides wh
 
 from __future__ import annotations
 
-import contextlib
 import json
-import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
-from pathlib import Path, PurePath
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,20 +19,16 @@ from torch import Tensor, nn
 
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.images import image
-from sparkhvd.data.store.addresses import without_secrets
-from sparkhvd.data.store.spark_files import read_file
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError, SparkhvdError
-from sparkhvd.estimator.saving.trust import check_trusted
 from sparkhvd.settings import Settings
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.gradients.powersgd import PowerSGD
-from sparkhvd.training.modules import architecture, weights
+from sparkhvd.training.modules import architecture
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
-__all__ = ["Archive", "Decoder", "shown_place"]
+__all__ = ["COMPRESSIONS", "Archive", "torch_name"]
 
 # Ours, by the names that users know.
 COMPRESSIONS = {
@@ -42,21 +36,6 @@ COMPRESSIONS = {
     "fp16": Compression.fp16,
     "bf16": Compression.bf16,
 }
-# The first torch whose torch.load(..., weights_only=True) runs no code of a crafted file, as far as is known:
-# CVE-2025-32434 (fixed in 2.6) and CVE-2026-24747.
-SAFE_TORCH = (2, 10)
-# Settings that name files which a fit writes.
-PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
-# Errors of reading JSON of others, besides our own.
-_MALFORMED = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    pickle.UnpicklingError,
-)
 
 
 class Archive:
@@ -121,7 +100,7 @@ class Archive:
         return self._pickled(name, module, what=architecture.foreign_class(module))
 
     def _encode_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> object:
-        reference = _torch_name(type(optimizer))
+        reference = torch_name(type(optimizer))
         if reference is None or self.module is None:
             return self._pickled(name, optimizer)
         index = {id(p): i for i, p in enumerate(self.module.parameters())}
@@ -156,7 +135,7 @@ class Archive:
 
 def _encode_known(value: object) -> dict[str, Any] | None:
     """Encode a value of torch or of this package that has a name; None for others."""
-    if (reference := _torch_name(value)) is not None:
+    if (reference := torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
         return {"compression": next(n for n, kind in COMPRESSIONS.items() if kind is value)}
@@ -169,7 +148,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
     return None
 
 
-def _torch_name(value: object) -> str | None:
+def torch_name(value: object) -> str | None:
     """Return the name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
@@ -181,17 +160,6 @@ def _torch_name(value: object) -> str | None:
         ):
             return f"{home}.{name}"
     return None
-
-
-def _torch_value(reference: str) -> Any:
-    home, _, name = reference.rpartition(".")
-    module = {"torch.optim": torch.optim, "torch.nn.functional": nn.functional}.get(home)
-    value = getattr(module, name, None)
-    if module is None or name.startswith("_") or _torch_name(value) != reference:
-        raise InvalidArgumentError(
-            f"The saved file names {reference!r}, which torch does not have."
-        )
-    return value
 
 
 def _is_json(value: object) -> bool:
@@ -210,178 +178,4 @@ def _mark_tuples(value: object) -> object:
         return [_mark_tuples(v) for v in value]
     if isinstance(value, dict):
         return {k: _mark_tuples(v) for k, v in value.items()}
-    return value
-
-
-class Decoder:
-    """Decoder of JSON and files to values."""
-
-    def __init__(self, path: str, spark: SparkSession | None, *, trusted: bool) -> None:
-        self.path = path
-        self.spark = spark
-        self.trusted = trusted
-        # See `Archive`.
-        self.prefixes: dict[str, str] = {}
-        self._tensors: dict[str, Tensor] | None = None
-        self.module: nn.Module | None = None
-        self._code: dict[str, bytes] | None = None
-        self._raised_by_code: BaseException | None = None
-
-    def decode(self, name: str, value: object) -> Any:
-        """Decode what `Archive.encode` wrote under this name.
-
-        Raises:
-            InvalidArgumentError: `Archive.encode` writes no such entry.
-            UntrustedError: it is code, a store or a file to write, and the saved directory is not trusted.
-        """
-        with self.reading(name):
-            if name == "store" and value is not None:  # a path or URL may be plain text
-                self._check_place(f"the store {shown_place(value)}")
-            return self._decode(name, value)
-
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Turn errors over parts of the file that are not as this package saves them into one error."""
-        try:
-            yield
-        except SparkhvdError:
-            raise
-        except _MALFORMED as e:
-            if e is self._raised_by_code:
-                raise
-            raise InvalidArgumentError(
-                f"{self.path!r} holds an entry {name!r} that is not as sparkhvd saves it ({type(e).__name__}: {e}). The "
-                "directory is damaged or of another version: save it again."
-            ) from e
-
-    def _check_place(self, what: str) -> None:
-        why = "a fit would write where that file says"
-        check_trusted(self.path, what, self.spark, trusted=self.trusted, why=why)
-
-    def _decode(self, name: str, value: object) -> Any:
-        if isinstance(value, list):
-            return [self._decode(f"{name}.{i}", v) for i, v in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        ((kind, content), *_) = value.items()
-        if kind == "dict":
-            return {k: self._decode(f"{name}.{k}", v) for k, v in content.items()}
-        if kind == "pairs":
-            pairs = [(self._decode(name, k), v) for k, v in content]
-            return {k: self._decode(f"{name}.{k}", v) for k, v in pairs}
-        if kind == "module":
-            result: Any = architecture.rebuild(content, self.tensors(name))
-        elif kind == "code":
-            result = self._from_code(content, value["what"])
-        else:
-            return self._plain(kind, content)
-        if name == "model" and isinstance(result, nn.Module):  # else a function that makes one
-            self.module = result
-        return result
-
-    def _plain(self, kind: str, content: Any) -> object:
-        if kind == "torch":
-            return _torch_value(content)
-        if kind == "optimizer":
-            return self._optimizer(content)
-        if kind == "compression" and content in COMPRESSIONS:
-            return COMPRESSIONS[content]
-        if kind == "store":
-            self._check_place(f"the store {shown_place(content)}")
-        if kind == "settings":
-            for setting in PATH_SETTINGS:
-                if content.get(setting):
-                    self._check_place(f"the setting {setting}={content[setting]!r}")
-        if kind in _KNOWN:
-            return _KNOWN[kind](content)
-        raise InvalidArgumentError(
-            f"{self.path!r} holds an entry of kind {kind!r}, which this version of sparkhvd does not know."
-        )
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the saved tensors whose names begin with `name`, without it."""
-        if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
-            safe = ".".join(map(str, SAFE_TORCH))
-            why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
-            check_trusted(self.path, "weights", self.spark, trusted=self.trusted, why=why)
-        if self._tensors is None:
-            self._tensors = self._read_tensors()
-        start = self.prefixes.get(name, f"{name}." if name else "")
-        return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
-
-    def _read_tensors(self) -> dict[str, Tensor]:
-        """Read the saved tensors by name."""
-        assert self.spark is not None
-        with read_file(self.spark, f"{self.path}/weights") as file:
-            return weights.load(file)
-
-    def _read_code(self) -> dict[str, bytes]:
-        """Read the pickles of what JSON cannot name; called only where the file is trusted."""
-        assert self.spark is not None
-        with read_file(self.spark, f"{self.path}/code") as file:
-            code: dict[str, bytes] = pickle.loads(Path(file).read_bytes())
-            return code
-
-    def _optimizer(self, saved: dict[str, Any]) -> torch.optim.Optimizer:
-        data = _unmark(saved)
-        assert self.module is not None
-        parameters = list(self.module.parameters())
-        groups = [
-            {**options, "params": [parameters[i] for i in members]}
-            for options, members in zip(data["groups"], data["params"], strict=True)
-        ]
-        optimizer: torch.optim.Optimizer = _torch_value(data["class"])(groups)
-        tensors = self.tensors("")
-        state = {
-            int(number): {
-                k: tensors[v["tensor"]] if isinstance(v, dict) and "tensor" in v else v
-                for k, v in entries.items()
-            }
-            for number, entries in data["state"].items()
-        }
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        return optimizer
-
-    def _from_code(self, name: str, what: str) -> Any:
-        check_trusted(self.path, what, self.spark, trusted=self.trusted)
-        # What refers to the module's parameters gets these, not copies.
-        tensors = self.tensors("model") if self.module is None else _of_module(self.module)
-        try:
-            if self._code is None:
-                self._code = self._read_code()
-            return architecture.load_shell(self._code[name], tensors)
-        except Exception as e:
-            self._raised_by_code = e  # the user's own, to be seen as it is
-            raise
-
-
-# Kinds that JSON holds whole -> function that makes the value.
-_KNOWN: Mapping[str, Callable[[Any], Any]] = {
-    "store": Store,
-    "bytes": bytes.fromhex,
-    "path": Path,
-    "settings": lambda content: Settings(**content),
-    "powersgd": lambda content: PowerSGD(**content),
-    "image": lambda content: image(**content),
-    "pad": lambda content: pad(**content),
-}
-
-
-def shown_place(value: object) -> str:
-    """Return a saved store, path or URL as messages show it: without secrets."""
-    ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
-    return without_secrets(value) if isinstance(value, str) else repr(value)
-
-
-def _of_module(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
-
-def _unmark(value: object) -> Any:
-    if isinstance(value, list):
-        return [_unmark(v) for v in value]
-    if isinstance(value, dict):
-        if set(value) == {"tuple"}:
-            return tuple(_unmark(v) for v in value["tuple"])
-        return {k: _unmark(v) for k, v in value.items()}
     return value

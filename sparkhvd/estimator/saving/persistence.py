@@ -9,7 +9,7 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
 Values that name where a fit writes need trust, too: paths among an estimator's settings, and its store. An estimator that
 is not trusted is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
 
-`encoding.py` holds the values that JSON can name, `data.store.spark_files` brings files to where Spark resolves the path.
+`encoding.py` and `decoding.py` hold the values that JSON can name, `data.store.spark_files` brings files to where Spark resolves the path.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.store.spark_files import staging_folder, write_file
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
-from sparkhvd.estimator.saving.trust import TRUST_CONF, is_trusted
+from sparkhvd.estimator.saving.decoding import Decoder, shown_place
+from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
 from sparkhvd.sessions import is_connect, is_dataframe, ml_context
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import Fitted
@@ -114,10 +115,12 @@ class _Writer(MLWriter):
             files = {"weights": f"{folder}/weights"}
             with open(files["weights"], "wb") as sink:
                 weights.dump(archive.tensors, sink)
-            if archive.code:
+            code = pickle.dumps(archive.pickles()) if archive.code else b""
+            if code:
                 files["code"] = f"{folder}/code"
-                Path(files["code"]).write_bytes(pickle.dumps(archive.pickles()))
+                Path(files["code"]).write_bytes(code)
             yield _Encoded(content, files)
+        OwnFiles.add(content, code)
 
     def save_on_this_host(self, path: str) -> None:
         """Write everything below a folder of this host, which must not exist; Spark writes nothing."""
@@ -210,11 +213,13 @@ class _Reader(MLReader[Any]):
             )
         instance = self.cls()
         instance._resetUid(metadata["uid"])
-        decoder = Decoder(path, spark, trusted=self.trusted)
+        own_code = OwnFiles.digest_of_code(content) if self.cls._trusts_own_files else None
+        decoder = Decoder(path, spark, trusted=self.trusted, own_code=own_code)
         with decoder.reading("sparkhvd"):
             self._restore(instance, content, decoder)
         for name, value in content["params"].items():
-            if instance.hasParam(name) and self._is_wanted(name, value, path):
+            is_wanted = own_code is not None or self._is_wanted(name, value, path)
+            if instance.hasParam(name) and is_wanted:
                 instance._set(**{name: decoder.decode(name, value)})
         return instance
 

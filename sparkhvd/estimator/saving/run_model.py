@@ -21,7 +21,8 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Finished, Run, check_run_id, position_text
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.saving.encoding import Archive, Decoder
+from sparkhvd.estimator.saving.decoding import Decoder
+from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -155,7 +156,7 @@ class _RunDecoder(Decoder):
             self.state = checkpoint.model
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
 
-    def _read_code(self) -> dict[str, bytes]:
+    def _read_code(self, what: str) -> dict[str, bytes]:
         return {name: base64.b64decode(text) for name, text in self._pickles.items()}
 
     def _from_code(self, name: str, what: str) -> Any:

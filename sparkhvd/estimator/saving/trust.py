@@ -3,27 +3,54 @@
 A file that holds classes or functions of the user is a program, and one that holds a store or the path of a log decides
 where data go and which files are replaced. It is loaded only when the caller says so: by
 `load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
+
+Programs of Horovod's do not say so. Classes with `_trusts_own_files` take what this process itself has saved, as long as it is byte for byte
+what it was: the process has run that code already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import UntrustedError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["TRUST_CONF", "check_trusted", "is_trusted", "trust"]
+__all__ = ["TRUST_CONF", "OwnFiles", "check_trusted", "is_trusted", "trust"]
 
 TRUST_CONF = "spark.sparkhvd.trust"
 
 # A ContextVar, so that trust in one thread is not trust in another.
 _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
+
+
+class OwnFiles:
+    """Files that this process has saved, by their bytes."""
+
+    _of_process: dict[str, str] = {}
+
+    @classmethod
+    def add(cls, content: Mapping[str, Any], code: bytes) -> None:
+        """Add a save: its part of the metadata, which JSON can hold, and its pickles."""
+        cls._of_process[_digest_of(content)] = hashlib.sha256(code).hexdigest()
+
+    @classmethod
+    def digest_of_code(cls, content: Mapping[str, Any]) -> str | None:
+        """Return the SHA-256, in hex, of the pickles of the save with this metadata; None if this process has not made it."""
+        return cls._of_process.get(_digest_of(content))
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    # As they are after a round through JSON, which has texts for keys.
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

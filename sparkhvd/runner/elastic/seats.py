@@ -83,7 +83,7 @@ class InDriver:
     def take(self, spec: TaskSpec) -> None:
         """Begin, before the stage is submitted."""
         settings = JobSettings.from_json(spec.settings).values
-        listener = Listener.bind(self._shim.own_addresses()[0], settings)
+        listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
         self._made = Coordination(spec, self._listening, listener, self._say, self._replace)
         self._stack.enter_context(self._made)
 

@@ -422,12 +422,13 @@ def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
     store.write_bytes("data/k/unknown/part-0.parquet", b"x")
     store.write_bytes("models/abc", b"m")
     store.write_bytes("runs/1/metrics.jsonl", b"{}")
+    store.write_bytes("keras_runs/2/state", b"s")
 
     assert store.clean(now=now) == ["data/k/gone", "data/k/kept"]
     assert store.data_directories() == ["data/k/alive", "data/k/unknown"]
     assert store.exists("runs/1/metrics.jsonl")
 
-    assert store.clean(runs=True, now=now) == ["runs/1"]
+    assert store.clean(runs=True, now=now) == ["runs/1", "keras_runs/2"]
     assert store.exists("models/abc")
 
 

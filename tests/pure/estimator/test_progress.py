@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import threading
 import time
@@ -14,10 +15,15 @@ from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import TorchEstimator
 from sparkhvd.estimator.fitting import progress
-from sparkhvd.estimator.fitting.progress import EpochReporter, announce_late, format_epoch
+from sparkhvd.estimator.fitting.progress import (
+    EpochReporter,
+    announce_late,
+    format_epoch,
+    format_step,
+)
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.progress import format_progress
+from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until
 
 
@@ -70,11 +76,30 @@ def test_the_line_of_a_long_epoch_says_what_it_waited_for() -> None:
 
 
 def test_how_far_an_epoch_is_in_one_line() -> None:
-    assert format_progress(2, 10, 120, 1500, 1000, 100, 2.0) == (
-        "epoch 2/10  step 120/1,500  500 rows/s  28 s left"
-    )
-    assert format_progress(1, 1, 1, 400, 1, 1, 10.0).endswith("  1 h 6 min left")
-    assert format_progress(1, 1, 1, 10, 1, 1, 10.0).endswith("  1 min 30 s left")
+    means = {"loss": 0.12345, "accuracy": 0.96}
+    sizes = {"epochs": 10, "num_steps": 1500, "rows_per_s": 500.4}
+    report = json.loads(report_of_step(2, 120, **sizes, left_s=27.6, means=means))
+    beginning = "epoch 2/10  step 120/1,500  loss 0.1235  500 rows/s  28 s left"
+    assert format_step(report, {0: 0.5}) == f"{beginning}  accuracy 0.9600"
+    waits = {0: 0.45, 1: 0.3, 2: 0.5, 3: 0.25}
+    assert format_step(report, waits) == f"{beginning}  waiting for rank 3 25%  accuracy 0.9600"
+    assert "waiting" not in format_step(report, {0: 0.45, 1: 0.4})
+    for left_s, shown in ((3990.0, "1 h 6 min left"), (90.0, "1 min 30 s left")):
+        text = format_step(json.loads(report_of_step(1, 1, left_s=left_s)), {})
+        assert text == f"epoch 1/2  step 1/9  1,000 rows/s  {shown}"
+
+
+def test_the_slowest_rank_is_that_of_this_epoch(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None) as reporter:
+        for epoch, waited in ((1, 0.1), (1, 0.15), (2, None)):
+            if waited is not None:
+                reporter.show_step(json.dumps({"rank": 1, "epoch": epoch, "waited": waited}))
+            reporter.show_step(report_of_step(epoch, 5, waited=0.5))
+    waiting = [text.partition("left")[2].strip() for text in capsys.readouterr().out.splitlines()]
+    assert waiting == ["waiting for rank 1 40%", "waiting for rank 1 35%", ""]
 
 
 class Terminal(io.StringIO):
@@ -86,20 +111,21 @@ def test_progress_replaces_itself_on_a_terminal_and_comes_seldom_elsewhere(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, label="x") as reporter:
-        reporter.show_step("too soon")
+        reporter.show_step(report_of_step(1, 1))
         monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
-        reporter.show_step("step 1/2")
+        reporter.show_step(report_of_step(1, 1))
         monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-        reporter.show_step("step 1/2")
-        reporter.show_step("step 2/2")
-    reporter.show_step("too late")
+        reporter.show_step(report_of_step(1, 1))
+        reporter.show_step(report_of_step(1, 2))
+    reporter.show_step(report_of_step(1, 9))
     erase = "\r\x1b[K"
-    assert terminal.getvalue() == f"{erase}[x] step 1/2{erase}[x] step 2/2{erase}"
+    first, second = (f"epoch 1/2  step {step}/9  1,000 rows/s  3 s left" for step in (1, 2))
+    assert terminal.getvalue() == f"{erase}[x] {first}{erase}[x] {second}{erase}"
     monkeypatch.undo()
-    assert capsys.readouterr().out == "[x] step 1/2\n"
+    assert capsys.readouterr().out == f"[x] {first}\n"
     with EpochReporter(checkpoints, epochs=2, verbose=0, progress=None) as reporter:
         monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
-        reporter.show_step("silent")
+        reporter.show_step(report_of_step(1, 9))
     assert capsys.readouterr().out == ""
 
 
@@ -129,10 +155,13 @@ def test_progress_that_its_epochs_line_has_overtaken_is_not_shown(
     with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None) as reporter:
         save(checkpoints, 1)
         wait_until(lambda: reporter._reported == 1, "the epoch is reported")
-        reporter.show_step("epoch 1/2  step 2/2")
-        reporter.show_step("epoch 2/2  step 1/2")
+        reporter.show_step(report_of_step(1, 2))
+        reporter.show_step(report_of_step(2, 1))
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [format_epoch(record(1), 2), "epoch 2/2  step 1/2"]
+    assert lines == [
+        format_epoch(record(1), 2),
+        "epoch 2/2  step 1/9  1,000 rows/s  3 s left",
+    ]
 
 
 class Closed(io.StringIO):
@@ -150,7 +179,7 @@ def test_a_stdout_that_takes_nothing_leaves_the_users_function_its_records(
         checkpoints, epochs=2, verbose=1, progress=lambda r: seen.append(r["epoch"])
     )
     with reporter:
-        reporter.show_step("step 1/2")
+        reporter.show_step(report_of_step(1, 1))
         save(checkpoints, 1)
         save(checkpoints, 2)
     assert seen == [1, 2]

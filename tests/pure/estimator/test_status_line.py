@@ -20,6 +20,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.progress import EpochReporter
 from sparkhvd.estimator.fitting.status_line import StatusLine, _joined
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until
 
 
@@ -90,17 +91,17 @@ def test_two_fits_share_the_line_of_a_terminal_and_leave_nothing(
             for label in ("a", "b")
         )
         with first:
-            first.show_step("epoch 1/2  step 1/9")
-            sees("[a] epoch 1/2  step 1/9")
+            first.show_step(report_of_step(1, 1))
+            sees("[a] epoch 1/2  step 1/9  1,000 rows/s  3 s left")
             with second:
-                second.show_step("epoch 1/2  step 3/9")
-                sees("[a] epoch 1/2  step 1/9 | [b] epoch 1/2  step 3/9")
-                first.show_step("epoch 1/2  step 5/9  12,345 rows/s  1 h 30 min left")
-                sees("[a] epoch 1/2  step 5/9... | [b] epoch 1/2  step 3/9")
+                second.show_step(report_of_step(1, 3))
+                sees("[a] epoch 1/2  step 1/9... | [b] epoch 1/2  step 3/9...")
+                first.show_step(report_of_step(1, 5, left_s=5400.0))
+                sees("[a] epoch 1/2  step 5/9... | [b] epoch 1/2  step 3/9...")
                 second.ended("enough", 1)
-                sees("[a] epoch 1/2  step 5/9... | [b] epoch 1/2  step 3/9")
-            sees("[a] epoch 1/2  step 5/9  12,345 rows/s  1 h 30 min left")
-        first.show_step("too late")
+                sees("[a] epoch 1/2  step 5/9... | [b] epoch 1/2  step 3/9...")
+            sees("[a] epoch 1/2  step 5/9  1,000 rows/s  1 h 30 min left")
+        first.show_step(report_of_step(1, 9))
         sees("")
     assert screen.lines == ["[b] stopped after epoch 1/2: enough", ""]
 

@@ -18,6 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.data import reuse
 from sparkhvd.data.store.run_lock import hold
@@ -179,19 +180,19 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert isinstance(row.total__output, float)
 
 
-def test_how_far_an_epoch_is_comes_while_it_runs(
+def test_how_far_an_epoch_is_and_the_slowest_rank_come_while_it_runs(
     spark: SparkSession,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def slow(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
+        time.sleep(0.02 + 0.2 * hvd.rank())
         print("a line of the loss")
         return (output - label).square().mean()
 
     monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
-    df = spark.range(12).selectExpr("id / 12 AS x", "id % 2 / 2 AS y")
+    df = spark.range(24).selectExpr("id / 24 AS x", "id % 2 / 2 AS y")
     TorchEstimator(
         model=nn.Linear(1, 1),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
@@ -199,14 +200,16 @@ def test_how_far_an_epoch_is_comes_while_it_runs(
         feature_cols=["x"],
         label_cols=["y"],
         batch_size=1,
-        num_proc=1,
+        num_proc=2,
         store=store,
     ).fit(df)
     said = capsys.readouterr()
-    steps = r"^epoch 1/1  step (\d+)/12  [\d,]+ rows/s  [012] s left$"
-    shown = [int(step) for step in re.findall(steps, said.out, re.MULTILINE)]
-    assert 1 <= len(shown) <= 3
+    steps = r"^epoch 1/1  step (\d+)/12  loss [\d.]+  [\d,]+ rows/s  [0123] s left(.*)$"
+    found = re.findall(steps, said.out, re.MULTILINE)
+    shown = [int(step) for step, _ in found]
+    assert 1 <= len(shown) <= 7
     assert shown == sorted(shown)
+    assert re.fullmatch(r"  waiting for rank 1 [5-9]\d%", found[-1][1])
     assert said.err.count("[0] a line of the loss\n") == 12
 
 

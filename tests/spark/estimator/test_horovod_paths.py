@@ -8,9 +8,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd import Store
+from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.estimator.saving.trust import OwnFiles
 from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
 from sparkhvd.horovod.spark.torch import TorchEstimator, TorchModel
 
@@ -113,3 +116,47 @@ def test_fit_on_parquet_finds_what_a_program_has_written(df: DataFrame, tmp_path
     model = estimator(store, validation=0.2).fit_on_parquet()
     assert model._fitted.history[0]["rows"] == 32
     assert "val_loss" in model._fitted.history[0]
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_what_this_process_has_saved_loads_without_a_word_until_it_is_changed(
+    df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Doubled(1, 1)
+    model = TorchModel(model=net, feature_columns=["x"], label_columns=["y"])
+    stages = estimator(LocalStore(str(tmp_path / "store")), model=net, optimizer=torch.optim.SGD)
+    path = str(tmp_path / "pipeline")
+    Pipeline(stages=[stages]).save(path)
+    (loaded,) = Pipeline.load(path).getStages()
+    assert isinstance(loaded.getModel(), Doubled)
+    assert loaded.getStore().url == Store.create(tmp_path / "store").url
+    path = str(tmp_path / "model")
+    PipelineModel([model]).save(path)
+    expected = model.transform(df).collect()
+    assert PipelineModel.load(path).transform(df).collect() == expected
+
+    (code,) = Path(path).glob("stages/*/code/part-*")
+    saved = code.read_bytes()
+    for checksum in code.parent.glob(".*.crc"):
+        checksum.unlink()
+    code.write_bytes(saved + b"\0")
+    with pytest.raises(UntrustedError, match="Doubled, and loading it runs code from that file"):
+        PipelineModel.load(path)
+    code.write_bytes(saved)
+    assert PipelineModel.load(path).transform(df).collect() == expected
+    # The same pickles, and other places.
+    (metadata,) = Path(path).glob("stages/*/metadata/part-*")
+    metadata.write_text(metadata.read_text().replace('["y"]', '["z"]'))
+    for checksum in metadata.parent.glob(".*.crc"):
+        checksum.unlink()
+    with pytest.raises(UntrustedError):
+        PipelineModel.load(path)
+    PipelineModel([model]).write().overwrite().save(path)
+    # As in another process.
+    monkeypatch.setattr(OwnFiles, "_of_process", {})
+    with pytest.raises(UntrustedError):
+        PipelineModel.load(path)

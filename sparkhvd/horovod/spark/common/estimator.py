@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store import store as own
@@ -48,6 +48,7 @@ _Base: Any = object
 class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     """Mixin before an estimator of sparkhvd."""
 
+    _trusts_own_files: ClassVar[bool] = True
     # Columns of the fit that hold text, and bytes.
     _texts: frozenset[str] = frozenset()
     _binaries: frozenset[str] = frozenset()

@@ -34,6 +34,7 @@ _Base: Any = object
 class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     """Mixin before a model of sparkhvd."""
 
+    _trusts_own_files: ClassVar[bool] = True
     _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
     # The model of sparkhvd; its methods of these names are behind the accessors of Params here.
     _own_class: ClassVar[type[own.TorchModel]] = own.TorchModel
