@@ -79,6 +79,7 @@ Each module imports only those above it:
     live_output  live output, or the last lines, of an attempt on the driver
     task        executor's side of a launch under Spark
     planning    what the driver decides before a launch under Spark
+    slot_wait   line on a stage that waits for other jobs
     job         driver's side of a launch under Spark: `run`
     elastic     the user's command on ranks that come and go, and a function under Spark: `run_elastic`
     command     the command line: `sparkhvdrun`

@@ -46,9 +46,9 @@ from sparkhvd.runner.planning import (
     make_plan,
     no_progress,
     print_line,
-    telling_of_waits,
 )
 from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.slot_wait import announce_slot_wait
 from sparkhvd.sessions import active_session
 from sparkhvd.spark import SparkShim
 
@@ -203,7 +203,7 @@ def _run_stage(
             body = task.make_task(spec, program, plan.shared)
             stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
             interrupt = None if interrupter is None else interrupter.interrupt
-            with telling_of_waits(plan, tag):
+            with announce_slot_wait(plan, tag):
                 rows = plan.shim.collect(stage, tag, description, interrupt)
     except SparkhvdError:  # Spark itself is gone
         raise

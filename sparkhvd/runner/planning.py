@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sparkhvd import processors
@@ -17,7 +15,6 @@ from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus
 from sparkhvd.runner.live_output import Attempt, LiveOutput
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.pickling import dumps
-from sparkhvd.sessions import running_tasks
 from sparkhvd.settings import Settings, conf_keys
 from sparkhvd.spark import SparkShim
 
@@ -28,13 +25,10 @@ __all__ = [
     "make_plan",
     "no_progress",
     "print_line",
-    "telling_of_waits",
 ]
 
 # From this `verbose` on Spark's own log of a failure is shown, too.
 SHOWS_SPARKS_LOG = 2
-# Time between two looks at whether a stage has begun.
-_LATE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -202,33 +196,6 @@ def print_line(verbose: int, text: str) -> None:
     if verbose > 0:
         sys.stderr.write(f"sparkhvd: {text}\n")
         sys.stderr.flush()
-
-
-@contextlib.contextmanager
-def telling_of_waits(plan: Plan, tag: str) -> Iterator[None]:
-    """Say once if Spark has not begun the stage of the jobs with this tag after some seconds, and other jobs have task slots."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_LATE_S):
-            begun, others = running_tasks(plan.shim.session, tag) or (0, 0)
-            if begun:
-                return
-            if others:  # without others it is slow to begin, which has no use for the user
-                print_line(
-                    plan.options.verbose,
-                    f"Waiting for task slots: the ranks need {plan.size} at once. {others} task{'s' * (others != 1)} of other jobs "
-                    f"of this application run{'s' * (others == 1)}.",
-                )
-                return
-
-    if plan.options.verbose > 0 and not plan.shim.is_connect:  # whose client is not told of tasks
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
-            threading.Thread(target=look, name="sparkhvd-waits", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def no_progress(error: SparkhvdError, losses: int, progress: object) -> SparkhvdError:

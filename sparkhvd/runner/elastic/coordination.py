@@ -15,7 +15,7 @@ from sparkhvd.elastic import Coordinator, Invitation
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.driver_port import proof_between
-from sparkhvd.runner.elastic.account import Account
+from sparkhvd.runner.elastic.attempt_result import AttemptResult
 from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Stopped
 from sparkhvd.runner.elastic.options import Terms
 from sparkhvd.runner.elastic.task import PURPOSE
@@ -81,7 +81,7 @@ class Coordination:
             self._limits, (), self.tasks, self._coordinator, self._invite, say, INTERRUPT_GRACE_S
         )
 
-    def run(self) -> Account:
+    def run(self) -> AttemptResult:
         """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
         try:
             verdict = self._launcher.run(self._events)
@@ -90,7 +90,7 @@ class Coordination:
             with contextlib.suppress(Exception):  # it came while something was being noted
                 self._launcher.run(self._events, INTERRUPT_GRACE_S + MARGIN_S)
             raise
-        return Account(
+        return AttemptResult(
             verdict,
             self.tasks.outcomes,
             self.tasks.results,

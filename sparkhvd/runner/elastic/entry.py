@@ -25,8 +25,8 @@ from sparkhvd.rendezvous import Listener
 from sparkhvd.rendezvous.listener import bind_tcp
 from sparkhvd.runner import launching
 from sparkhvd.runner.driver_port import connect, proof_between
-from sparkhvd.runner.elastic.board import LOOK_S, Board
 from sparkhvd.runner.elastic.coordination import Coordination
+from sparkhvd.runner.elastic.coordinator_files import LOOK_S, CoordinatorFiles
 from sparkhvd.runner.elastic.options import Terms
 from sparkhvd.runner.elastic.task import PURPOSE, TaskSlot, executor_option
 from sparkhvd.runner.head_start import share_nursery
@@ -100,21 +100,21 @@ class _Entry:
         """Serve the coordinator in a task, which may be this one; return why that could not be."""
         spec, files = self._spec, self._files
         assert files is not None
-        board = Board(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
-        if board.is_over():
+        coordinator = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
+        if coordinator.is_over():
             return None
-        is_first = self._context.partitionId() == 0 and board.address() is None
-        seat = _Seat(spec, files, board) if is_first else None
-        with seat or contextlib.nullcontext():
-            outcome = self._join(board)
-        if seat is not None and seat.problem:
-            return Outcome(None, Kind.SPARK, exit="failed", message=seat.problem)
+        is_first = self._context.partitionId() == 0 and coordinator.address() is None
+        own = _OwnCoordinator(spec, files, coordinator) if is_first else None
+        with own or contextlib.nullcontext():
+            outcome = self._join(coordinator)
+        if own is not None and own.problem:
+            return Outcome(None, Kind.SPARK, exit="failed", message=own.problem)
         return outcome
 
-    def _join(self, board: Board) -> Outcome | None:
-        """Serve the coordinator that the board names."""
+    def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
+        """Serve the coordinator whose address is in the store."""
         limit_s = Terms.from_dict(self._spec.elastic).limits.start_timeout_s
-        if (address := board.await_address(limit_s)) is None:
+        if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
                 f"After {limit_s:g} s (start_timeout=) the task that decides who the ranks are had not told its address in the store. Free slots of "
                 "the application, or raise start_timeout; the store must be one folder for all executors."
@@ -122,7 +122,7 @@ class _Entry:
         try:
             sock = self._connect(address)
         except OSError as error:
-            if board.is_over():
+            if coordinator.is_over():
                 return None
             where = f"{address[0]}, port {address[1]}"
             return Outcome(None, Kind.LOST, exit="lost", message=f"{where}: {error}")
@@ -156,13 +156,13 @@ def _refusal(message: str) -> Outcome:
     return Outcome(None, Kind.PREFLIGHT, exit="not started", message=message)
 
 
-class _Seat:
-    """Seat of the coordinator in this task; a context manager that waits for the end of the attempt.
+class _OwnCoordinator:
+    """Coordinator in this task; a context manager that waits for the end of the attempt.
 
     What it says goes the way of the ranks' output, as that of one whose number no process has.
     """
 
-    def __init__(self, spec: TaskSpec, files: SharedFiles, board: Board) -> None:
+    def __init__(self, spec: TaskSpec, shared: SharedFiles, files: CoordinatorFiles) -> None:
         """Listen, and tell the tasks where.
 
         Raises:
@@ -170,8 +170,8 @@ class _Seat:
         """
         settings = JobSettings.from_json(spec.settings).values
         own = _own_address(settings.interfaces, is_local=spec.is_local)
-        self._board = board
-        self._output = output_of(spec, spec.size - 1, files)
+        self._files = files
+        self._output = output_of(spec, spec.size - 1, shared)
         listening = bind_tcp(own, settings)
         with contextlib.ExitStack() as stack:
             self._coordination = stack.enter_context(
@@ -182,7 +182,7 @@ class _Seat:
                     lambda text: self._output.message(f"sparkhvd: {text}"),
                 )
             )
-            board.publish((own, int(listening.getsockname()[1])))
+            files.publish((own, int(listening.getsockname()[1])))
             self._stack = stack.pop_all()
         self._is_over = threading.Event()
         self._threads = [
@@ -191,7 +191,7 @@ class _Seat:
         ]
         self.problem = ""
 
-    def __enter__(self) -> _Seat:
+    def __enter__(self) -> _OwnCoordinator:
         for thread in self._threads:
             thread.start()
         return self
@@ -204,8 +204,8 @@ class _Seat:
         """Run the job to its end, and tell the client before the tasks may leave."""
         try:
             with self._stack, self._output:
-                account = self._coordination.run()
-                self._board.report(replace(account, unsent=self._output.close()))
+                result = self._coordination.run()
+                self._files.report(replace(result, unsent=self._output.close()))
         except Exception as error:  # noqa: BLE001 - door: the client must learn of it
             self.problem = f"its coordinator ended with {type(error).__name__}: {error}"
         finally:
@@ -215,7 +215,7 @@ class _Seat:
         """Interrupt the ranks when the client wants that."""
         while not self._is_over.wait(LOOK_S):
             with contextlib.suppress(Exception):  # a store may raise anything, and is asked again
-                if self._board.is_interrupted():
+                if self._files.is_interrupted():
                     self._coordination.interrupt()
                     return
 

@@ -1,7 +1,7 @@
 """Driver's side of an elastic job on Spark: one stage whose tasks are the slots of the ranks, and come and go.
 
 The stage is no barrier stage: it has as many tasks as there may be ranks, and Spark starts each when a slot is free. The coordinator is here, or, for a
-client of Spark Connect with a store, in the first task (`seats`). Results come to it when ranks end, so that the loss of another executor afterwards
+client of Spark Connect with a store, in the first task (`coordinators`). Results come to it when ranks end, so that the loss of another executor afterwards
 loses none.
 
 **Threads**: the caller's decides, or waits for the one that does; one waits for Spark. **Shutdown**: whatever ends the block lets the tasks leave, and
@@ -21,10 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sparkhvd.errors import ElasticError, PreflightError, SparkhvdError
 from sparkhvd.runner import launching, spark_log, task
 from sparkhvd.runner.admission import turn
-from sparkhvd.runner.elastic.account import Account
+from sparkhvd.runner.elastic.attempt_result import AttemptResult
+from sparkhvd.runner.elastic.coordinators import (
+    STAGE_HAS_ENDED,
+    AttemptCoordinator,
+    CoordinatorInDriver,
+    CoordinatorInTask,
+    not_started,
+)
 from sparkhvd.runner.elastic.ends import Ends, Failure
 from sparkhvd.runner.elastic.options import ElasticOptions, RankRange, Terms
-from sparkhvd.runner.elastic.seats import STAGE_HAS_ENDED, InDriver, InTask, Seat, not_started
 from sparkhvd.runner.elastic.stage import Future, Stages
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import share_of
@@ -136,34 +142,36 @@ class _Attempt:
         plan, largest = self._plan, self._limits.largest
         live = plan.live_output(self._named)
         with contextlib.ExitStack() as stack:
-            seat = stack.enter_context(self._seat())
-            spec = plan.spec(_NUMBERS, self._named, seat.address, live)
+            coordinator = stack.enter_context(self._coordinator())
+            spec = plan.spec(_NUMBERS, self._named, coordinator.address, live)
             spec = replace(spec, elastic=self._terms().to_dict())
-            seat.take(spec)
+            coordinator.take(spec)
             stack.enter_context(live)
-            self._stages = stages = self._prepare(stack, spec, seat)
-            stages.submit(largest, seat.look)
+            self._stages = stages = self._prepare(stack, spec, coordinator)
+            stages.submit(largest, coordinator.look)
             try:
                 with plain_interrupts():
-                    account = seat.run()
+                    result = coordinator.run()
             finally:
-                seat.dismiss()
+                coordinator.dismiss()
                 stages.end(_LEAVE_S)
-        if account is None:
+        if result is None:
             return self._unreported(stages.ended())
-        own = Outcome(_NUMBERS - 1, Kind.OK, unsent=account.unsent)
-        live.show_rest((own, *account.outcomes.values()))
-        for change in account.changes:
+        own = Outcome(_NUMBERS - 1, Kind.OK, unsent=result.unsent)
+        live.show_rest((own, *result.outcomes.values()))
+        for change in result.changes:
             plan.options.ranks_changed(change)
-        if account.verdict.has_finished:
-            return self._report(account)
-        return self._failure(account, stages)
+        if result.verdict.has_finished:
+            return self._report(result)
+        return self._failure(result, stages)
 
-    def _seat(self) -> Seat:
+    def _coordinator(self) -> AttemptCoordinator:
         plan, options = self._plan, self._plan.options
         if options.shared is not None:
-            return InTask(plan.shim, options, self._limits.largest)
-        return InDriver(plan.shim, functools.partial(print_line, options.verbose), self._replace)
+            return CoordinatorInTask(plan.shim, options, self._limits.largest)
+        return CoordinatorInDriver(
+            plan.shim, functools.partial(print_line, options.verbose), self._replace
+        )
 
     def _replace(self) -> None:
         if self._stages is not None:
@@ -173,7 +181,9 @@ class _Attempt:
         first = self._limits.first
         return Terms(self._limits, min(first, self._plan.slots() or first))
 
-    def _prepare(self, stack: contextlib.ExitStack, spec: task.TaskSpec, seat: Seat) -> Stages:
+    def _prepare(
+        self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
+    ) -> Stages:
         """Prepare the stages; what they need ends with the stack."""
         plan, limits, job_id = self._plan, self._limits, self._named.job_id
         program = stack.enter_context(carried(plan.shim, plan.program))
@@ -186,28 +196,28 @@ class _Attempt:
             return plan.shim.stage(size, body, task.ROW_SCHEMA, profile, is_barrier=False)
 
         text = f"sparkhvd: {limits.smallest} to {limits.largest} ranks, attempt {spec.attempt + 1}"
-        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, seat.note_end)
+        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.note_end)
 
     # --- The end. ---
 
-    def _report(self, account: Account) -> JobReport[Any]:
-        order = Ends(account.verdict, account.outcomes).order()
+    def _report(self, result: AttemptResult) -> JobReport[Any]:
+        order = Ends(result.verdict, result.outcomes).order()
         outcomes = tuple(
-            replace(account.outcomes[number], rank=rank) for rank, number in enumerate(order)
+            replace(result.outcomes[number], rank=rank) for rank, number in enumerate(order)
         )
         return JobReport(
-            results=[launching.load_result(account.results[number]) for number in order],
+            results=[launching.load_result(result.results[number]) for number in order],
             attempts=self._named.number + 1,
             launch_s=max(0.0, outcomes[0].started_at - self._submitted_at),
             run_s=max(outcome.run_s for outcome in outcomes),
             outcomes=outcomes,
         )
 
-    def _failure(self, account: Account, stages: Stages) -> Failure:
-        verdict = account.verdict
-        if account.refused:
-            return Failure(PreflightError(account.refused), is_lost=False)
-        ends = Ends(verdict, account.outcomes)
+    def _failure(self, result: AttemptResult, stages: Stages) -> Failure:
+        verdict = result.verdict
+        if result.refused:
+            return Failure(PreflightError(result.refused), is_lost=False)
+        ends = Ends(verdict, result.outcomes)
         if verdict.problem == STAGE_HAS_ENDED and ends.is_lost:
             cause = self._of_spark(stages.ended())
             cause = cause or Outcome(None, Kind.SPARK, message=f"{STAGE_HAS_ENDED} early")

@@ -47,6 +47,8 @@ __all__ = ["PURPOSE", "TaskSlot", "executor_option"]
 PURPOSE = "elastic tasks"
 # From a Python worker to the JVM: its daemon, and what may lie between.
 _ANCESTORS = 3
+# How long the end of a killed process may take to be noted; its thread is a daemon.
+_KILLED_S = 30.0
 
 
 class TaskSlot:
@@ -108,11 +110,11 @@ class TaskSlot:
         finally:
             self._signal(signal.SIGKILL)
             if self._thread is not None:
-                self._thread.join()
+                self._thread.join(_KILLED_S)
 
     def _start(self, values: Mapping[str, Any]) -> None:
         if self._thread is not None:  # it has told its end
-            self._thread.join()
+            self._thread.join(_KILLED_S)
         self._signals = []
         self._thread = threading.Thread(target=self._live, args=(values,), daemon=True)
         self._thread.start()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cluster import shared_cluster
 from tests.harness.processes import TRAINER, find, wait_until_gone
 from tests.harness.spark import (
+    CONF,
     run_on,
     standalone_cluster,
     started_script,
@@ -26,6 +28,7 @@ PROGRAM = """
 import signal, threading
 from sparkhvd.runner import run_elastic
 from tests.harness.elastic_fn import train
+from tests.harness.cluster import shared_cluster
 from tests.harness.processes import find, wait_until_gone
 
 def fit(**given):
@@ -171,7 +174,7 @@ def run(name, fault, **given):
     print("SIZES", name, results[0][1])
 
 run("other", "executor")
-run("seat", "coordinator")
+run("task", "coordinator")
 try:
     run("last", "coordinator", max_retries=0)
 except Exception as e:
@@ -206,7 +209,7 @@ def test_the_loss_of_executors_is_survived_by_a_client_that_they_do_not_reach(
         timeout_s=380,
     )
     lost = "The elastic job cannot go on: its coordinator was lost with its Spark task"
-    assert re.search(r"SIZES seat \[(1, )?2\]", output), output
+    assert re.search(r"SIZES task \[(1, )?2\]", output), output
     assert f"FAILED ElasticError {lost}" in output, output
     assert output.count("Relaunching (1 of 2)") == 2, output
     # The first epoch is not trained on again: 13 steps of two ranks, or up to 25 of one.
@@ -274,3 +277,52 @@ def test_ranks_save_at_an_interrupt_and_none_outlives_the_driver(
         assert len(ranks) == 2
         driver.kill()
         assert wait_until_gone(ranks, 30) == set()
+
+
+FOREVER = """
+from sparkhvd import run
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+def stay():
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    open(os.path.join(FOLDER, f"first-ready{hvd.rank()}"), "w").close()
+    time.sleep(3600)
+
+run(stay, num_proc=2, spark=spark)
+"""
+
+
+@pytest.mark.parametrize("body", [FOREVER, BEHIND_NAT + INTERRUPTED], ids=["run", "elastic"])
+def test_ranks_of_a_killed_client_of_connect_end_with_its_operation(
+    tmp_path: Path, body: str
+) -> None:
+    conf = {
+        "spark.connect.execute.reattachable.senderMaxStreamDuration": "5s",
+        "spark.connect.execute.manager.detachedTimeout": "5s",
+        "spark.connect.execute.manager.maintenanceInterval": "1s",
+    }
+    with shared_cluster(tmp_path, conf) as cluster:
+        folder = tmp_path / "client"
+        folder.mkdir()
+        script = write_script(
+            folder / "driver.py",
+            body,
+            master=cluster.remote,
+            remote=True,
+            conf=dict.fromkeys(CONF),
+        )
+        with started_script(script) as client:
+            ready = [folder / f"first-ready{rank}" for rank in (0, 1)]
+            wait_until(
+                lambda: all(map(Path.exists, ready)) or client.poll() is not None,
+                "both ranks are ready",
+                within_s=150,
+            )
+            assert client.poll() is None, client.stdout and client.stdout.read()
+            ranks = find(TRAINER)
+            assert len(ranks) == 2
+            client.kill()
+            assert wait_until_gone(ranks, 60) == set()

@@ -21,7 +21,7 @@ import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.interfaces import interfaces
-from sparkhvd.runner import admission, context, job, planning, run
+from sparkhvd.runner import admission, context, job, run, slot_wait
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
@@ -381,7 +381,7 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
     verbose: int,
 ) -> None:
     """Hold a slot by a job of the user's own."""
-    monkeypatch.setattr(planning, "_LATE_S", 0.5)
+    monkeypatch.setattr(slot_wait, "_LATE_S", 0.5)
     ends = str(tmp_path / "ends")
 
     def holds(number: int) -> int:

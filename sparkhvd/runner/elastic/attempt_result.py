@@ -11,13 +11,13 @@ from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.watching import Ended
 
-__all__ = ["Account"]
+__all__ = ["AttemptResult"]
 
-_KIND = "account"
+_KIND = "result"
 
 
 @dataclass(frozen=True)
-class Account:
+class AttemptResult:
     """End of an attempt.
 
     Attributes:
@@ -49,8 +49,8 @@ class Account:
         return pack(_KIND, b"".join(self.results.values()), values)
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Account:
-        """Rebuild an account from `to_bytes`."""
+    def from_bytes(cls, content: bytes) -> AttemptResult:
+        """Rebuild a result from `to_bytes`."""
         message = unpack(content)
         values, verdict = message.values, message.values["verdict"]
         results, at = {}, 0

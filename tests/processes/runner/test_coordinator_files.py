@@ -11,8 +11,8 @@ import pytest
 
 from sparkhvd import Store
 from sparkhvd.errors import StoreError
-from sparkhvd.runner.elastic.account import Account
-from sparkhvd.runner.elastic.board import Board
+from sparkhvd.runner.elastic.attempt_result import AttemptResult
+from sparkhvd.runner.elastic.coordinator_files import CoordinatorFiles
 from sparkhvd.runner.elastic.launcher import Verdict
 from sparkhvd.runner.elastic.options import RankRange, Terms
 from sparkhvd.runner.options import RankChange
@@ -20,7 +20,7 @@ from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.watching import Ended
 
 KEY = "ab" * 32
-ACCOUNT = Account(
+RESULT = AttemptResult(
     Verdict(
         has_finished=True,
         has_begun=True,
@@ -39,13 +39,13 @@ ACCOUNT = Account(
 
 @dataclass(frozen=True)
 class Folder:
-    """A board, its files and another one of the same job."""
+    """Files of a coordinator, their folder, and another one of the same job."""
 
     root: Path
     store: Store
 
-    def board(self, *, attempt: int = 0, job_id: str = "job", key: str = KEY) -> Board:
-        return Board(self.store, "runs/r", attempt, job_id, key)
+    def files(self, *, attempt: int = 0, job_id: str = "job", key: str = KEY) -> CoordinatorFiles:
+        return CoordinatorFiles(self.store, "runs/r", attempt, job_id, key)
 
     def path(self, name: str) -> Path:
         return self.root / "runs/r/attempts/0/elastic-job" / name
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def test_tasks_find_the_coordinator_and_the_client_its_account(folder: Folder) -> None:
-    coordinator, others = folder.board(), folder.board()
+    coordinator, others = folder.files(), folder.files()
     assert others.address() is None
     assert others.await_address(0.0) is None
     later = threading.Timer(0.3, coordinator.publish, [("::1", 7)])
@@ -68,31 +68,31 @@ def test_tasks_find_the_coordinator_and_the_client_its_account(folder: Folder) -
     others.interrupt()
     assert coordinator.is_interrupted()
     assert not others.is_over()
-    coordinator.report(ACCOUNT)
+    coordinator.report(RESULT)
     assert others.is_over()
-    assert others.account() == ACCOUNT
+    assert others.result() == RESULT
 
 
 def test_other_attempts_have_other_boards(folder: Folder) -> None:
-    folder.board().publish(("a", 1))
-    assert folder.board(attempt=1).address() is None
-    assert folder.board(job_id="other").address() is None
+    folder.files().publish(("a", 1))
+    assert folder.files(attempt=1).address() is None
+    assert folder.files(job_id="other").address() is None
 
 
 @pytest.mark.parametrize("how", ["key", "content", "place", "short"])
 def test_what_nobody_of_the_job_has_written_is_an_error(folder: Folder, how: str) -> None:
-    board = folder.board(key="cd" * 32 if how == "key" else KEY)
-    board.report(ACCOUNT)
-    path = folder.path("account")
+    files = folder.files(key="cd" * 32 if how == "key" else KEY)
+    files.report(RESULT)
+    path = folder.path("result")
     if how == "content":
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     elif how == "place":
-        board.publish(("a", 1))
+        files.publish(("a", 1))
         shutil.copy(folder.path("coordinator"), path)
     elif how == "short":
         path.write_bytes(b"")
-    with pytest.raises(StoreError, match="account in .* was not written by this job: its proof"):
-        folder.board().account()
+    with pytest.raises(StoreError, match="result in .* was not written by this job: its proof"):
+        folder.files().result()
 
 
 def test_limits_cross_as_json() -> None:

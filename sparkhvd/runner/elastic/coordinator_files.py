@@ -1,4 +1,4 @@
-"""Board of an attempt in the store, where the coordinator is in a task: how tasks find it, and how it and the client hear of each other.
+"""Files of an attempt in the store, where the coordinator is in a task: how tasks find it, and how it and the client hear of each other.
 
 Each file begins with a proof that its writer knows the attempt's key and meant this file; what has none is an error, and is not read any further.
 """
@@ -10,23 +10,23 @@ import json
 import time
 
 from sparkhvd.errors import StoreError
-from sparkhvd.runner.elastic.account import Account
+from sparkhvd.runner.elastic.attempt_result import AttemptResult
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.preflight.shared_files import describe_shared
 
-__all__ = ["LOOK_S", "Board"]
+__all__ = ["LOOK_S", "CoordinatorFiles"]
 
 # How often the coordinator looks whether the client wants an end.
 LOOK_S = 1.0
 _DIGEST = "sha256"
 _PROOF_BYTES = 32
-_ADDRESS, _INTERRUPT, _ACCOUNT = "coordinator", "interrupt", "account"
+_ADDRESS, _INTERRUPT, _RESULT = "coordinator", "interrupt", "result"
 _POLL_S = 0.25
 # How long the file of another host may be seen late.
 _LATE_S = 3.0
 
 
-class Board:
+class CoordinatorFiles:
     """Files of an attempt.
 
     Args:
@@ -42,7 +42,7 @@ class Board:
     ) -> None:
         self._files = files
         self._folder = f"{run_dir}/attempts/{attempt}/elastic-{job_id}"
-        self._key = hmac.digest(bytes.fromhex(key), b"sparkhvd elastic board", _DIGEST)
+        self._key = hmac.digest(bytes.fromhex(key), b"sparkhvd elastic coordinator", _DIGEST)
 
     # --- Of the coordinator. ---
 
@@ -58,9 +58,9 @@ class Board:
         """Return True once the client wants the ranks to end."""
         return self._read(_INTERRUPT) is not None
 
-    def report(self, account: Account) -> None:
+    def report(self, result: AttemptResult) -> None:
         """Tell the client how the attempt has ended."""
-        self._write(_ACCOUNT, account.to_bytes())
+        self._write(_RESULT, result.to_bytes())
 
     # --- Of other tasks. ---
 
@@ -80,7 +80,7 @@ class Board:
 
     def is_over(self) -> bool:
         """Return True if the attempt has ended."""
-        return self._files.exists(self._path(_ACCOUNT))
+        return self._files.exists(self._path(_RESULT))
 
     # --- Of the client. ---
 
@@ -88,12 +88,12 @@ class Board:
         """Let the ranks end."""
         self._write(_INTERRUPT, b"")
 
-    def account(self) -> Account | None:
+    def result(self) -> AttemptResult | None:
         """Return how the attempt has ended; None if its coordinator could not tell."""
         until = time.monotonic() + _LATE_S
-        while (content := self._read(_ACCOUNT)) is None and time.monotonic() < until:
+        while (content := self._read(_RESULT)) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return None if content is None else Account.from_bytes(content)
+        return None if content is None else AttemptResult.from_bytes(content)
 
     # --- Files. ---
 

@@ -1,4 +1,4 @@
-"""Where the coordinator of an attempt sits, as the one who launches it sees it: in this process, or in a task of the stage."""
+"""Coordinator of an attempt for the process that launches it: in that process, or in a task of the stage."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import driver_port
-from sparkhvd.runner.elastic.account import Account
-from sparkhvd.runner.elastic.board import LOOK_S, Board
+from sparkhvd.runner.elastic.attempt_result import AttemptResult
 from sparkhvd.runner.elastic.coordination import MARGIN_S, Coordination
+from sparkhvd.runner.elastic.coordinator_files import LOOK_S, CoordinatorFiles
 from sparkhvd.runner.elastic.options import Terms
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.task import TaskSpec
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.spark import SparkShim
 
-__all__ = ["STAGE_HAS_ENDED", "InDriver", "InTask", "Seat", "not_started"]
+__all__ = [
+    "STAGE_HAS_ENDED",
+    "CoordinatorInDriver",
+    "CoordinatorInTask",
+    "AttemptCoordinator",
+    "not_started",
+]
 
 STAGE_HAS_ENDED = "its Spark stage has ended"
 
@@ -33,8 +39,8 @@ def not_started(limit_s: float) -> PreflightError:
     )
 
 
-class Seat(Protocol):
-    """Seat of the coordinator of an attempt; a context manager around its stage.
+class AttemptCoordinator(Protocol):
+    """Coordinator of an attempt; a context manager around its stage.
 
     Attributes:
         address: at which tasks reach it; None where they look in the store.
@@ -51,7 +57,7 @@ class Seat(Protocol):
     def note_end(self) -> None:
         """Note that the stage has ended; from any thread."""
 
-    def run(self) -> Account | None:
+    def run(self) -> AttemptResult | None:
         """Wait for the end of the job, and let the ranks save at Ctrl-C; None where nobody could tell how it has ended."""
 
     def dismiss(self) -> None:
@@ -62,8 +68,8 @@ class Seat(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class InDriver:
-    """Seat in this process.
+class CoordinatorInDriver:
+    """Coordinator in this process.
 
     Args:
         shim: session.
@@ -97,7 +103,7 @@ class InDriver:
         """Note that the stage has ended."""
         self._made.stop(STAGE_HAS_ENDED)
 
-    def run(self) -> Account | None:
+    def run(self) -> AttemptResult | None:
         """Run the job to its end."""
         return self._made.run()
 
@@ -105,7 +111,7 @@ class InDriver:
         """Let the tasks leave."""
         self._made.tasks.dismiss()
 
-    def __enter__(self) -> InDriver:
+    def __enter__(self) -> CoordinatorInDriver:
         self._stack.callback(self._listening.close)
         return self
 
@@ -113,8 +119,8 @@ class InDriver:
         self._stack.close()
 
 
-class InTask:
-    """Seat in a task, of which this client of Spark Connect hears by the store alone.
+class CoordinatorInTask:
+    """Coordinator in a task, of which this client of Spark Connect hears by the store alone.
 
     Args:
         shim: session.
@@ -132,7 +138,7 @@ class InTask:
         """Begin, before the stage is submitted."""
         files = self._options.shared
         assert files is not None
-        self._board = Board(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
+        self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
         self._start_s = Terms.from_dict(spec.elastic).limits.start_timeout_s
 
     def look(self) -> None:
@@ -142,7 +148,7 @@ class InTask:
         """Note that the stage has ended."""
         self._ended.set()
 
-    def run(self) -> Account | None:
+    def run(self) -> AttemptResult | None:
         """Wait for the end of the stage.
 
         Raises:
@@ -155,7 +161,7 @@ class InTask:
         except KeyboardInterrupt:
             self._interrupt()
             raise
-        return self._board.account()
+        return self._files.result()
 
     def _interrupt(self) -> None:
         """Let the ranks save, where their coordinator can be told."""
@@ -163,13 +169,13 @@ class InTask:
         if mailbox is None or mailbox.poll_s is None:  # a Spark task would wait for their slots
             return
         with contextlib.suppress(Exception):  # a store may raise anything: Spark's own way remains
-            self._board.interrupt()
+            self._files.interrupt()
             self._ended.wait(LOOK_S + INTERRUPT_GRACE_S + MARGIN_S)
 
     def dismiss(self) -> None:
         """Do nothing: the coordinator lets the tasks leave."""
 
-    def __enter__(self) -> InTask:
+    def __enter__(self) -> CoordinatorInTask:
         self._news.__enter__()
         return self
 
