@@ -1,6 +1,6 @@
 #include "control_groups.h"
 
-#include <fstream>
+#include "text_file.h"
 
 namespace sparkhvd {
 namespace {
@@ -22,8 +22,9 @@ std::vector<ControlGroup> control_groups(const std::string& controller, const Gr
   std::vector<ControlGroup> found;
   // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may lie outside
   // what is mounted; then the root of the mount is the container's own group.
-  std::ifstream groups(files.groups);
-  for (std::string line; std::getline(groups, line);) {
+  const auto groups = read_text(files.groups);
+  for (const auto text : split(groups, "\n")) {
+    const std::string line(text);
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

@@ -6,9 +6,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <fstream>
 #include <functional>
 #include <optional>
+
+#include "text_file.h"
 
 namespace sparkhvd {
 namespace {
@@ -30,16 +31,15 @@ CpuSet allowed_cpus() {
 
 /// "max 100000" (v2) or "-1" (v1) is no quota.
 std::optional<double> quota_of(const ControlGroup& group) {
-  double quota = 0;
-  double period = 0;
-  if (group.is_v2) {
-    std::ifstream(group.folder + "cpu.max") >> quota >> period;
-  } else {
-    std::ifstream(group.folder + "cpu.cfs_quota_us") >> quota;
-    std::ifstream(group.folder + "cpu.cfs_period_us") >> period;
-  }
-  if (!(quota > 0 && period > 0)) return std::nullopt;
-  return quota / period;
+  const auto text = group.is_v2 ? read_text(group.folder + "cpu.max")
+                                : read_text(group.folder + "cpu.cfs_quota_us") + " " +
+                                      read_text(group.folder + "cpu.cfs_period_us");
+  const auto words = split(text);
+  if (words.size() < 2) return std::nullopt;
+  const auto quota = number_of(words[0]).value_or(0);
+  const auto period = number_of(words[1]).value_or(0);
+  if (quota == 0 || period == 0) return std::nullopt;
+  return static_cast<double>(quota) / static_cast<double>(period);
 }
 
 /// The number of the group's folder is the kernel's for the group, however it is mounted.

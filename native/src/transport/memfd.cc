@@ -9,14 +9,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
-#include <fstream>
-#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "error.h"
+#include "text_file.h"
 
 namespace sparkhvd {
 namespace {
@@ -97,37 +96,25 @@ namespace {
 
 /// The number that the file holds; nothing if there is none ("max", no such file).
 std::optional<std::uint64_t> read_number(const std::string& path) {
-  std::ifstream file(path);
-  std::string word;
-  if (!(file >> word)) return std::nullopt;
-  std::uint64_t value = 0;
-  const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), value);
-  if (problem != std::errc() || end != word.data() + word.size()) return std::nullopt;
-  return value;
+  const auto text = read_text(path);
+  const auto words = split(text);
+  return words.empty() ? std::nullopt : number_of(words[0]);
 }
 
-/// Memory that the machine can give without swapping; nothing if the file does not have it.
-std::optional<std::uint64_t> available_bytes(const std::string& path) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string key;
-    std::uint64_t kib = 0;
-    if (words >> key >> kib && key == "MemAvailable:") return kib * 1024;
+/// The number behind a word that begins a line of the file; nothing if there is none.
+std::optional<std::uint64_t> number_behind(const std::string& path, std::string_view word) {
+  const auto text = read_text(path);
+  for (const auto line : split(text, "\n")) {
+    const auto words = split(line);
+    if (words.size() > 1 && words[0] == word) return number_of(words[1]);
   }
   return std::nullopt;
 }
 
-/// Cached bytes of files that the kernel gives back before it kills anybody. A group that reads much
-/// is always full of them.
-std::uint64_t reclaimable_bytes(const std::string& path, const std::string& word) {
-  std::ifstream file(path);
-  std::string key;
-  std::uint64_t value = 0;
-  while (file >> key >> value) {
-    if (key == word) return value;
-  }
-  return 0;
+/// Memory that the machine can give without swapping; nothing if the file does not have it.
+std::optional<std::uint64_t> available_bytes(const std::string& path) {
+  const auto kib = number_behind(path, "MemAvailable:");
+  return kib ? std::optional(*kib * 1024) : std::nullopt;
 }
 
 std::optional<std::string> group_shortage(const ControlGroup& group, std::uint64_t need) {
@@ -135,8 +122,10 @@ std::optional<std::string> group_shortage(const ControlGroup& group, std::uint64
   const auto limit = read_number(folder + (group.is_v2 ? "memory.max" : "memory.limit_in_bytes"));
   auto usage = read_number(folder + (group.is_v2 ? "memory.current" : "memory.usage_in_bytes"));
   if (!limit || !usage) return std::nullopt;
+  // Cached bytes of files that the kernel gives back before it kills anybody. A group that reads much
+  // is always full of them.
   const char* word = group.is_v2 ? "inactive_file" : "total_inactive_file";
-  *usage -= std::min(*usage, reclaimable_bytes(folder + "memory.stat", word));
+  *usage -= std::min(*usage, number_behind(folder + "memory.stat", word).value_or(0));
   if (*usage <= *limit && *limit - *usage >= need) return std::nullopt;
   return "the control group " + folder + " allows " + std::to_string(*limit) + " bytes, of which " +
          std::to_string(*usage) + " are used";
@@ -148,9 +137,7 @@ std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_
                                            const MemoryFiles& files) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    std::ifstream file("/proc/self/statm");
-    std::uint64_t pages = 0;
-    file >> pages;
+    const auto pages = read_number("/proc/self/statm").value_or(0);
     const std::uint64_t used = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     if (used > limit.rlim_cur || limit.rlim_cur - used < map_bytes) {
       return "the limit of address space (RLIMIT_AS) is " + std::to_string(limit.rlim_cur) +
