@@ -30,6 +30,7 @@ __all__ = [
     "choose_settings",
     "dump_call",
     "environ",
+    "erase_line",
     "job_frame",
     "line_of",
     "load_result",
@@ -263,6 +264,12 @@ def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable
             write_to(to, "".join(line_of(line, timestamp=timestamps) for line in text.split("\n")))
 
     return log
+
+
+def erase_line(stream: TextIO) -> None:
+    """Erase on a terminal what has no end yet, such as Spark's progress bar or that of a fit, which are drawn anew."""
+    if getattr(stream, "isatty", lambda: False)():
+        stream.write("\r\x1b[K")
 
 
 def write_to(stream: TextIO, text: str) -> None:

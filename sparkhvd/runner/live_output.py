@@ -101,8 +101,8 @@ class LiveOutput:
             self._watch = _Watch(shim, attempt.size, receiver)
 
     def _show(self, text: str) -> None:
-        if self._stream is None and getattr(sys.stderr, "isatty", lambda: False)():
-            sys.stderr.write("\r\x1b[K")  # in place of Spark's progress bar, which is drawn anew
+        if self._stream is None:
+            launching.erase_line(sys.stderr)
         self._log(text)
 
     def __enter__(self) -> LiveOutput:

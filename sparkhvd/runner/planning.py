@@ -194,6 +194,7 @@ def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -
 def print_line(verbose: int, text: str) -> None:
     """Print a line on the driver, unless `verbose` is 0."""
     if verbose > 0:
+        launching.erase_line(sys.stderr)
         sys.stderr.write(f"sparkhvd: {text}\n")
         sys.stderr.flush()
 

@@ -207,6 +207,12 @@ class Data:
         plans = step_plans(self._spec, self.training, epoch, done)
         return done.rows + sum(plan.num_rows for plan in plans)
 
+    def steps_in_all(self, epoch: int, done: Done) -> int:
+        """Return the steps of an epoch, with those that other numbers of ranks have done of it."""
+        if not done.rows:
+            return self.num_steps
+        return done.steps + len(step_plans(self._spec, self.training, epoch, done))
+
     @property
     def planned_validation_rows(self) -> int:
         """The validation rows of all ranks, likewise."""

@@ -18,12 +18,14 @@ __all__ = ["Progress"]
 _INTERVAL_S = 0.5
 # Another rank reports that its share of waiting has changed by this much, at most once in so many seconds.
 _CHANGE, _OTHERS_INTERVAL_S = 0.05, 1.0
-# A report has the loss and so many metrics: it must fit into one write to a pipe.
-_MOST_MEANS = 9
+# Unchanged shares are reported again after so many seconds: a report may be lost, and that of a rank's first connection is.
+_REPEAT_S = 5.0
+# A report has the loss and so many metrics, fewer if their names are long: it must fit into one write to a pipe.
+_MOST_MEANS, _MOST_BYTES = 9, 4000
 
 
 class Progress:
-    """Reports within an epoch: of rank 0 at most two per second, of others how long they wait, if that changes."""
+    """Reports within an epoch: of rank 0 at most two per second, of others how long they wait, if that changes or was told long ago."""
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
         """Begin an epoch, counted from 1, of so many steps; 0 if that is not known."""
@@ -32,7 +34,7 @@ class Progress:
         self._interval_s = _OTHERS_INTERVAL_S if self._rank else _INTERVAL_S
         self._began = self._reported = time.monotonic()
         self._rows = self._steps = 0
-        self._last_share = math.nan
+        self._last_share, self._told = math.nan, 0.0
 
     def step(
         self,
@@ -60,6 +62,7 @@ class Progress:
         report: dict[str, Any] = {"rank": self._rank, "epoch": self._epoch, "waited": share}
         if self._rank == 0:
             report |= {
+                "size": hvd.size(),
                 "epochs": self._epochs,
                 "step": number,
                 "num_steps": self._num_steps,
@@ -67,7 +70,11 @@ class Progress:
                 "left_s": max(0, self._num_steps - number) * seconds / self._steps,
                 "means": dict(itertools.islice(means().items(), 1 + _MOST_MEANS)),
             }
-        elif abs(share - self._last_share) < _CHANGE:
+        elif abs(share - self._last_share) < _CHANGE and now - self._told < _REPEAT_S:
             return
-        self._last_share = share
-        report_progress(json.dumps(report))
+        self._last_share, self._told = share, now
+        text = json.dumps(report)
+        while len(text) > _MOST_BYTES and report["means"]:
+            report["means"].popitem()
+            text = json.dumps(report)
+        report_progress(text)

@@ -291,7 +291,7 @@ def train_epoch(
     step.waited_s = 0.0
     profile = step.state.profile
     profile.begin_epoch()
-    progress = Progress(epoch + 1, step.spec.epochs, data.num_steps)
+    progress = Progress(epoch + 1, step.spec.epochs, data.steps_in_all(epoch, position.done))
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step, position.done):
         moment.step = epoch * data.num_steps + plan.number + 1

@@ -19,8 +19,10 @@ def report_of_step(
     left_s: float = 3.0,
     means: Mapping[str, float] | None = None,
     waited: float = 0.0,
+    size: int = 2,
 ) -> str:
     """Return a report of rank 0; with the defaults its line is "epoch 1/2  step 1/9  1,000 rows/s  3 s left"."""
     report: dict[str, Any] = {"rank": 0, "epoch": epoch, "waited": waited, "epochs": epochs}
+    report["size"] = size
     report |= {"step": step, "num_steps": num_steps, "rows_per_s": rows_per_s, "left_s": left_s}
     return json.dumps({**report, "means": dict(means or {})})

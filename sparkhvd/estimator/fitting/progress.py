@@ -240,7 +240,9 @@ class EpochReporter:
         # An epoch's line may come earlier, because it comes another way.
         if report["rank"] or not self._verbose or epoch <= self._reported:
             return
-        text = f"{self._prefix}{format_step(report, self._waits)}"
+        # An elastic fit may have lost the others within the epoch.
+        waits = {rank: share for rank, share in self._waits.items() if rank < report["size"]}
+        text = f"{self._prefix}{format_step(report, waits)}"
         if self._stopping.is_set():
             return
         if of_this_process.show(self, text, self._last_loss):
@@ -321,6 +323,10 @@ class EpochReporter:
         if self._verbose:
             self._said_at = time.monotonic()
             of_this_process.print(f"{self._prefix}{format_epoch(record, self._epochs)}")
+        with of_this_process.erased():
+            self._tell_others(record)
+
+    def _tell_others(self, record: dict[str, Any]) -> None:
         self._check_losses(record)
         if self._followers is not None:
             self._followers.epoch(record)

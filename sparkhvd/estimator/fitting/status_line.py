@@ -12,7 +12,7 @@ import sys
 import threading
 import unicodedata
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparkhvd.runner.launching import write_to
@@ -64,6 +64,19 @@ class StatusLine:
             write_to(sys.stdout, f"{_ERASE}{line}\n" if is_terminal else f"{line}\n")
             if is_terminal and self._texts:
                 write_to(sys.stdout, _joined(list(self._texts.values()), _width()))
+
+    @contextlib.contextmanager
+    def erased(self) -> Iterator[None]:
+        """Take the line off a terminal while others print there: warnings, or the user's function."""
+        with self._lock, contextlib.suppress(Exception):
+            if self._texts and _is_terminal():
+                write_to(sys.stdout, _ERASE)
+        try:
+            yield
+        finally:
+            with self._lock, contextlib.suppress(Exception):
+                if self._texts and _is_terminal():
+                    self._draw()
 
     def _draw(self) -> None:
         texts = list(self._texts.values())

@@ -102,6 +102,19 @@ def test_the_slowest_rank_is_that_of_this_epoch(
     assert waiting == ["waiting for rank 1 40%", "waiting for rank 1 35%", ""]
 
 
+def test_ranks_that_an_elastic_fit_has_lost_are_not_waited_for(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    with EpochReporter(checkpoints, epochs=2, verbose=1, progress=None) as reporter:
+        reporter.show_step(json.dumps({"rank": 1, "epoch": 1, "waited": 0.6}))
+        for size in (2, 1):
+            reporter.show_step(report_of_step(1, 5, waited=0.1, size=size))
+    before, after = capsys.readouterr().out.splitlines()
+    assert before.endswith("  waiting for rank 0 50%")
+    assert after.endswith("s left")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -19,6 +19,7 @@ import pytest
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.progress import EpochReporter
 from sparkhvd.estimator.fitting.status_line import StatusLine, _joined
+from sparkhvd.runner.planning import print_line
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until
@@ -142,3 +143,20 @@ def test_lines_on_a_stream_of_few_characters_are_not_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     StatusLine().print("[größe=2] epoch 1/2")
     assert raw.getvalue() == rb"[gr\xf6\xdfe=2] epoch 1/2" + b"\n"
+
+
+def test_what_others_print_is_not_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = StatusLine()
+    with terminal(monkeypatch, 60) as screen:
+        monkeypatch.setattr(sys, "stderr", sys.stdout)
+        line.show("a fit", "epoch 1/2  step 3/9")
+        with line.erased():
+            print("of the user's function")
+        print_line(1, "2 -> 1 rank")
+        line.show("a fit", "epoch 1/2  step 3/9")
+        wait_until(lambda: screen.lines[-1] == "epoch 1/2  step 3/9", "it is drawn again")
+        line.remove("a fit")
+        print("kept", end="", flush=True)
+        with line.erased():
+            pass
+    assert screen.lines == ["of the user's function", "sparkhvd: 2 -> 1 rank", "kept"]

@@ -20,11 +20,11 @@ from sparkhvd.training.spec import TrainSpec
 from tests.harness.ranks import run_ranks
 from tests.ranks.training.ranks import Case, linear
 
-Found = tuple[list[float], int, int, int]
+Found = tuple[list[float], int, int, int, int]
 
 
 def part(spec: TrainSpec, size: int, done: Done, steps: int | None) -> list[Found]:
-    """Return of each rank its labels of some steps, rows of all ranks, the last step's number, and rows that the epoch has."""
+    """Return of each rank its labels of some steps, rows of all ranks, the last step's number, and rows and steps that the epoch has."""
 
     def body(_: Engine) -> Found:
         with Data(spec) as data:
@@ -35,7 +35,7 @@ def part(spec: TrainSpec, size: int, done: Done, steps: int | None) -> list[Foun
                 for batch in batches:
                     labels += np.asarray(batch.columns["y"]).tolist()
             assert data.training.is_divisible
-            return labels, rows, number, data.planned_rows(1, done)
+            return labels, rows, number, data.planned_rows(1, done), data.steps_in_all(1, done)
 
     return run_ranks(size, body, using=use_engine)
 
@@ -57,6 +57,8 @@ def test_the_rest_of_an_epoch_is_divided_among_other_ranks(
     seen = [label for found in (*first, *second, *rest) for label in found[0]]
     assert sorted(seen) == sorted(case.values["y"].tolist())
     assert {found[3] for found in (*first, *rest)} == {100}
+    # Steps of 24, of 8 behind 2 that had 48 rows, and of 16 behind 5 that had 72.
+    assert [found[0][4] for found in (first, second, rest)] == [5, 9, 7]
     # At its very end, and behind a limit, nothing is left.
     (nothing,) = part(spec, 1, Done(100, 7), None)
     assert nothing[:3] == ([], 0, 6)

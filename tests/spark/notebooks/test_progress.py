@@ -70,7 +70,8 @@ def test_a_fits_progress_is_one_line_of_its_cell_and_gone_at_the_end(
     assert displays[0] in notebook.cells[1].outputs
     steps = [text for text in shown if text]
     line = (
-        r"epoch [12]/2  step \d+/30  loss [\d.]+  \d+ rows/s  \d+ s left(  loss [\d.]+ in epoch 1)?"
+        r"epoch [12]/2  step \d+/30  loss [\d.]+  \d+ rows/s  \d+ s left"
+        r"(  waiting for rank [01] \d+%)?(  loss [\d.]+ in epoch 1)?"
     )
     assert all(re.fullmatch(line, text) for text in steps), steps
     assert len(steps) >= 8, steps
