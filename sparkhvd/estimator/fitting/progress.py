@@ -298,7 +298,7 @@ class EpochReporter:
             while not self._stopping.wait(self._poll_s):
                 self._read()
                 renew_leases()
-                if self._reported > began:
+                if self._reported > began or self._waits:  # its steps are shown
                     waiting.close()
         self._read()
 

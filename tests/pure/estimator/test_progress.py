@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_ranks_that_an_elastic_fit_has_lost_are_not_waited_for(
     before, after = capsys.readouterr().out.splitlines()
     assert before.endswith("  waiting for rank 0 50%")
     assert after.endswith("s left")
+
+
+def test_an_epoch_whose_steps_are_shown_is_not_waited_for(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "announce_late", partial(announce_late, after_s=0.5))
+    for steps in (1, 0):
+        with EpochReporter(
+            checkpoints, epochs=2, verbose=1, progress=None, poll_s=0.01
+        ) as reporter:
+            for step in range(steps):
+                reporter.show_step(report_of_step(1, step))
+            time.sleep(0.8)
+        assert capsys.readouterr().out == ("" if steps else "waiting for epoch 1/2\n")
 
 
 class Terminal(io.StringIO):
