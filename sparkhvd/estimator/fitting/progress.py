@@ -190,7 +190,7 @@ class EpochReporter:
         self._poll_s = poll_s
         self._name = name
         self._label = label
-        self._prefix = self._brackets(is_alone=True)
+        self._is_alone = True
         self._reported = 0
         self._said_at = time.monotonic()
         # For the line on how far the fit is: of the epoch before, and the shares of waiting in this one, by rank.
@@ -209,7 +209,7 @@ class EpochReporter:
             _training.append(self)
             if len(_training) > 1:
                 for reporter in _training:
-                    reporter._prefix = reporter._brackets(is_alone=False)
+                    reporter._is_alone = False
         self._thread.start()
         return self
 
@@ -242,20 +242,27 @@ class EpochReporter:
             return
         # An elastic fit may have lost the others within the epoch.
         waits = {rank: share for rank, share in self._waits.items() if rank < report["size"]}
-        text = f"{self._prefix}{format_step(report, waits)}"
+        text = format_step(report, waits)
         if self._stopping.is_set():
             return
-        if of_this_process.show(self, text, self._last_loss):
+        if of_this_process.show(self, f"{self._short_prefix}{text}", self._last_loss):
             if self._stopping.is_set():  # meanwhile
                 of_this_process.remove(self)
             return
         if time.monotonic() - self._said_at >= _PLAIN_S:
             self._said_at = time.monotonic()
-            of_this_process.print(text)
+            of_this_process.print(f"{self._prefix}{text}")
 
-    def _brackets(self, *, is_alone: bool) -> str:
-        """Return the beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
-        shown = ": ".join(filter(None, ("" if is_alone else self._name, self._label)))
+    @property
+    def _prefix(self) -> str:
+        """The beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
+        shown = ": ".join(filter(None, ("" if self._is_alone else self._name, self._label)))
+        return f"[{shown}] " if shown else ""
+
+    @property
+    def _short_prefix(self) -> str:
+        """The same in a line that fits share: the label is enough, and of a name what is behind its last "-"."""
+        shown = self._label or ("" if self._is_alone else self._name.rpartition("-")[2])
         return f"[{shown}] " if shown else ""
 
     def ended(self, reason: str, epoch: int) -> None:

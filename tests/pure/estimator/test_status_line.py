@@ -88,8 +88,8 @@ def test_two_fits_share_the_line_of_a_terminal_and_leave_nothing(
             wait_until(lambda: screen.lines[-1] == text, "it is shown")
 
         first, second = (
-            EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, label=label)
-            for label in ("a", "b")
+            EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, name=name, label=label)
+            for name, label in (("20261127-202404-3076979b", "a"), ("20261127-202404-b", ""))
         )
         with first:
             first.show_step(report_of_step(1, 1))
@@ -104,7 +104,7 @@ def test_two_fits_share_the_line_of_a_terminal_and_leave_nothing(
             sees("[a] epoch 1/2  step 5/9  1,000 rows/s  1 h 30 min left")
         first.show_step(report_of_step(1, 9))
         sees("")
-    assert screen.lines == ["[b] stopped after epoch 1/2: enough", ""]
+    assert screen.lines == ["[20261127-202404-b] stopped after epoch 1/2: enough", ""]
 
 
 def test_a_line_is_cut_to_the_width_and_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
