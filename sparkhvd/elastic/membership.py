@@ -109,7 +109,7 @@ class Membership:
     _removing: dict[int, str] = field(default_factory=dict)
     _announced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     _began: float | None = None  # the round
-    _has_state: bool = False
+    _with_state: set[int] = field(default_factory=set)  # members that have had it
 
     def expect(self, number: int) -> None:
         """Note that a process is starting that will ask."""
@@ -122,7 +122,8 @@ class Membership:
         elif isinstance(message, Arrival):
             self._receive_arrival(number)
         elif isinstance(message, Report) and message.kind == "synced":
-            self._has_state = True
+            self._with_state.add(number)
+            self.step(now)  # one that had to stay until now may leave
         elif isinstance(message, Report) and message.kind == "finished":
             self._finished.add(number)
             self._running.discard(number)
@@ -141,7 +142,7 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Let a member leave at the next commit; the last one that has the state leaves when those who are coming have it."""
+        """Let a member leave at the next commit; the last one that has the state leaves when others have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
@@ -211,7 +212,8 @@ class Membership:
         for group in (self._starting, self._running, self._finished):
             group.discard(number)
         self._asked[number] = ask
-        self._has_state = self._has_state or ask.has_state
+        if ask.has_state:
+            self._with_state.add(number)
         for dead in ask.dead:  # the engines know before the launcher does
             if dead in self.members and dead not in self._gone and dead not in self._asked:
                 self._gone[dead] = "has died"
@@ -265,12 +267,11 @@ class Membership:
         return tuple(number for number in self.members if number not in self._gone)
 
     def _holder(self) -> int | None:
-        """Return the member that stays although it should leave: the only one that could give the state to those who are coming."""
+        """Return the member that stays although it should leave: the only one that could give the state to those who come, now or later."""
         here = self._here()
-        coming = self._starting | (self._asked.keys() - set(self.members))
-        if self.is_finished or not coming - self._removing.keys():
+        if self.is_finished or self._with_state & set(here) - self._removing.keys():
             return None
-        return here[0] if here and self._removing.keys() >= set(here) else None
+        return next((number for number in here if number in self._removing), None)
 
     def _most(self) -> int:
         return self.limits.most if self._holder() is None else max(2, self.limits.most)
@@ -315,7 +316,7 @@ class Membership:
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
         """Return why these members cannot go on; "" if they can."""
-        if self._has_state and not any(self._asked[number].has_state for number in candidates):
+        if self._with_state and not any(self._asked[number].has_state for number in candidates):
             return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:
             return (

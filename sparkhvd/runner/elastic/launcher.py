@@ -189,14 +189,21 @@ class Launcher:
         elif isinstance(event, Refused):
             self._note_refusal(event)
         elif isinstance(event, Discovered):
-            if event.hosts is None:
-                self._say(f"{event.problem} The hosts that were known are kept.")
-            else:
-                self._slots = slots_of(event.hosts)
+            self._note_hosts(event)
         elif isinstance(event, Offer):
             self._slots = event.slots
         else:
             self._stop(event.why)
+
+    def _note_hosts(self, found: Discovered) -> None:
+        if found.hosts is None:
+            self._say(f"{found.problem} The hosts that were known are kept.")
+            return
+        self._slots = slots_of(found.hosts)
+        if not self._slots:
+            self._say(
+                "--host-discovery-script printed no host. The last process that has the training's state stays until another one has it."
+            )
 
     def _note_end(self, ended: Ended, how: str = "") -> None:
         process = self._running.pop(ended.rank)
@@ -264,7 +271,10 @@ class Launcher:
         left_out = {host for host in count if self._cooldown.is_left_out(host, now)}
         if self._places and not self._running:
             return  # all that there was is gone, and so is the job
-        free = slots_to_fill(self._slots, set(taken.values()), self._options.largest, left_out)
+        most = self._options.largest
+        if all(process.is_surplus for process in self._running.values()):
+            most = max(most, len(taken) + 1)  # the last one stays until another one has the state
+        free = slots_to_fill(self._slots, set(taken.values()), most, left_out)
         new = dict(enumerate(free, len(self._places)))
         for number in new:  # before one of them asks, or it would not wait for the others
             self._coordinator.expect(number)

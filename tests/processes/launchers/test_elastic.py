@@ -88,6 +88,21 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         assert job.end() == 0
 
 
+def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:
+    """First no host is there, then another one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    flags = ("-np", "1", "--max-np", "1", "--host-discovery-script", hosts_script(tmp_path))
+    with elastic_run(tmp_path, *flags) as job:
+        job.ranks(1)
+        hosts.write_text("")
+        job.wait_for("printed no host. The last process that has the training's state stays")
+        hosts.write_text("127.0.0.1:1\n")
+        job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is not there")
+        job.wait_for(r"^\[1\] rank 0 of 1")
+        assert job.end() == 0
+
+
 def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     with elastic_run(tmp_path, "-np", "3", "--min-np", "1", "--reset-limit", "0") as job:
         os.kill(job.ranks(3)[2], signal.SIGKILL)

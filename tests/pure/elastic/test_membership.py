@@ -217,6 +217,26 @@ def test_members_that_should_leave_do_so_at_a_commit_without_a_sync() -> None:
     assert told[0] == told[2] == Decision(2, (0, 2), tuple(map(endpoint, (0, 2))), False)
 
 
+def test_the_last_one_that_has_the_state_stays_while_nobody_is_coming() -> None:
+    job = Job(first=2, most=2)
+    job.begin()
+    for number in range(2):
+        job.membership.remove(number, "its slot is gone", 1.0)
+    job.told()
+    for number in range(2):
+        job.membership.receive(number, ask(number, 1, state=True, needs_sync=False), 2.0)
+    told = job.told()
+    assert told[1] == Refusal("removed", "its slot is gone")
+    assert told[0] == Decision(2, (0,), (endpoint(0),), False)
+    job.membership.expect(2)
+    job.membership.receive(2, ask(2), 3.0)
+    assert job.told() == {0: Update(only_removals=False)}
+    job.membership.receive(0, ask(0, 2, state=True), 4.0)
+    job.membership.receive(2, Report("synced", 3), 5.0)
+    job.membership.receive(0, ask(0, 3, state=True), 6.0)
+    assert job.told()[0] == Refusal("removed", "its slot is gone")
+
+
 def test_one_member_that_needs_the_state_makes_all_of_them_sync() -> None:
     job = Job(first=2)
     job.begin()
