@@ -101,9 +101,14 @@ class LaunchOptions:
             raise InvalidArgumentError(
                 f"max_retries is {retries!r}; it must be a whole number, 0 or more."
             )
-        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
+        start_timeout = self.start_timeout_s
+        if start_timeout is not None and (
+            isinstance(start_timeout, bool)
+            or not isinstance(start_timeout, (int, float))
+            or not start_timeout > 0
+        ):
             raise InvalidArgumentError(
-                f"start_timeout is {self.start_timeout_s!r}; it must be more than 0 seconds."
+                f"start_timeout is {start_timeout!r}; it must be more than 0 seconds."
             )
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise InvalidArgumentError(

@@ -36,6 +36,14 @@ _ARGUMENTS = (
 )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else repr(value)
+
+
 @dataclass(frozen=True)
 class ElasticOptions:
     """Limits of an elastic job; None means the default.
@@ -79,18 +87,19 @@ class ElasticOptions:
             raise InvalidArgumentError(
                 f"{fewest} is {least}, {ranks} is {first} and {highest} is {most}; each must be at most the next one."
             )
-        if self.reset_limit is not None and self.reset_limit < 0:
+        limit = self.reset_limit
+        if limit is not None and (type(limit) is not int or limit < 0):
             raise InvalidArgumentError(
-                f"{resets} is {self.reset_limit}; it must be 0 or more changes of the ranks."
+                f"{resets} is {limit!r}; it must be 0 or more changes of the ranks, a whole number."
             )
-        if not 0 < self.timeout_s < math.inf:
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s < math.inf:
             raise InvalidArgumentError(
-                f"{timeout} is {self.timeout_s:g}; it must be a number of seconds above 0, such as 600."
+                f"{timeout} is {_shown(self.timeout_s)}; it must be a number of seconds above 0, such as 600."
             )
-        shortest, longest = self.cooldown_s
-        if not 0 < shortest <= longest < math.inf:
+        pair = self.cooldown_s
+        if not all(map(_is_number, pair)) or not 0 < pair[0] <= pair[1] < math.inf:
             raise InvalidArgumentError(
-                f"{cooldown} is {shortest:g} {longest:g}; it must be two numbers of seconds above 0, the shorter one first."
+                f"{cooldown} is {' '.join(map(_shown, pair))}; it must be two numbers of seconds above 0, the shorter one first."
             )
 
     @property

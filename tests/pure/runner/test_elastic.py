@@ -16,6 +16,7 @@ from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.elastic.report import Report
 from sparkhvd.runner.elastic.slots import Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Kind, Outcome
 
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
@@ -51,6 +52,27 @@ def test_processes_whose_slots_are_gone_are_surplus() -> None:
     assert surplus(SLOTS, taken) == [5]
     assert surplus(slots_of([Host("a", 1)]), taken) == [1, 2, 5]
     assert surplus([], taken) == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"timeout_s": "9"}, "elastic_timeout is '9'; it must be a number of seconds"),
+        ({"timeout_s": True}, "elastic_timeout is 1; it must be a number of seconds"),
+        ({"reset_limit": 1.5}, "reset_limit is 1.5; it must be 0 or more"),
+        ({"reset_limit": "3"}, "reset_limit is '3'; it must be 0 or more"),
+        ({"cooldown_s": ("a", 2)}, "cooldown_range is 'a' 2; it must be two numbers"),
+    ],
+)
+def test_limits_of_a_wrong_type_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        RankRange(num_proc=1, **given).options(1, 1.0)
+
+
+@pytest.mark.parametrize("given", ["9", True, 0])
+def test_a_time_to_start_that_is_no_number_of_seconds_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="start_timeout is .* more than 0 seconds"):
+        LaunchOptions(start_timeout_s=given)
 
 
 def change(generation: int, before: int, members: tuple[int, ...], **more: Any) -> Change:
