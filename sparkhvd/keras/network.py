@@ -50,8 +50,16 @@ class Network(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         config = keras.saving.serialize_keras_object(self.model)
+        whole = json.dumps(config)
+        # What a script registers is registered in the process of the script alone.
+        registered = {
+            name: value
+            for name, value in keras.saving.get_custom_objects().items()
+            if json.dumps(name) in whole
+        }
+        custom_objects = {**registered, **vars(self)["custom_objects"]}
         config.pop("compile_config", None)  # a worker needs no optimizer
-        return _rebuild, (json.dumps(config), vars(self)["custom_objects"], list(self.variables))
+        return _rebuild, (json.dumps(config), custom_objects, list(self.variables))
 
 
 class CompiledNetwork(Network):

@@ -90,3 +90,27 @@ def test_model_travels_without_its_optimizer_and_with_classes_of_its_layers() ->
     columns = [keras.ops.convert_to_tensor(X[:, :2]), keras.ops.convert_to_tensor(X[:, 2])]
     found = keras.ops.convert_to_numpy(there(*columns))  # joined, as the model has one input
     np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
+
+
+def test_model_of_registered_classes_and_functions_travels_to_a_process_that_has_registered_none() -> (
+    None
+):
+    @keras.saving.register_keras_serializable("mine")
+    class Doubled(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return 2 * x
+
+    @keras.saving.register_keras_serializable()
+    def halved(x: Any) -> Any:
+        return x / 2
+
+    model = keras.Sequential(
+        [keras.layers.Input((3,)), Doubled(), keras.layers.Dense(1, activation=halved)]
+    )
+    expected = keras.ops.convert_to_numpy(model(X))
+    pickled = cloudpickle.dumps(Network(model))
+    registry = keras.saving.get_custom_objects()
+    for name in ("mine>Doubled", "Custom>halved"):
+        del registry[name]
+    there = pickle.loads(cloudpickle.dumps(pickle.loads(pickled))).model
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(there(X)), expected)
