@@ -78,7 +78,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""
         recorder = Recorder()
-        request = check_request(self._options(), sources, self.uid)
+        options = self._options()
+        request = check_request(options, sources, self.uid, takes_slots=self._takes_slots())
         recorder.lap("check")
         options = request.options
         recorder.settled(options, request.cluster.settings.values, request.store)
@@ -175,8 +176,10 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _head_start(self, request: Request) -> HeadStart | None:
-        """Return the head start of the launch, for the tasks that write the data."""
+        """Return the head start of the launch, for the tasks that write the data; None where ranks are no tasks, as far as is known."""
         cluster = request.cluster
+        if not self._takes_slots():
+            return None
         options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
         return head_start(request.shim, cluster.num_proc, options, is_barrier=cluster.least is None)
 
@@ -224,6 +227,10 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         if report.results[0].warning:
             warnings.warn(report.results[0].warning, stacklevel=4)
         return report
+
+    def _takes_slots(self) -> bool:
+        """Return True if ranks are tasks of Spark's, as far as is known."""
+        return True
 
     def _run_ranks(
         self, request: Request, spec: TrainSpec, options: LaunchOptions

@@ -55,8 +55,10 @@ class _Moved(Place):
 
     def relative(self, full: str) -> str:
         """Return the path in the store of a path in the file system."""
-        root = self._runs_root
-        if full == root or full.startswith(f"{root}/"):
+        root, ours = self._runs_root, super().full("")
+        # The folder of the runs may have the store's in it.
+        is_ours = _is_in(ours, root) and _is_in(full, ours)
+        if _is_in(full, root) and not is_ours:
             return posixpath.normpath(posixpath.join(_RUNS, posixpath.relpath(full, root)))
         return super().relative(full)
 
@@ -74,6 +76,16 @@ class StoreWithRuns(Store):
         super().__init__(url, storage_options)
         if runs is not None:
             self._move_runs(runs)
+
+    def described(self) -> dict[str, Any]:
+        """Return what a saved estimator or model says of the store besides its URL, as JSON holds it."""
+        place = self._place
+        return {"runs": place.runs.url if isinstance(place, _Moved) else None}
+
+    @classmethod
+    def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
+        """Return the store at a URL, as described; entries of other classes have no effect."""
+        return Store(store) if runs is None else StoreWithRuns(store, runs=runs)
 
     def _move_runs(self, runs: str) -> None:
         """Take another folder for the runs.
@@ -106,3 +118,7 @@ class StoreWithRuns(Store):
         if isinstance(place, _Moved):
             return StoreWithRuns, (place.address.full, place.options, place.runs.full)
         return Store, (place.address.full, place.options)
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")

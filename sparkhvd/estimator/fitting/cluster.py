@@ -64,8 +64,13 @@ class Cluster:
         return f"{self.num_proc}" if self.least is None else f"{self.least} to {self.num_proc}"
 
 
-def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
+def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool = True) -> Cluster:
     """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
+
+    Args:
+        shim: of the session.
+        options: of the fit.
+        takes_slots: whether ranks are tasks of Spark's. Others may be more than it has slots, and their number is given.
 
     Raises:
         InvalidArgumentError: an argument or a conf is wrong (the message has its name).
@@ -76,8 +81,9 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)
     least, given = _range_of_ranks(options)
-    preflight.check_conf(conf, is_barrier=least is None)
-    preflight.check_databricks(shim.is_connect)
+    if takes_slots:
+        preflight.check_conf(conf, is_barrier=least is None)
+        preflight.check_databricks(shim.is_connect)
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
     plan = decide.decide(conf, options.use_gpu, refused=profiles.no_profiles())
     slots = profiles.slots_of(conf, plan)
@@ -87,7 +93,10 @@ def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     chosen = slots
     if options.num_proc is None and takes_gpus:
         chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
-    if least is None:
+    if not takes_slots:
+        assert given is not None
+        num_proc = given
+    elif least is None:
         num_proc = placement.choose_num_proc(given, chosen)
     else:
         assert given is not None

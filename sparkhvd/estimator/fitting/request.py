@@ -116,13 +116,16 @@ class _Losses:
         return tuple(heads.link_of(loss) for loss in self.given)
 
 
-def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request:
+def check_request(
+    options: FitOptions, sources: FitSources, uid: str, *, takes_slots: bool = True
+) -> Request:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
 
     Args:
         options: of the fit.
         sources: of its rows.
         uid: of the estimator; names a run without a `run_id`.
+        takes_slots: see `resolve_cluster`.
 
     Raises:
         InvalidArgumentError: something is wrong.
@@ -156,7 +159,7 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
     unbuilt: Any = options.model  # a function makes the module in each rank
     pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
-    cluster = resolve_cluster(shim, options)
+    cluster = resolve_cluster(shim, options, takes_slots=takes_slots)
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
     preflight.check_workers(shim, required_modules(options), limit_s)
     store = default_store(shim.session, options.store).waiting(limit_s)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params
 
+from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.foreign import ELSEWHERE
@@ -91,6 +92,8 @@ class TorchParams(Params):
     _other_defaults: ClassVar[Mapping[str, object]] = {}
     # True: files that this process has saved are loaded without a word on trust, see `saving.trust`.
     _trusts_own_files: ClassVar[bool] = False
+    # Class of a store that a saved file names.
+    _store_class: ClassVar[type[StoreWithRuns]] = StoreWithRuns
     # Params whose defaults count as if they were set.
     _as_if_set: ClassVar[frozenset[str]] = frozenset()
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.images import image
 from sparkhvd.data.store.addresses import without_secrets
+from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.data.store.spark_files import read_file
-from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator.saving.encoding import COMPRESSIONS, torch_name
 from sparkhvd.estimator.saving.trust import check_trusted
@@ -56,7 +56,8 @@ class Decoder:
         spark: SparkSession | None,
         *,
         trusted: bool,
-        own_code: str | None = None,
+        own_code: frozenset[str] = frozenset(),
+        store_class: type[StoreWithRuns] = StoreWithRuns,
     ) -> None:
         """Prepare a decoder.
 
@@ -64,12 +65,14 @@ class Decoder:
             path: the saved directory.
             spark: session that reads its files; also its conf may trust it.
             trusted: the caller of `load` said so.
-            own_code: SHA-256 of the pickles that are trusted with what JSON holds, because this process has saved both; None for none.
+            own_code: SHA-256 of pickles that are trusted with what JSON holds, because this process has saved both.
+            store_class: class of a store that is read.
         """
         self.path = path
         self.spark = spark
         self.trusted = trusted
         self._own_code = own_code
+        self._store_class = store_class
         # See `Archive`.
         self.prefixes: dict[str, str] = {}
         self._tensors: dict[str, Tensor] | None = None
@@ -106,7 +109,7 @@ class Decoder:
 
     def _check_place(self, what: str) -> None:
         why = "a fit would write where that file says"
-        trusted = self.trusted or self._own_code is not None
+        trusted = self.trusted or bool(self._own_code)
         check_trusted(self.path, what, self.spark, trusted=trusted, why=why)
 
     def _decode(self, name: str, value: object) -> Any:
@@ -124,6 +127,9 @@ class Decoder:
             result: Any = architecture.rebuild(content, self.tensors(name))
         elif kind == "code":
             result = self._from_code(content, value["what"])
+        elif kind == "store":
+            self._check_place(f"the store {shown_place(content)}")
+            result = self._store_class.from_description(**value)
         else:
             return self._plain(kind, content)
         if name == "model" and isinstance(result, nn.Module):  # else a function that makes one
@@ -137,8 +143,6 @@ class Decoder:
             return self._optimizer(content)
         if kind == "compression" and content in COMPRESSIONS:
             return COMPRESSIONS[content]
-        if kind == "store":
-            self._check_place(f"the store {shown_place(content)}")
         if kind == "settings":
             for setting in PATH_SETTINGS:
                 if content.get(setting):
@@ -171,8 +175,8 @@ class Decoder:
         assert self.spark is not None
         with read_file(self.spark, f"{self.path}/code") as file:
             read = Path(file).read_bytes()
-        if self._own_code is not None:
-            trusted = self.trusted or hashlib.sha256(read).hexdigest() == self._own_code
+        if self._own_code:
+            trusted = self.trusted or hashlib.sha256(read).hexdigest() in self._own_code
             check_trusted(self.path, what, self.spark, trusted=trusted)
         code: dict[str, bytes] = pickle.loads(read)
         return code
@@ -198,7 +202,7 @@ class Decoder:
         return optimizer
 
     def _from_code(self, name: str, what: str) -> Any:
-        if self._own_code is None:
+        if not self._own_code:
             check_trusted(self.path, what, self.spark, trusted=self.trusted)
         # What refers to the module's parameters gets these, not copies.
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
@@ -213,7 +217,6 @@ class Decoder:
 
 # Kinds that JSON holds whole -> function that makes the value.
 _KNOWN: Mapping[str, Callable[[Any], Any]] = {
-    "store": Store,
     "bytes": bytes.fromhex,
     "path": Path,
     "settings": lambda content: Settings(**content),

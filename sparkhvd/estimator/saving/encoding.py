@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.images import image
+from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.data.store.store import Store
 from sparkhvd.settings import Settings
 from sparkhvd.torch.compression import Compression
@@ -59,7 +60,8 @@ class Archive:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Store):
-            return {"store": value.url}
+            places = value.described() if isinstance(value, StoreWithRuns) else {}
+            return {"store": value.url, **places}
         if isinstance(value, Settings):
             return {"settings": json.loads(value.to_json())}
         if isinstance(value, (list, tuple)):

@@ -213,12 +213,18 @@ class _Reader(MLReader[Any]):
             )
         instance = self.cls()
         instance._resetUid(metadata["uid"])
-        own_code = OwnFiles.digest_of_code(content) if self.cls._trusts_own_files else None
-        decoder = Decoder(path, spark, trusted=self.trusted, own_code=own_code)
+        own_code = OwnFiles.digests_of_code(content) if self.cls._trusts_own_files else frozenset()
+        decoder = Decoder(
+            path,
+            spark,
+            trusted=self.trusted,
+            own_code=own_code,
+            store_class=self.cls._store_class,
+        )
         with decoder.reading("sparkhvd"):
             self._restore(instance, content, decoder)
         for name, value in content["params"].items():
-            is_wanted = own_code is not None or self._is_wanted(name, value, path)
+            is_wanted = bool(own_code) or self._is_wanted(name, value, path)
             if instance.hasParam(name) and is_wanted:
                 instance._set(**{name: decoder.decode(name, value)})
         return instance

@@ -34,17 +34,19 @@ _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
 class OwnFiles:
     """Files that this process has saved, by their bytes."""
 
-    _of_process: dict[str, str] = {}
+    # Saves whose metadata are equal may differ in their code: two functions of one name, two modules of one class.
+    _of_process: dict[str, set[str]] = {}
 
     @classmethod
     def add(cls, content: Mapping[str, Any], code: bytes) -> None:
         """Add a save: its part of the metadata, which JSON can hold, and its pickles."""
-        cls._of_process[_digest_of(content)] = hashlib.sha256(code).hexdigest()
+        digests = cls._of_process.setdefault(_digest_of(content), set())
+        digests.add(hashlib.sha256(code).hexdigest())
 
     @classmethod
-    def digest_of_code(cls, content: Mapping[str, Any]) -> str | None:
-        """Return the SHA-256, in hex, of the pickles of the save with this metadata; None if this process has not made it."""
-        return cls._of_process.get(_digest_of(content))
+    def digests_of_code(cls, content: Mapping[str, Any]) -> frozenset[str]:
+        """Return the SHA-256, in hex, of the pickles of the saves with this metadata; none if this process has made no such save."""
+        return frozenset(cls._of_process.get(_digest_of(content), ()))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

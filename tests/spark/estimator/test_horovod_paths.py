@@ -11,10 +11,12 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import DataFrame, SparkSession
 
+import sparkhvd
 from sparkhvd import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
 from sparkhvd.estimator.saving.trust import OwnFiles
 from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
+from sparkhvd.horovod.spark.common.store import Store as HorovodStore
 from sparkhvd.horovod.spark.torch import TorchEstimator, TorchModel
 
 
@@ -160,3 +162,52 @@ def test_what_this_process_has_saved_loads_without_a_word_until_it_is_changed(
     monkeypatch.setattr(OwnFiles, "_of_process", {})
     with pytest.raises(UntrustedError):
         PipelineModel.load(path)
+
+
+def test_saves_of_this_process_that_differ_in_their_code_alone_load(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Functions of one name, as a loop makes them."""
+    del spark
+    paths = [str(tmp_path / str(n)) for n in range(3)]
+    for n, path in enumerate(paths):
+        estimator(None, transformation_fn=lambda row, n=n: n).save(path)
+    loaded = [TorchEstimator.load(path).getTransformationFn()({}) for path in paths]
+    assert loaded == [0, 1, 2]
+
+
+def test_a_saved_estimator_writes_where_its_store_did(df: DataFrame, tmp_path: Path) -> None:
+    own = Own(str(tmp_path / "own"))
+    none_saved = FilesystemStore(str(tmp_path / "none"), runs_path=str(tmp_path), save_runs=False)
+    plain = LocalStore(str(tmp_path / "plain"))
+    for store in (own, none_saved, plain):
+        path = str(tmp_path / "saved")
+        estimator(store, run_id="mine").write().overwrite().save(path)
+        loaded = TorchEstimator.load(path).getStore()
+        assert isinstance(loaded, HorovodStore)
+        assert loaded.get_run_path("a") == store.get_run_path("a")
+        assert loaded.get_train_data_path() == store.get_train_data_path()
+        assert loaded.saving_runs() == store.saving_runs()
+        assert (loaded == store) == (store is not own)
+        TorchEstimator.load(path).fit(df)
+    assert (tmp_path / "own" / "trainings" / "mine").is_dir()
+    assert (tmp_path / "plain" / "runs" / "mine").is_dir()
+    assert not (tmp_path / "mine").exists()
+
+
+class Elsewhere:
+    """A backend whose ranks are no tasks of Spark's; there are more of them than slots."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
+        return sparkhvd.run_local(fn, args, kwargs, num_proc=3, env=env)
+
+    def num_processes(self) -> int:
+        return 3
+
+
+def test_ranks_of_a_backend_of_the_programs_own_may_be_more_than_slots(
+    df: DataFrame, tmp_path: Path
+) -> None:
+    store = LocalStore(str(tmp_path))
+    model = estimator(store, num_proc=None, backend=Elsewhere(), batch_size=4).fit(df)
+    assert model._fitted.history[0]["rows"] == 36  # of 40: those that fill steps of all three

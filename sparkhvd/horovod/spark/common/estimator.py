@@ -49,6 +49,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     """Mixin before an estimator of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
+    _store_class: ClassVar[type[Store]] = Store
     # Columns of the fit that hold text, and bytes.
     _texts: frozenset[str] = frozenset()
     _binaries: frozenset[str] = frozenset()
@@ -180,6 +181,10 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         """Return the records of the epochs, in Horovod's shape."""
         records: list[dict[str, Any]] = fitted.getHistory()
         return records
+
+    def _takes_slots(self) -> bool:
+        # Ranks of a program's own backend may be anywhere; where it starts tasks of Spark's after all, these are checked then.
+        return launch_arguments(self._backend) is not None
 
     def _run_ranks(
         self, request: Request, spec: TrainSpec, options: LaunchOptions

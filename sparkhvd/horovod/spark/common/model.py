@@ -15,6 +15,7 @@ from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 from sparkhvd import as_horovod
 from sparkhvd import estimator as own
 from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE, ModelParams
+from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.runner.payload import bytes_of, kept_carried
 from sparkhvd.runner.pickling import dumps
 from sparkhvd.spark import SparkShim
@@ -35,6 +36,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     """Mixin before a model of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
+    _store_class: ClassVar[type[Store]] = Store
     _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
     # The model of sparkhvd; its methods of these names are behind the accessors of Params here.
     _own_class: ClassVar[type[own.TorchModel]] = own.TorchModel

@@ -20,7 +20,6 @@ from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.on_parquet import Places, reachable
-from sparkhvd.horovod.spark.common.store import data_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -122,7 +121,7 @@ class _DataSets:
             index = len(self._written)
             for role, part in zip(("train", "val"), wanted.frames(), strict=True):
                 if part is not None:
-                    place = _sparks(store_of(data_path(store, role, index)).url)
+                    place = _sparks(store_of(_data_path(store, role, index)).url)
                     part.write.mode("overwrite").parquet(place)
             self._written.append(_Written.of(wanted))
             return index
@@ -139,7 +138,7 @@ def _sparks(url: str) -> str:
 
 def _of(store: Store) -> _DataSets:
     with _lock:
-        return _by_place.setdefault(data_path(store, "train", None), _DataSets())
+        return _by_place.setdefault(_data_path(store, "train", None), _DataSets())
 
 
 def remember(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> None:
@@ -191,8 +190,8 @@ def find(store: Store, places: Places, spark: SparkSession, *, has_validation: b
 
 
 def _places(store: Store, index: int | None, *, has_validation: bool) -> Places:
-    held_out = data_path(store, "val", index) if has_validation else None
-    return Places(data_path(store, "train", index), held_out, store._place.options or None, None)
+    held_out = _data_path(store, "val", index) if has_validation else None
+    return Places(_data_path(store, "train", index), held_out, store._place.options or None, None)
 
 
 def _is_there(store: Store, places: Places, spark: SparkSession) -> bool:
@@ -202,3 +201,12 @@ def _is_there(store: Store, places: Places, spark: SparkSession) -> bool:
         return any(file.path.endswith((".parquet", ".pq")) for file in place.files())
     except FileNotFoundError:
         return False
+
+
+def _data_path(store: Store, role: str, idx: int | None) -> str:
+    """Return the folder of a store's data, "train" or "val", as the store says, or as Horovod's stores have it."""
+    asked = getattr(store, f"get_{role}_data_path", None)
+    if asked is not None:
+        return str(asked(idx))
+    name = f"intermediate_{role}_data"
+    return store.full_url(name if idx is None else f"{name}.{idx}")

@@ -42,7 +42,6 @@ __all__ = [
     "LocalStore",
     "Store",
     "checked_for_fit",
-    "data_path",
     "host_hash",
     "is_databricks",
 ]
@@ -74,6 +73,22 @@ class Store(StoreWithRuns):
             return DBFSLocalStore(address, *names, **named)
         kind = HDFSStore if address.startswith("hdfs://") else FilesystemStore
         return kind(address, *names, **named)
+
+    # --- saved files
+
+    def described(self) -> dict[str, Any]:
+        """Return what a saved estimator or model says of the store: the folders that its methods name, in place of a subclass."""
+        folders = {r: getattr(self, f"get_{r}_data_path")(None) for r in ("train", "val", "test")}
+        runs = _bare(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
+        moved = None if runs == _bare(own.Store.full_url(self, "runs")) else runs
+        return {"folders": folders, "runs": moved, "save_runs": self.saving_runs()}
+
+    @classmethod
+    def from_description(cls, store: str, runs: str | None = None, **places: Any) -> own.Store:
+        """Return the store at a URL, as described."""
+        made = Store(store, runs=runs)
+        made._folders, made._save_runs = places.get("folders", {}), places.get("save_runs", True)
+        return made
 
     # --- paths
 
@@ -344,15 +359,6 @@ def _appended(url: str, text: str) -> str:
 
 def _bare(url: str) -> str:
     return url.partition("?")[0].rstrip("/")
-
-
-def data_path(store: own.Store, role: str, idx: int | None) -> str:
-    """Return the folder of a store's data, "train" or "val", as the store says, or as Horovod's stores have it."""
-    asked = getattr(store, f"get_{role}_data_path", None)
-    if asked is not None:
-        return str(asked(idx))
-    name = f"intermediate_{role}_data"
-    return store.full_url(name if idx is None else f"{name}.{idx}")
 
 
 def checked_for_fit(store: Any) -> Any:
