@@ -28,13 +28,13 @@ MAX_WAITING = 0.01
 def resting_cost(seconds: float) -> dict[str, float]:
     """CPU time of this process, as the share of a core, and how often its threads wake in a second.
 
-    The share is the median of windows: what an engine does at rest, it does in each of them. Time that the
-    machine's host takes from it is charged to the process as well, and falls into one.
+    The share is the least of windows, each longer than the pause between two wakes: what an engine does at rest, it does in each
+    of them. What the machine's host takes from it is charged to the process as well, and on a busy one falls into most.
     """
     wakes, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.monotonic()
     shares = [share_of_a_core(lambda: time.sleep(seconds / WINDOWS)) for _ in range(WINDOWS)]
     wakes = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - wakes
-    return {"share": statistics.median(shares), "wakes": wakes / (time.monotonic() - began)}
+    return {"share": min(shares), "wakes": wakes / (time.monotonic() - began)}
 
 
 def share_of_a_core(work: Callable[[], object]) -> float:
