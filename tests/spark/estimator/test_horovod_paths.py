@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 import sparkhvd
 from sparkhvd import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.estimator.saving import decoding
 from sparkhvd.estimator.saving.trust import OwnFiles
 from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
 from sparkhvd.horovod.spark.common.store import Store as HorovodStore
@@ -148,6 +149,14 @@ def test_what_this_process_has_saved_loads_without_a_word_until_it_is_changed(
     code.write_bytes(saved + b"\0")
     with pytest.raises(UntrustedError, match="Doubled, and loading it runs code from that file"):
         PipelineModel.load(path)
+    # A client of Connect writes text, with a separator behind it.
+    code.write_bytes(saved + b"\n")
+    with monkeypatch.context() as connect:
+        connect.setattr(decoding, "is_connect", lambda session: True)
+        assert PipelineModel.load(path).transform(df).collect() == expected
+        code.write_bytes(saved + b"\n\n")
+        with pytest.raises(UntrustedError):
+            PipelineModel.load(path)
     code.write_bytes(saved)
     assert PipelineModel.load(path).transform(df).collect() == expected
     # The same pickles, and other places.

@@ -325,6 +325,16 @@ CONNECT = """
         [w.fill_(1.0) for w in wide.parameters()]
     model.setModel(wide)
     assert model.transform(df).count() == 20
+    # Code of a script, which Horovod's classes take where this process has saved it.
+    from sparkhvd.horovod.spark.torch import TorchModel as HorovodModel
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    own = HorovodModel(model=Doubled(2, 1), feature_columns=["x"], label_columns=["y"])
+    own.save({path!r} + "-own")
+    assert isinstance(HorovodModel.load({path!r} + "-own").getModel(), Doubled)
     print("rows", len(first), loaded.stages[0].history[0]["epoch"], [f.dataType.simpleString() for f in
           model.transform(df).schema.fields])
     print("large weights in the store:", len(list(model.getStore().list("models"))))
