@@ -28,7 +28,6 @@ PROGRAM = """
 import signal, threading
 from sparkhvd.runner import run_elastic
 from tests.harness.elastic_fn import train
-from tests.harness.cluster import shared_cluster
 from tests.harness.processes import find, wait_until_gone
 
 def fit(**given):
