@@ -25,6 +25,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
 
 __all__ = [
+    "ERASE",
     "check_env",
     "check_start_timeout",
     "choose_settings",
@@ -125,6 +126,8 @@ def choose_settings(
     return JobSettings(given.overridden(env, given.given), given.given)
 
 
+# Erases the line on which the cursor is.
+ERASE = "\r\x1b[K"
 # In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
 # well as those of an `import` inside the function.
 _MENTIONED = re.compile(
@@ -269,7 +272,7 @@ def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable
 def erase_line(stream: TextIO) -> None:
     """Erase on a terminal what has no end yet, such as Spark's progress bar or that of a fit, which are drawn anew."""
     if getattr(stream, "isatty", lambda: False)():
-        stream.write("\r\x1b[K")
+        stream.write(ERASE)
 
 
 def write_to(stream: TextIO, text: str) -> None:

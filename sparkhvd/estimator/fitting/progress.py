@@ -19,6 +19,7 @@ from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.user_code.logs import RESERVED
 
@@ -72,14 +73,12 @@ def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
     """
     means = dict(report["means"])
     loss = f"  loss {_short(means.pop('loss'))}" if "loss" in means else ""
-    minutes, seconds = divmod(round(report["left_s"]), 60)
-    hours, minutes = divmod(minutes, 60)
-    left = f"{hours} h {minutes} min" if hours else f"{minutes} min " if minutes else ""
-    left += "" if hours else f"{seconds} s"
-    text = f"epoch {report['epoch']}/{report['epochs']}  step {report['step']:,}"
-    text += f"/{report['num_steps']:,}" if report["num_steps"] else ""
-    text += f"{loss}  {report['rows_per_s']:,.0f} rows/s"
-    text += f"  {left} left" if report["num_steps"] else ""
+    steps = left = ""
+    if report["num_steps"]:
+        seconds = round(report["left_s"])
+        steps = f"/{report['num_steps']:,}"
+        left = f"  {format_seconds(seconds) if seconds else '0 s'} left"
+    text = f"epoch {report['epoch']}/{report['epochs']}  step {report['step']:,}{steps}{loss}  {report['rows_per_s']:,.0f} rows/s{left}"
     if waits and (share := max(waits.values()) - min(waits.values())) >= _MUCH_WAITING:
         text += f"  waiting for rank {min(waits, key=waits.__getitem__)} {min(1.0, share):.0%}"
     return text + "".join(f"  {name} {_short(value)}" for name, value in means.items())
@@ -238,13 +237,12 @@ class EpochReporter:
             self._waits.clear()
         self._waits[report["rank"]] = report["waited"]
         # An epoch's line may come earlier, because it comes another way.
-        if report["rank"] or not self._verbose or epoch <= self._reported:
+        is_late = self._stopping.is_set() or epoch <= self._reported
+        if report["rank"] or not self._verbose or is_late:
             return
         # An elastic fit may have lost the others within the epoch.
         waits = {rank: share for rank, share in self._waits.items() if rank < report["size"]}
         text = format_step(report, waits)
-        if self._stopping.is_set():
-            return
         if of_this_process.show(self, f"{self._short_prefix}{text}", self._last_loss):
             if self._stopping.is_set():  # meanwhile
                 of_this_process.remove(self)

@@ -15,11 +15,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparkhvd.runner.launching import write_to
+from sparkhvd.runner.launching import ERASE, write_to
 
 __all__ = ["StatusLine", "of_this_process"]
 
-_ERASE = "\r\x1b[K"
 _BETWEEN = " | "
 # A fit's part of the line is not cut to less; fits beyond that are counted.
 _LEAST_COLUMNS = 24
@@ -61,7 +60,7 @@ class StatusLine:
         """Print a line that stays; on a terminal above this one, and in place of Spark's progress bar, which is drawn anew."""
         with self._lock, contextlib.suppress(Exception):
             is_terminal = _is_terminal()
-            write_to(sys.stdout, f"{_ERASE}{line}\n" if is_terminal else f"{line}\n")
+            write_to(sys.stdout, f"{ERASE}{line}\n" if is_terminal else f"{line}\n")
             if is_terminal and self._texts:
                 write_to(sys.stdout, _joined(list(self._texts.values()), _width()))
 
@@ -70,7 +69,7 @@ class StatusLine:
         """Take the line off a terminal while others print there: warnings, or the user's function."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts and _is_terminal():
-                write_to(sys.stdout, _ERASE)
+                write_to(sys.stdout, ERASE)
         try:
             yield
         finally:
@@ -83,7 +82,7 @@ class StatusLine:
         if _is_notebook():
             self._display("\n".join(texts))
         elif _is_terminal():
-            write_to(sys.stdout, _ERASE + _joined(texts, _width()))
+            write_to(sys.stdout, ERASE + _joined(texts, _width()))
 
     def _display(self, text: str) -> None:
         from IPython.display import display

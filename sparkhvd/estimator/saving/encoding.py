@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from sparkhvd.settings import Settings
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["COMPRESSIONS", "Archive", "torch_name"]
 

@@ -120,7 +120,8 @@ class _Writer(MLWriter):
                 files["code"] = f"{folder}/code"
                 Path(files["code"]).write_bytes(code)
             yield _Encoded(content, files)
-        OwnFiles.add(content, code)
+        if self.instance._trusts_own_files:
+            OwnFiles.add(content, code)
 
     def save_on_this_host(self, path: str) -> None:
         """Write everything below a folder of this host, which must not exist; Spark writes nothing."""

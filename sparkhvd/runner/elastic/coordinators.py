@@ -23,9 +23,9 @@ from sparkhvd.spark import SparkShim
 
 __all__ = [
     "STAGE_HAS_ENDED",
+    "AttemptCoordinator",
     "CoordinatorInDriver",
     "CoordinatorInTask",
-    "AttemptCoordinator",
     "not_started",
 ]
 

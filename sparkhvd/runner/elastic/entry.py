@@ -104,11 +104,11 @@ class _Entry:
         if coordinator.is_over():
             return None
         is_first = self._context.partitionId() == 0 and coordinator.address() is None
-        own = _OwnCoordinator(spec, files, coordinator) if is_first else None
-        with own or contextlib.nullcontext():
+        hosted = _OwnCoordinator(spec, files, coordinator) if is_first else None
+        with hosted or contextlib.nullcontext():
             outcome = self._join(coordinator)
-        if own is not None and own.problem:
-            return Outcome(None, Kind.SPARK, exit="failed", message=own.problem)
+        if hosted is not None and hosted.problem:
+            return Outcome(None, Kind.SPARK, exit="failed", message=hosted.problem)
         return outcome
 
     def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
