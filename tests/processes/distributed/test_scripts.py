@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.harness.paths import ROOT
+from tests.harness.soak import soak
 
 
 def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_backward(
@@ -30,6 +31,7 @@ def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_bac
     assert [rank.returncode for rank in ranks] == [0, -9]
 
 
+@soak("a death in backward, here; a stopped rank: processes/engine/test_faults")
 def test_ctrl_c_and_a_stopped_rank_end_backward_under_torchrun(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),

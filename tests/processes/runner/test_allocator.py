@@ -9,6 +9,7 @@ import pytest
 
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.harness.soak import left_to_soak
 
 BLOCK_BYTES = 64 << 20
 
@@ -43,8 +44,11 @@ def faults_of_later_blocks(with_torch: bool) -> list[int]:
         (True, {}, True),
         (False, {}, False),
         (True, {"MALLOC_ARENA_MAX": "2"}, False),
-        (True, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),
-        (True, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
+        *left_to_soak(
+            "a variable of the user's, here",
+            (True, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),
+            (True, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
+        ),
     ],
     ids=["default", "switched off", "user's variables", "user's tunables", "user's own cache"],
 )

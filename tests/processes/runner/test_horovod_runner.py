@@ -10,8 +10,10 @@ from sparkhvd import HorovodRunner
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.runner import context
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 
 
+@soak("pure/test_as_horovod")
 def test_a_negative_number_is_that_many_processes_of_this_host(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

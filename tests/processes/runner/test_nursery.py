@@ -147,6 +147,7 @@ def what_imports_have_read() -> tuple[str, str, bool]:
     return config.cpp.cxx[1], tempfile.gettempdir(), bool(bar.getvalue())
 
 
+@soak("whatever a process reads at its start, here")
 def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_launch(
     nursery: None, tmp_path: Path
 ) -> None:
@@ -457,7 +458,7 @@ def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
     launch(1)
     before = len(os.listdir("/proc/self/fd"))
     generator = random.Random(5)
-    for number in range(500 if SOAK else 6):
+    for number in range(500 if SOAK else 3):
         how = generator.choice(["fine", "exit", "error", "killed"])
         pid = of_this_process.pid()
         if how == "killed" and pid is not None:

@@ -85,6 +85,7 @@ print("ALL WELL")
 """
 
 
+@soak("processes/elastic/test_coordinator, pure/elastic: the store; a lost executor: here")
 def test_a_coordinator_in_a_task_is_found_through_the_store_and_its_loss_survived(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ finally:
 """
 
 
+@soak("spark/data/test_reuse")
 def test_kept_data_of_files_are_used_by_another_application(
     spark: SparkSession, cluster: Cluster, tmp_path: Path
 ) -> None:

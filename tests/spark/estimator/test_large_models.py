@@ -126,6 +126,7 @@ COPIES = """
 """
 
 
+@soak("pure/training/test_weights")
 @pytest.mark.timeout(200)
 def test_the_driver_holds_a_model_twice_and_no_state_of_its_optimizer(
     spark: SparkSession, tmp_path: Path

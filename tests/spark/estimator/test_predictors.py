@@ -29,7 +29,7 @@ from sparkhvd import (
     TorchRegressionModel,
     TorchRegressor,
 )
-from tests.harness.soak import left_to_soak
+from tests.harness.soak import left_to_soak, soak
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -150,6 +150,7 @@ def test_a_regressor_is_one_of_spark_mls(
     assert TorchRegressionModel.load(str(tmp_path / "model")).transform(df).collect() == rows
 
 
+@soak("a classifier is one of Spark ML's, here")
 def test_one_versus_rest_takes_a_binary_classifier(
     df: DataFrame, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -371,6 +371,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(tmp_path_factory.mktemp("migration"))
 
 
+@soak("the programs of the page, here; DDP on our backend: processes/distributed")
 def test_ddp_scripts_before_and_after_print_the_same_and_end_with_the_same_weights(
     job: Job,
 ) -> None:

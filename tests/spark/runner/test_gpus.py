@@ -259,6 +259,7 @@ def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     assert run(sees, env={"FAKE_GPUS": "1"}, **options) == [(None, None)] * 2
 
 
+@soak("pure/runner/test_gpus")
 def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

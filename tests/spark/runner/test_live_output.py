@@ -17,6 +17,7 @@ from sparkhvd import Settings
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run
 from tests.harness.by_value import by_value
+from tests.harness.soak import left_to_soak
 from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def test_a_message_outside_of_a_job_and_of_a_forked_process_is_a_line_of_stderr(
     assert sorted(output.getvalue().splitlines()) == ["[0] forked: False", "[0] forked: True"]
 
 
-@pytest.mark.parametrize("way", ["run", "run_local"])
+@pytest.mark.parametrize("way", ["run", *left_to_soak("the other launcher, here", "run_local")])
 def test_a_stream_of_few_characters_shows_the_others_escaped(
     spark: SparkSession, tmp_path: Path, way: str
 ) -> None:

@@ -20,6 +20,7 @@ def parent() -> tuple[int, str]:
     return os.getppid(), Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
 
 
+@soak("test_head_start: ranks are forked; the setting: processes/runner/test_nursery")
 def test_ranks_are_forked_by_nurseries_unless_the_setting_says_otherwise(
     spark: SparkSession,
 ) -> None:
