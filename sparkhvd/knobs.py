@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import Field, field
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
     "Limit",
     "check",
+    "check_seconds",
+    "is_number",
     "knob",
     "may_be_caught",
     "parse",
@@ -128,3 +131,26 @@ def parse_port_range(text: str) -> range | None:
         return None
     low, high = int(first), int(last or first)
     return range(low, high + 1) if 0 < low <= high < 65536 else None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_seconds(name: str, seconds: object, such_as: float) -> None:
+    """Refuse a wait that cannot be.
+
+    Args:
+        name: of the argument or flag.
+        seconds: the wait.
+        such_as: a good one, for the message.
+
+    Raises:
+        InvalidArgumentError: it is not a number of seconds above 0.
+    """
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        shown = f"{seconds:g}" if is_number(seconds) else repr(seconds)
+        raise InvalidArgumentError(
+            f"{name} is {shown}; it must be a number of seconds above 0, such as {such_as:g}."
+        )

@@ -13,6 +13,7 @@ from typing import Any
 from sparkhvd import __version__, as_horovod
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.interfaces import address_on
+from sparkhvd.knobs import check_seconds
 from sparkhvd.runner import launching
 from sparkhvd.runner.config_file import flags_of
 from sparkhvd.runner.forwarding import forwarded, given_variables
@@ -214,7 +215,7 @@ def _run(parsed: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
-    launching.check_start_timeout("--start-timeout", parsed.start_timeout)
+    check_seconds("--start-timeout", parsed.start_timeout, 30)
     places = place_ranks(_hosts(parsed, parsed.num_proc), parsed.num_proc)
     command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
@@ -267,7 +268,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
     _tell_flags_without_effect(parsed)
-    launching.check_start_timeout("--start-timeout", parsed.start_timeout)
+    check_seconds("--start-timeout", parsed.start_timeout, 30)
     discovery = None
     if parsed.host_discovery_script is not None:
         if parsed.hosts is not None or parsed.hostfile is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import re
@@ -27,7 +26,6 @@ from sparkhvd.topology import topology
 __all__ = [
     "ERASE",
     "check_env",
-    "check_start_timeout",
     "choose_settings",
     "dump_call",
     "environ",
@@ -240,22 +238,6 @@ def reserved_port(address: str) -> Iterator[int]:
 def load_result(data: bytes) -> Any:
     """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
     return pickle.loads(data)  # noqa: S301
-
-
-def check_start_timeout(name: str, seconds: float) -> None:
-    """Refuse a wait for a step of the start that cannot be.
-
-    Args:
-        name: of the argument or flag.
-        seconds: the wait.
-
-    Raises:
-        InvalidArgumentError: it is not a number of seconds above 0.
-    """
-    if not 0 < seconds < math.inf:
-        raise InvalidArgumentError(
-            f"{name} is {seconds:g}; it must be a number of seconds above 0, such as 30."
-        )
 
 
 def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:

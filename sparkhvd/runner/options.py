@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.knobs import check_seconds
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.outcomes import Outcome
@@ -101,15 +102,8 @@ class LaunchOptions:
             raise InvalidArgumentError(
                 f"max_retries is {retries!r}; it must be a whole number, 0 or more."
             )
-        start_timeout = self.start_timeout_s
-        if start_timeout is not None and (
-            isinstance(start_timeout, bool)
-            or not isinstance(start_timeout, (int, float))
-            or not start_timeout > 0
-        ):
-            raise InvalidArgumentError(
-                f"start_timeout is {start_timeout!r}; it must be more than 0 seconds."
-            )
+        if self.start_timeout_s is not None:
+            check_seconds("start_timeout", self.start_timeout_s, 600)
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise InvalidArgumentError(
                 f"threads_per_rank is {self.threads_per_rank!r}; it must be at least 1."

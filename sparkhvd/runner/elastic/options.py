@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkhvd.elastic import Invitation, Limits
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.knobs import check_seconds, is_number
 from sparkhvd.rendezvous import Endpoint
 
 __all__ = ["ElasticOptions", "RankRange", "Terms"]
@@ -34,10 +35,6 @@ _ARGUMENTS = (
     "elastic_timeout",
     "cooldown_range",
 )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _shown(value: object) -> str:
@@ -92,12 +89,9 @@ class ElasticOptions:
             raise InvalidArgumentError(
                 f"{resets} is {limit!r}; it must be 0 or more changes of the ranks, a whole number."
             )
-        if not _is_number(self.timeout_s) or not 0 < self.timeout_s < math.inf:
-            raise InvalidArgumentError(
-                f"{timeout} is {_shown(self.timeout_s)}; it must be a number of seconds above 0, such as 600."
-            )
+        check_seconds(timeout, self.timeout_s, 600)
         pair = self.cooldown_s
-        if not all(map(_is_number, pair)) or not 0 < pair[0] <= pair[1] < math.inf:
+        if not all(map(is_number, pair)) or not 0 < pair[0] <= pair[1] < math.inf:
             raise InvalidArgumentError(
                 f"{cooldown} is {' '.join(map(_shown, pair))}; it must be two numbers of seconds above 0, the shorter one first."
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.knobs import check_seconds
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching
 from sparkhvd.runner.forwarding import forwarded
@@ -83,7 +84,7 @@ def launch_on_hosts(
     if options.interfaces:
         chosen = JobSettings(replace(chosen.values, interfaces=options.interfaces), chosen.fixed)
     start_timeout_s = _START_S if options.start_timeout_s is None else options.start_timeout_s
-    launching.check_start_timeout("start_timeout", start_timeout_s)
+    check_seconds("start_timeout", start_timeout_s, 30)
     reach = Reach(
         chosen.values.ssh_command,
         options.ssh_port,

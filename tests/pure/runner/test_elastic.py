@@ -58,7 +58,7 @@ def test_processes_whose_slots_are_gone_are_surplus() -> None:
     ("given", "text"),
     [
         ({"timeout_s": "9"}, "elastic_timeout is '9'; it must be a number of seconds"),
-        ({"timeout_s": True}, "elastic_timeout is 1; it must be a number of seconds"),
+        ({"timeout_s": True}, "elastic_timeout is True; it must be a number of seconds"),
         ({"reset_limit": 1.5}, "reset_limit is 1.5; it must be 0 or more"),
         ({"reset_limit": "3"}, "reset_limit is '3'; it must be 0 or more"),
         ({"cooldown_s": ("a", 2)}, "cooldown_range is 'a' 2; it must be two numbers"),
@@ -71,7 +71,7 @@ def test_limits_of_a_wrong_type_are_refused(given: dict[str, Any], text: str) ->
 
 @pytest.mark.parametrize("given", ["9", True, 0])
 def test_a_time_to_start_that_is_no_number_of_seconds_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="start_timeout is .* more than 0 seconds"):
+    with pytest.raises(InvalidArgumentError, match="start_timeout is .*seconds above 0"):
         LaunchOptions(start_timeout_s=given)
 
 
