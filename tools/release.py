@@ -122,7 +122,7 @@ def try_engine(distribution: Path, version: str) -> str:
     pip(python, "--no-deps", distribution)
     run([python, "-c", "import sys, sparkhvd; assert sparkhvd.__file__.startswith(sys.prefix)"])
     two_ranks(python)
-    return "import, two ranks"
+    return f"import, two ranks, {megabytes(python):.1f} MB"
 
 
 def try_client(distribution: Path, version: str) -> str:
@@ -155,10 +155,15 @@ def installation(python: Path, wheel: Path) -> str:
     begin = time.monotonic()
     pip(python, "--no-index", wheel)
     seconds = time.monotonic() - begin
-    (package,) = python.parent.parent.glob("lib/python*/site-packages/sparkhvd")
-    size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file()) / 1e6
+    size = megabytes(python)
     met = "met" if seconds <= SECONDS and size <= MEGABYTES else "**missed**"
     return f"{seconds:.1f} s, {size:.1f} MB with bytecode (<= {SECONDS:g} s and {MEGABYTES:g} MB: {met})"
+
+
+def megabytes(python: Path) -> float:
+    """Return what the installed package takes, with bytecode."""
+    (package,) = python.parent.parent.glob("lib/python*/site-packages/sparkhvd")
+    return sum(path.stat().st_size for path in package.rglob("*") if path.is_file()) / 1e6
 
 
 def attempt(what: str, action: Callable[[], str]) -> str:
