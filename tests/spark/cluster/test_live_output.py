@@ -206,6 +206,7 @@ def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Pat
     assert "ALL WELL" in output, output
 
 
+@soak("a client that sees the store, here; pure/runner/test_reach")
 def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_comes(
     cluster: Cluster, tmp_path: Path
 ) -> None:

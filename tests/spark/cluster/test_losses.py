@@ -120,6 +120,7 @@ print("rows", manifest.num_rows)
 """
 
 
+@soak("test_killed_writers_neither_repeat_nor_lose_rows, here")
 def test_a_task_that_fails_once_writes_no_row_twice(cluster: Cluster, tmp_path: Path) -> None:
     assert "rows 1000" in cluster.run(with_folder(FAILS_ONCE, tmp_path))
 

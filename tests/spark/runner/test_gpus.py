@@ -244,6 +244,7 @@ def of_fake_driver(folder: Path) -> Settings:
     return Settings(cuda_library=fake_driver(folder), nursery="0")
 
 
+@soak("processes/runner/test_gpu_probe: ranks of this host; pure/runner/test_gpus")
 def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
