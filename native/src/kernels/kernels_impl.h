@@ -285,8 +285,9 @@ struct Loop {
 
   static void run(const Buffers& b, const Factors& f) {
     auto* const dst = static_cast<Out*>(b.dst);
-    // Two ranks on a host are the common case, and a known count keeps both pointers in registers.
-    const std::size_t at = b.num_srcs == 2 ? body<2>(dst, b, f) : body<0>(dst, b, f);
+    // Sums of two ranks on a host are the common case, and a known count keeps both pointers in registers.
+    const bool is_common = kOp == kOpSum && b.num_srcs == 2;
+    const std::size_t at = is_common ? body<2>(dst, b, f) : body<0>(dst, b, f);
     if (at < b.count) tail(dst, b, at, f);
   }
 };
