@@ -18,7 +18,7 @@ __all__ = ["compare_runs", "list_runs", "show_report"]
 
 def list_runs(store_url: str) -> None:
     """Print the runs of a store: state, epochs, last losses, seconds, size, last change."""
-    store = Store(store_url)
+    store = Store(_folder(store_url))
     rows = []
     for run in store.runs():
         document: Document = {}
@@ -30,6 +30,11 @@ def list_runs(store_url: str) -> None:
         seconds = _shown(document.get("seconds"), ".1f")
         size, changed = f"{run.num_bytes / 2**20:.1f}", f"{run.changed:%Y-%m-%d %H:%M}"
         rows.append([run.run_id, run.state, epochs, *losses, seconds, size, changed])
+    if not rows:
+        sys.stdout.write(
+            f"No runs are in {store.full_url('runs')}. Give the folder of the store.\n"
+        )
+        return
     header = ["run", "state", "epochs", "loss", "val_loss", "seconds", "MiB", "changed (UTC)"]
     sys.stdout.write(f"{format_table(header, rows)}\n")
 

@@ -23,15 +23,31 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_runs_lists_the_runs_of_a_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_the_runs_of_a_store(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "store"]) == 0
+    relative = capsys.readouterr().out
     assert main(["runs", store.url]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
+    assert (listed := capsys.readouterr().out) == relative
+    header, *rows = listed.splitlines()
     assert header.split()[:4] == ["run", "state", "epochs", "loss"]
     assert [row.split()[:6] for row in rows] == [
         ["a", "report", "3", "0.3333", "0.5", "10.0"],
         ["b", "report", "3", "0.3333", "0.5", "10.0"],
         ["old", "interrupted", "0", "-", "-", "-"],
     ]
+
+
+def test_a_place_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path / "nowhere")]) == 0
+    assert capsys.readouterr().out == (
+        f"No runs are in file://{tmp_path}/nowhere/runs. Give the folder of the store.\n"
+    )
 
 
 def test_report_prints_the_page_and_makes_a_missing_one_anew(

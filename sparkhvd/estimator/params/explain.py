@@ -20,10 +20,12 @@ def short_repr(value: object, limit: int = 80) -> str:
         return f"<{type(value).__name__}: {groups} parameter group{'s' * (groups != 1)}>"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"<{value.__module__}.{value.__qualname__}>"
+    end = "..."
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{k!r}: {short_repr(v, limit)}" for k, v in value.items()) + "}"
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         text = "[" + ", ".join(short_repr(v, limit) for v in value) + "]"
+        end = f"... ({len(value)} in all)"
     else:
         text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= limit else text[: limit - len(end)] + end

@@ -12,6 +12,7 @@ __all__ = ["Series", "bars", "format_number", "format_seconds", "histogram", "li
 NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 34
+_HALF_LETTER = 3.3
 # Quotient of the largest and the smallest value from which on an axis is logarithmic.
 _LOGARITHMIC = 100.0
 # With more points no markers, whose circles would cover the line.
@@ -27,7 +28,7 @@ class Series:
     ys: Sequence[float]
 
 
-def format_number(value: float) -> str:
+def format_number(value: float, digits: int = 4) -> str:
     """Format a number with about four digits: "12,345", "0.1234", "1.2e-05", "nan"."""
     if not math.isfinite(value):
         return str(value)
@@ -35,7 +36,7 @@ def format_number(value: float) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def format_seconds(value: float) -> str:
@@ -74,6 +75,7 @@ def _horizontal(y: float, text: str) -> str:
 
 
 def _below(x: float, text: str) -> str:
+    x = min(x, _WIDTH - _HALF_LETTER * len(text))  # whole at the right edge
     return f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - 19}" text-anchor="middle">{escape(text)}</text>'
 
 
@@ -113,7 +115,11 @@ def lines(
     ticks = _ticks(low, high)
     if is_log:
         ticks = [10.0**tick for tick in ticks if tick == int(tick)]
-    drawn = [_horizontal(down(tick), format_number(tick)) for tick in ticks]
+    # As many digits as tell two ticks apart.
+    most = max((abs(tick) for tick in ticks), default=0.0)
+    step = ticks[1] - ticks[0] if len(ticks) > 1 and not is_log else most
+    digits = math.floor(math.log10(most)) - math.floor(math.log10(step)) + 1 if step else 1
+    drawn = [_horizontal(down(tick), format_number(tick, max(4, digits))) for tick in ticks]
     epochs = _ticks(left, right, 8) if right > left else [left]
     drawn += [_below(across(tick), format_number(tick)) for tick in epochs if tick == int(tick)]
     has_markers = max(len(s.xs) for s in series) <= _MOST_MARKERS

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkhvd.observe.report.charts import format_number, format_seconds
-from sparkhvd.observe.report.document import Document, number, total
+from sparkhvd.observe.report.document import Document, is_number, number, total
 from sparkhvd.observe.report.page import measures
 
 __all__ = ["compare", "format_table"]
@@ -38,12 +38,13 @@ def _different(first: Document, second: Document) -> list[list[str]]:
 
 
 def _row(
-    name: str, values: Sequence[float], form: Callable[[float], str] = format_number
+    name: str, values: Sequence[object], form: Callable[[float], str] = format_number
 ) -> list[str]:
-    """Return a row: both numbers, and the second as a change of the first."""
-    shown = [form(v) if math.isfinite(v) else _MISSING for v in values]
-    if all(math.isfinite(v) for v in values) and values[0]:
-        change = values[1] / values[0] - 1
+    """Return a row: both numbers, and the second as a change of the first; None for what a run lacks."""
+    shown = [form(number(v)) if is_number(v) else _MISSING for v in values]
+    first, second = map(number, values)
+    if math.isfinite(first) and math.isfinite(second) and first:
+        change = second / first - 1
         shown[1] += f"  ({change:+.1%})" if change else "  (equal)"
     return [name, *shown]
 
@@ -52,22 +53,22 @@ def _at_the_end(first: Document, second: Document) -> list[list[str]]:
     ends = [(each.get("history") or [{}])[-1] for each in (first, second)]
     epochs = [float(len(each.get("history") or ())) for each in (first, second)]
     names = dict.fromkeys([*measures(first), *measures(second)])
-    rows = [_row(name, [number(end.get(name)) for end in ends]) for name in names]
+    rows = [_row(name, [end.get(name) for end in ends]) for name in names]
     return [_row("epochs", epochs), *rows]
 
 
 def _times(first: Document, second: Document) -> list[list[str]]:
     both = (first, second)
-    phases = [{p["name"]: number(p["seconds"]) for p in each.get("phases") or ()} for each in both]
-    rows = [_row("whole fit", [number(each.get("seconds")) for each in both], format_seconds)]
+    phases = [{p["name"]: p["seconds"] for p in each.get("phases") or ()} for each in both]
+    rows = [_row("whole fit", [each.get("seconds") for each in both], format_seconds)]
     for name in dict.fromkeys([*phases[0], *phases[1]]):
-        rows.append(_row(name, [p.get(name, math.nan) for p in phases], format_seconds))
-    rates = []
+        rows.append(_row(name, [p.get(name) for p in phases], format_seconds))
+    rates: list[int | None] = []
     for each in both:
         history = each.get("history") or ()
         rows_trained = total([r.get("rows") for r in history])
         seconds = total([r.get("seconds") for r in history])
-        rates.append(round(rows_trained / seconds) if seconds else math.nan)
+        rates.append(round(rows_trained / seconds) if seconds else None)
     return [*rows, _row("rows/s in training", rates)]
 
 

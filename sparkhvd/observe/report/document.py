@@ -27,12 +27,23 @@ from typing import Any, TypeAlias
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["HTML_NAME", "JSON_NAME", "OF_EPOCH", "Document", "dumps", "loads", "number", "total"]
+__all__ = [
+    "HTML_NAME",
+    "JSON_NAME",
+    "OF_EPOCH",
+    "Document",
+    "dumps",
+    "is_number",
+    "loads",
+    "number",
+    "total",
+]
 
 Document: TypeAlias = "Mapping[str, Any]"
 
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 _FORMAT = 1
+_NOT_FINITE = ("nan", "inf", "-inf")
 # Entries of an epoch's record that say how it went, not what was learned.
 OF_EPOCH = (
     "epoch",
@@ -88,9 +99,14 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
     return dict(values)
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a number of a document, finite or not."""
+    return isinstance(value, (int, float)) or value in _NOT_FINITE
+
+
 def number(value: object) -> float:
     """Return a number of a document; NaN for a text or nothing."""
-    if isinstance(value, str) and value in ("inf", "-inf"):
+    if isinstance(value, str) and value in _NOT_FINITE:
         return float(value)
     return float(value) if isinstance(value, (int, float)) else math.nan
 

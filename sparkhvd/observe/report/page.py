@@ -17,7 +17,7 @@ from sparkhvd.observe.report.charts import (
     lines,
     waterfall,
 )
-from sparkhvd.observe.report.document import OF_EPOCH, Document, number, total
+from sparkhvd.observe.report.document import OF_EPOCH, Document, is_number, number, total
 from sparkhvd.observe.report.load import load_charts
 
 __all__ = ["measures", "render"]
@@ -34,9 +34,9 @@ body{margin:0 auto;max-width:1000px;padding:24px;background:var(--bg);color:var(
 h1{font-size:22px;margin:0;overflow-wrap:anywhere}h2{font-size:16px;margin:32px 0 8px}h3{font-size:13px;margin:0 0 4px}
 p{margin:4px 0 8px}.dim,.axis,figcaption{color:var(--dim)}.bad{color:var(--bad)}
 .tiles,.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));margin-top:16px}
-.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:20px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:20px}
 .tile{background:var(--card);border-radius:6px;padding:8px 12px}.tile b{display:block;font-size:20px;font-weight:600}.tile span{color:var(--dim)}
-figure{margin:0;break-inside:avoid}svg{display:block;width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
+figure{margin:0;max-width:560px;break-inside:avoid}svg{display:block;width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
 .grid{stroke:var(--line)}polyline{fill:none;stroke-width:2;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;margin-bottom:4px;color:var(--dim)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
@@ -115,14 +115,10 @@ def _history(document: Document) -> list[Mapping[str, Any]]:
 
 
 def measures(document: Document) -> list[str]:
-    """Return the names of losses, metrics and logged numbers in the history, those of validation rows too."""
+    """Return the names of losses, metrics and logged numbers in the history, those of validation rows too, finite or not."""
     history = _history(document)
-    names = dict.fromkeys(name for record in history for name in record)
-    return [
-        name
-        for name in names
-        if name not in OF_EPOCH and any(math.isfinite(number(r.get(name))) for r in history)
-    ]
+    names = dict.fromkeys(name for record in history for name in record if name not in OF_EPOCH)
+    return [name for name in names if any(is_number(r.get(name)) for r in history)]
 
 
 def _header(document: Document) -> str:
@@ -282,7 +278,9 @@ def _epochs(document: Document) -> str:
         rate = number(record.get("rows_per_s"))
         rows.append([*cells, rate, format_seconds(seconds), *shares, *slowest])
     header = ["epoch", *names, "rows/s", "time", *waits.values()]
-    return _table([*header, "slowest rank"] if has_slowest else header, rows)
+    note = f"<p>One in {every} of the {len(history):,} epochs, and the last.</p>"
+    table = _table([*header, "slowest rank"] if has_slowest else header, rows)
+    return (note if every > 1 else "") + table
 
 
 def _relaunches(document: Document) -> str:

@@ -328,6 +328,9 @@ def test_explanations_are_short() -> None:
 
 
 def test_short_reprs() -> None:
+    columns = [f"column_{i}" for i in range(200)]
+    assert short_repr(columns).endswith("... (200 in all)")
+    assert len(short_repr(columns)) == 80
     assert short_repr({"a": nn.ReLU()}) == "{'a': <ReLU: 0 parameters>}"
     assert short_repr([torch.optim.Adam]) == "[<torch.optim.adam.Adam>]"
     assert short_repr(nn.Identity) == "<torch.nn.modules.linear.Identity>"

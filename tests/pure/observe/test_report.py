@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.report.charts import Series, format_seconds, lines
+from sparkhvd.observe.report.charts import Series, format_seconds, histogram, lines
 from sparkhvd.observe.report.compare import compare
 from sparkhvd.observe.report.document import dumps, loads
 from sparkhvd.observe.report.page import render
@@ -117,6 +117,21 @@ def test_page_leaves_out_what_a_document_lacks(entries: dict[str, object]) -> No
     Page(render(loads(dumps(entries), "here")))
 
 
+def test_what_was_never_finite_is_shown_all_the_same() -> None:
+    given = document()
+    for record in given["history"]:
+        record |= {"loss": math.nan, "accuracy": math.inf, "auc": math.nan}
+    page = Page(render(loads(dumps(given), "here")))
+    for expected in ("loss", "accuracy", "auc", "nan", "inf"):
+        assert expected in page.texts
+    # Without a curve: of accuracy and loss; val_loss has one, rows/s, durations, CPU and memory.
+    assert page.tags.count("svg") == 5
+    table = {line.split("  ")[0]: line for line in compare(document(), given).splitlines()}
+    assert table["loss"].split() == ["loss", "0.3333", "nan"]
+    assert table["accuracy"].split() == ["accuracy", "0.8", "inf"]
+    assert table["auc"].split() == ["auc", "-", "nan"]
+
+
 def test_page_of_many_ranks_and_epochs_stays_small() -> None:
     html = render(document(ranks=64, epochs=500))
     page = Page(html)
@@ -124,6 +139,7 @@ def test_page_of_many_ranks_and_epochs_stays_small() -> None:
     assert "16 of 64 ranks are shown" in page.text
     assert page.text.count("1,000") == 0
     assert "fastest rank" in page.text
+    assert "One in 13 of the 500 epochs, and the last." in page.texts
     # The last epoch is in the table.
     assert "500" in page.texts
 
@@ -143,6 +159,16 @@ def test_curve_has_a_gap_where_a_value_is_not_finite() -> None:
     assert drawn.count("<polyline") == 2
     assert "nan" not in drawn
     assert lines("loss", [Series("loss", [1], [math.nan])]) == ""
+
+
+def test_texts_of_axes_are_whole_and_tell_ticks_apart() -> None:
+    drawn = lines("auc", [Series("auc", [1, 1000], [0.99981, 0.99985])])
+    left = re.findall(r'text-anchor="end">([^<]+)<', drawn)
+    assert len(set(left)) == len(left) > 2
+    counts, edges = [0.0, 3.0, 1.0, 1.0, 1.0], [0.001, 0.01, 0.02, 0.04, 0.08, 0.11]
+    for chart, last in ((drawn, "1,000"), (histogram("steps", counts, edges), "110 ms")):
+        (place,) = re.findall(rf'x="([\d.]+)" y="\d+" text-anchor="middle">{last}<', chart)
+        assert float(place) + 3 * len(last) <= 440
 
 
 def test_document_survives_its_json_with_numbers_that_are_not_finite() -> None:
@@ -168,7 +194,7 @@ def test_compare_shows_settings_that_differ_and_changes() -> None:
     assert table["epochs"].split() in (["epochs", "3", "2"], ["epochs", "3", "2", "(-33.3%)"])
     assert "batch_size" not in table
     assert table["loss"].split() == ["loss", "0.3333", "0.5", "(+50.0%)"]
-    assert table["val_loss"].split() == ["val_loss", "0.5", "-"]
+    assert table["val_loss"].split() == ["val_loss", "0.5", "nan"]
     assert table["materialize"].split() == ["materialize", "4", "s", "5", "s", "(+25.0%)"]
     assert table["train"].split() == ["train", "6", "s", "-"]
 
