@@ -51,7 +51,7 @@ def dump_call(
     """
     if not callable(fn):
         raise InvalidArgumentError(
-            f"fn is {fn!r}, a {type(fn).__name__}; it must be a function to call on every rank."
+            f"fn is {fn!r}; it must be a function to call on every rank. Give the function itself: run(train), not run(train())."
         )
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise InvalidArgumentError(

@@ -333,7 +333,7 @@ def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[
     failed = [o for o in others if o.kind != Kind.OK and o.rank != cause.rank]
     same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
     failed = [o for o in failed if o not in same]
-    lines = [tracebacks.brief(f"Also: {describe(other, size)}") for other in failed[:_OTHERS]]
+    lines = [tracebacks.also(describe(other, size)) for other in failed[:_OTHERS]]
     left = len(failed) - len(lines)
     if left:
         lines.append(f"Also: {left} more rank{'s' * (left != 1)} failed.")

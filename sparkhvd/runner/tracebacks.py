@@ -16,7 +16,17 @@ from dataclasses import dataclass
 
 from sparkhvd import errors
 
-__all__ = ["Frame", "Raised", "brief", "cut", "failure_text", "parse", "rebuild", "shows_user"]
+__all__ = [
+    "Frame",
+    "Raised",
+    "also",
+    "brief",
+    "cut",
+    "failure_text",
+    "parse",
+    "rebuild",
+    "shows_user",
+]
 
 _OWN = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
@@ -28,6 +38,8 @@ _CONNECTORS = (
 # Folders in which Python, pip and Spark put packages; a zip is a file of `--py-files`.
 _PACKAGE = re.compile(r"(?:/|\\)(?:site-packages|dist-packages|python|[^/\\]+\.zip)[/\\](\w+)")
 _STDLIB = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
+# The last sentence of what the engine says of a lost rank.
+_ADVICE = re.compile(r"( stopped because of another rank: .*\.) [A-Z][^.]*\.$", re.DOTALL)
 _OF_SPARK = ("pyspark", "py4j")
 # Packages that this one calls by itself.
 _OURS = frozenset(
@@ -241,6 +253,11 @@ def brief(text: str) -> str:
     """Return the first line of a text, cut to a few lines of a terminal."""
     line = text.partition("\n")[0]
     return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} ..."
+
+
+def also(text: str) -> str:
+    """Return the line about one more rank that failed; what to do where a rank is lost is for programs without a driver."""
+    return brief("Also: " + _ADVICE.sub(r"\1", text))
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:

@@ -42,6 +42,7 @@ def check_schema(
     sparse_cols: Sequence[str] | None = None,
     handle_invalid: str | Mapping[str, object] = "error",
     data_name: str = "DataFrame",
+    features_name: str = "feature_cols",
 ) -> DataSchema:
     """Decide how every column is stored, or say what is wrong with it. Runs on the driver, starts no job.
 
@@ -66,16 +67,17 @@ def check_schema(
         sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
         handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill in.
         data_name: of the source of the columns, for messages.
+        features_name: of the argument `feature_cols`, for messages.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
             roles. The message names the column, its type and the expected ones.
     """
-    features = _names(feature_cols, "feature_cols")
+    features = _names(feature_cols, features_name)
     labels = _names(label_cols, "label_cols")
     if not features:
         raise InvalidArgumentError(
-            "feature_cols is empty. Name at least one column for the model's input."
+            f"{features_name} is empty. Name at least one column for the model's input."
         )
     feature_dtype = _overrides(feature_dtypes, features, "feature_dtypes")
     label_dtype = _overrides(label_dtypes, labels, "label_dtypes")
@@ -95,7 +97,7 @@ def check_schema(
         policies=_policies(handle_invalid, named),
     )
     columns = tuple(
-        builder.feature(n, f"feature_cols[{i}]", feature_dtype.get(n))
+        builder.feature(n, f"{features_name}[{i}]", feature_dtype.get(n))
         for i, n in enumerate(features)
     )
     targets = tuple(

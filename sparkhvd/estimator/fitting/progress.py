@@ -286,8 +286,8 @@ class EpochReporter:
             if value != value and not losses:
                 self._warn_once(
                     "metric",
-                    f"{name} of epoch {record['epoch']} is nan: it is not defined for these rows. 'auc' needs rows of both classes, "
-                    "and every metric needs rows.",
+                    f"{name} of epoch {record['epoch']} is nan: it is not defined for these rows ('auc' needs rows of both classes, "
+                    "and every metric needs rows), or your code has logged nan.",
                 )
 
     def _warn_once(self, kind: str, text: str) -> None:

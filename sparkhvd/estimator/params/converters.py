@@ -93,9 +93,9 @@ def to_mapping(value: object) -> dict[str, Any]:
 
 
 def to_whole(value: object) -> int:
-    """Convert a whole number; a bool is none."""
-    if isinstance(value, bool):
-        raise TypeError("expected a whole number")
+    """Convert a whole number; a bool or a text is none."""
+    if isinstance(value, (bool, str)):  # of a text Spark's own message shows no quotes
+        raise TypeError(f"expected a whole number, not {value!r}")
     return TypeConverters.toInt(value)
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.schema import DataSchema, dtype_name
+from sparkhvd.data.dataset import prepare
 from sparkhvd.errors import InvalidArgumentError
 
 FIELDS = {
@@ -327,3 +330,14 @@ def test_handle_invalid_differs_by_column() -> None:
     # A validation column decides where a row goes: a null there is an error in any case.
     columns = check(["int"], validation="double", handle_invalid="skip").columns
     assert [c.invalid for c in columns] == [("skip",), ("skip",), ("error",)]
+
+
+def test_a_data_set_speaks_of_its_own_arguments(tmp_path: Path) -> None:
+    df: Any = SimpleNamespace(columns=list(FIELDS), schema=SCHEMA, sparkSession=None)
+    says = "column 'text' is of type string, which cannot become a tensor. Name it in decoded="
+    with pytest.raises(InvalidArgumentError, match=says):
+        prepare(df, tmp_path, columns=["double", "text"])
+    with pytest.raises(
+        InvalidArgumentError, match=r"^columns\[1\] names column 'day' of type date"
+    ):
+        prepare(df, tmp_path, columns=["text", "day"], decoded=["text"])

@@ -270,12 +270,12 @@ def test_params_without_effect_warn_once_with_the_remedy() -> None:
             "TorchEstimator(): 'epochs' and 'maxIter' are names of the same param, 'epochs'. Give one.",
         ),
         (
-            {"batch_size": "many"},
-            'Invalid param value given for param "batch_size". Could not convert many to int',
+            {"batch_size": "64"},
+            "Invalid param value given for param \"batch_size\". expected a whole number, not '64'",
         ),
         (
             {"epochs": True},
-            'Invalid param value given for param "epochs". expected a whole number',
+            'Invalid param value given for param "epochs". expected a whole number, not True',
         ),
         (
             {"inputs": ["a"]},

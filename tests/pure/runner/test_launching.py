@@ -54,7 +54,12 @@ def test_ranks_import_the_backend_that_the_caller_has_imported(
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "says"),
     [
-        (3, (), {}, "fn is 3, a int; it must be a function to call on every rank."),
+        (
+            3,
+            (),
+            {},
+            r"fn is 3; it must be a function to call on every rank. Give .* run\(train\), not run\(train\(\)\)\.",
+        ),
         (len, "abc", {}, "args is 'abc'; it must be a tuple of positional arguments"),
         (len, 5, {}, "args is 5; it must be a tuple"),
         (len, (), 5, "kwargs is 5; it must be a mapping"),

@@ -140,6 +140,16 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
     )
 
 
+def test_what_to_do_is_said_of_the_cause_alone() -> None:
+    told = "broadcast('a.b'): rank 1 is lost: its connection closed, as seen by rank 0. Start the engine again."
+    killed = Outcome(1, Kind.CRASH, host="h1", exit="signal SIGKILL")
+    *_, last = str(error_of(killed, 2, others=[replace(PEER, message=told), killed])).splitlines()
+    assert last == (
+        "Also: Rank 0 of 2 on host h0 stopped because of another rank: PeerLostError: broadcast('a.b'): rank 1 is lost: "
+        "its connection closed, as seen by rank 0."
+    )
+
+
 @pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137"])
 def test_a_kill_without_report_says_probably_memory(status: str) -> None:
     outcome = Outcome(2, Kind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
