@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.report.charts import is_logarithmic
 from sparkhvd.observe.report.document import number
 from sparkhvd.observe.report.page import measures
 
@@ -91,13 +92,16 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
     epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(records)]
     marker = "." if len(records) <= 30 else ""  # of one epoch there is no line
     for index, name in enumerate(names):
-        axes = figure.add_subplot(rows, columns, index + 1)
+        axes, shown = figure.add_subplot(rows, columns, index + 1), []
         for key, label in ((name, "training"), (f"val_{name}", "validation")):
             if any(key in record for record in records):
                 values = [number(r.get(key)) for r in records]
                 axes.plot(epochs, values, marker=marker, label=label)
+                shown += values
         axes.set(title=name, xlabel="epoch")
         axes.locator_params(axis="x", integer=True)
+        if is_logarithmic(shown):  # as in the report
+            axes.set_yscale("log")
         if axes.get_lines():
             axes.legend()
     return figure

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Series", "bars", "format_number", "format_seconds", "histogram", "lines", "waterfall"]
+__all__ = [
+    "Series",
+    "bars",
+    "format_number",
+    "format_seconds",
+    "histogram",
+    "is_logarithmic",
+    "lines",
+    "waterfall",
+]
 
 NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 220
@@ -51,6 +60,12 @@ def format_seconds(value: float) -> str:
     return (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
     )
+
+
+def is_logarithmic(values: Iterable[float]) -> bool:
+    """Return whether finite values are positive and span more than two orders of magnitude."""
+    known = [value for value in values if math.isfinite(value)]
+    return bool(known) and min(known) > 0 and max(known) / min(known) > _LOGARITHMIC
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -97,7 +112,7 @@ def lines(
         return ""
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
-    is_log = not from_zero and low > 0 and high / low > _LOGARITHMIC
+    is_log = not from_zero and is_logarithmic([low, high])
     if is_log:
         low, high = math.log10(low), math.log10(high)
     low = min(low, 0.0) if from_zero else low

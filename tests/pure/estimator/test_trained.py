@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def test_plot_draws_validation_beside_training() -> None:
     (axes,) = of_a_loop.plot().axes
     assert axes.get_title() == "error"
     assert [line.get_label() for line in axes.get_lines()] == ["validation"]
+    diverged = [{"epoch": 1, "loss": 500.0, "val_loss": math.nan}, {"epoch": 2, "loss": 1.0}]
+    assert model(history=diverged).plot().axes[0].get_yscale() == "log"
+    assert figure.axes[0].get_yscale() == "linear"
+    never_finite = model(history=[{"epoch": 1, "loss": math.nan}])
+    assert [axes.get_title() for axes in never_finite.plot().axes] == ["loss"]
     with pytest.raises(InvalidArgumentError, match="'nothing' is not in the history, which has 'l"):
         trained.plot(["nothing"])
     with pytest.raises(InvalidArgumentError, match="the model has no history"):
