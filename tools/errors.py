@@ -26,7 +26,8 @@ _INTRODUCTION = """# Errors
 <!-- Written by `python -m tools.errors`; do not edit. -->
 
 Messages by exception and by the package that raises it. `<...>` stands for a value, `[...]` for text that is not always there. Search for the
-words between the values. Which exception means what to a caller: `sparkhvd/errors.py`. Messages of the compiled engine arrive as
+words between the values. What an exception means to a caller stands below its name. A `TypeError` that begins with `Invalid param value given
+for param` is Spark ML's way to refuse a value of another type, and ends with what is expected. Messages of the compiled engine arrive as
 `MismatchError`, `CollectiveError` and their like with its text, and are not listed; neither are texts that pass on another error unchanged.
 """
 

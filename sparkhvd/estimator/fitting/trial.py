@@ -45,11 +45,12 @@ def try_model(
             output.
     """
     trial = light_copy(model).eval()
-    outputs = trial_outputs(trial, inputs, schema.features, examples)
+    names = [c.name for c in schema.labels]
+    outputs = trial_outputs(trial, inputs, schema.features, examples, labels=names)
     if outputs is None:
         return None
     widths = [heads.rows(output).shape[1] for output in outputs]
-    fitted = fitted_widths(widths, [c.name for c in schema.labels])
+    fitted = fitted_widths(widths, names)
     rows = None if labels is None else _zero_labels(schema, labels)
     if labels is None or rows is None:
         return fitted

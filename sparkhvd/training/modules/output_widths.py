@@ -79,6 +79,7 @@ def trial_outputs(
     columns: Sequence[Column],
     examples: Columns | None = None,
     move: Mover | None = None,
+    labels: Sequence[str] = (),
 ) -> tuple[Tensor, ...] | None:
     """Run a model on two rows of zeros and return its outputs.
 
@@ -90,6 +91,7 @@ def trial_outputs(
         columns: feature columns with their shapes.
         examples: columns that are collated, for two rows.
         move: moves the arguments to the model's device.
+        labels: names of the label columns, which the names of a dict of outputs may contradict.
 
     Raises:
         InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
@@ -118,6 +120,11 @@ def trial_outputs(
         )
         return None
     outputs = heads.outputs_of(result)
+    if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
+        raise InvalidArgumentError(
+            f"model: forward returned the outputs {', '.join(map(repr, result))}, and label_cols are {', '.join(map(repr, labels))}. "
+            "Outputs and labels belong together by their order: give both in the same."
+        )
     for output in outputs:
         if output.ndim == 0 or len(output) != 2:
             raise InvalidArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,3 +84,26 @@ def test_a_model_with_other_outputs_in_training_passes_and_is_not_changed() -> N
     assert model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class Named(nn.Module):
+    """Returns a dict of two outputs."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: self.layer(x) for name in self.names}
+
+
+def test_names_of_outputs_do_not_contradict_the_order_of_the_labels() -> None:
+    schema = DataSchema((X,), (NUMBER, replace(NUMBER, name="z")))
+
+    def widths(model: nn.Module) -> tuple[int, ...] | None:
+        return try_model(model, bind_inputs(model, schema), schema, None)
+
+    assert widths(Named("y", "z")) == widths(Named("first", "second")) == (1, 1)
+    with pytest.raises(InvalidArgumentError, match="returned the outputs 'z', 'y', and label_cols"):
+        widths(Named("z", "y"))
