@@ -42,7 +42,9 @@ class TrainingSummary:
         losses = {name: numbers[name] for name in ("loss", "val_loss") if name in numbers}
         shown = [f"{n} {v:.4g}" for n, v in losses.items() if isinstance(v, (int, float))]
         epochs = f"{len(self.history)} epoch" + ("" if len(self.history) == 1 else "s")
-        return ", ".join([epochs, *shown, f"{sum(self.timings.values()):.1f} s"])
+        if self.timings:
+            shown.append(f"{sum(self.timings.values()):.1f} s")
+        return ", ".join([epochs, *shown])
 
 
 def horovod_history(history: History, num_labels: int) -> History:

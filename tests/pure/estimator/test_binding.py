@@ -259,7 +259,7 @@ def test_arguments_of_the_constructor() -> None:
     module = nn.Linear(2, 1).train()
     model = TorchModel(model=module, feature_columns="x", history=history, run_id="r", loss="mse")
     assert (model.history, model.getRunId()) == (history, "r")
-    assert repr(model) == f"{model.uid}: Linear with 3 parameters, x -> ?; 1 epoch, loss 0.5, 0.0 s"
+    assert repr(model) == f"{model.uid}: Linear with 3 parameters, x -> ?; 1 epoch, loss 0.5"
     assert (model.getFeatureColumns(), model.getLabelColumns()) == (["x"], [])
     assert module.training  # the user's is left alone
     other = nn.Linear(3, 1)

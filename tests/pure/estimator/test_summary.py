@@ -36,6 +36,7 @@ def test_summary(history: list[dict[str, Any]], losses: list[float], text: str) 
     assert summary.totalIterations == len(history)
     assert summary.objectiveHistory == losses
     assert str(summary) == text
+    assert str(TrainingSummary(history, {}, "run-1")) == text.removesuffix(", 3.8 s")
 
 
 FLAT = {"epoch": 1, "loss": 2.0, "a_mse": 1.0, "b_mse": 3.0, "rows": 9, "val_loss": 4.0}
