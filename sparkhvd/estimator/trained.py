@@ -156,7 +156,8 @@ class Trained:
         history = self._records()
         known = measured(history)
         chosen = known if names is None else list(names)
-        if wrong := [n for n in chosen if not any({n, f"val_{n}"} & r.keys() for r in history)]:
+        keys = {key for record in history for key in record}
+        if wrong := [n for n in chosen if not {n, f"train_{n}", f"val_{n}"} & keys]:
             raise InvalidArgumentError(
                 f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.charts import is_logarithmic
 from sparkhvd.observe.report.document import number
-from sparkhvd.observe.report.page import measures
+from sparkhvd.observe.report.page import measures, paired
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,8 +74,7 @@ def _notebook() -> Any:
 
 def measured(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the losses, metrics and logged numbers of records, without "val_"."""
-    # A loop of the user's may log validation alone.
-    return [*dict.fromkeys(n.removeprefix("val_") for n in measures({"history": records}))]
+    return [*paired(measures({"history": records}))]
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Figure:
@@ -90,11 +89,14 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
     epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(records)]
+    known = dict.fromkeys(key for record in records for key in record)
     marker = "." if len(records) <= 30 else ""  # of one epoch there is no line
     for index, name in enumerate(names):
         axes, shown = figure.add_subplot(rows, columns, index + 1), []
-        for key, label in ((name, "training"), (f"val_{name}", "validation")):
-            if any(key in record for record in records):
+        keys = paired([k for k in known if k in (name, f"train_{name}", f"val_{name}")])
+        pair = keys.get(name) or next(iter(keys.values()), ())
+        for key, label in zip(pair, ("training", "validation"), strict=False):
+            if key:
                 values = [number(r.get(key)) for r in records]
                 axes.plot(epochs, values, marker=marker, label=label)
                 shown += values

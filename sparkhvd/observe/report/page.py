@@ -20,7 +20,7 @@ from sparkhvd.observe.report.charts import (
 from sparkhvd.observe.report.document import OF_EPOCH, Document, is_number, number, total
 from sparkhvd.observe.report.load import load_charts
 
-__all__ = ["measures", "render"]
+__all__ = ["measures", "paired", "render"]
 
 # Epochs and ranks that a table or chart shows of more.
 _MOST_EPOCHS, _MOST_RANKS = 40, 16
@@ -121,6 +121,23 @@ def measures(document: Document) -> list[str]:
     return [name for name in names if any(is_number(r.get(name)) for r in history)]
 
 
+def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return names of training and validation by what both measure, "" for one that is not there.
+
+    `val_loss` is beside `loss`, or beside `train_loss` as modules of Lightning log it.
+    """
+    known = {"", *names}
+    found: dict[str, tuple[str, str]] = {}
+    for name in names:
+        base = name.removeprefix("val_")
+        plain = base.removeprefix("train_")
+        if f"val_{base}" not in known and f"val_{plain}" in known and plain not in known:
+            base = plain  # train_loss
+        training = next(n for n in (base, f"train_{base}", "") if n in known)
+        found[base] = training, f"val_{base}" if f"val_{base}" in known else ""
+    return found
+
+
 def _header(document: Document) -> str:
     history, state = _history(document), str(document.get("state") or "")
     facts = [state, str(document.get("began") or ""), str(document.get("store") or "")]
@@ -162,15 +179,15 @@ def _figure(title: str, chart: str, note: str = "") -> str:
 def _curves(document: Document) -> str:
     history = _history(document)
     epochs = [number(record.get("epoch")) for record in history]
-    names = measures(document)
     figures = []
-    for name in names:
-        if name.startswith("val_") and name[4:] in names:
-            continue  # beside the curve of the training rows
-        pair = [(name, "training" if f"val_{name}" in names else name)]
-        pair += [(f"val_{name}", "validation")] if f"val_{name}" in names else []
-        series = [Series(text, epochs, [number(r.get(n)) for r in history]) for n, text in pair]
-        figures.append(_figure(name, lines(name, series)))
+    for title, pair in paired(measures(document)).items():
+        keys = dict(zip(pair, ("training", "validation"), strict=True))
+        named = {key: text for key, text in keys.items() if key}
+        series = [
+            Series(text if len(named) > 1 else key, epochs, [number(r.get(key)) for r in history])
+            for key, text in named.items()
+        ]
+        figures.append(_figure(title, lines(title, series)))
     rates = [number(record.get("lr")) for record in history]
     if len(set(rates)) > 1:
         figures.append(_figure("lr", lines("lr", [Series("lr", epochs, rates)])))

@@ -61,6 +61,13 @@ def test_plot_draws_validation_beside_training() -> None:
     (axes,) = of_a_loop.plot().axes
     assert axes.get_title() == "error"
     assert [line.get_label() for line in axes.get_lines()] == ["validation"]
+    of_lightning = [{"epoch": e, "train_loss": 1.0 / e, "val_loss": 2.0 / e} for e in (1, 2)]
+    (axes,) = model(history=of_lightning).plot().axes
+    assert axes.get_title() == "loss"
+    assert [line.get_label() for line in axes.get_lines()] == ["training", "validation"]
+    for name, label in (("train_loss", "training"), ("val_loss", "validation")):
+        (axes,) = model(history=of_lightning).plot([name]).axes
+        assert [line.get_label() for line in axes.get_lines()] == [label]
     diverged = [{"epoch": 1, "loss": 500.0, "val_loss": math.nan}, {"epoch": 2, "loss": 1.0}]
     assert model(history=diverged).plot().axes[0].get_yscale() == "log"
     assert figure.axes[0].get_yscale() == "linear"

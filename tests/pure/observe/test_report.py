@@ -13,7 +13,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.charts import Series, format_seconds, histogram, lines
 from sparkhvd.observe.report.compare import compare
 from sparkhvd.observe.report.document import dumps, loads
-from sparkhvd.observe.report.page import render
+from sparkhvd.observe.report.page import paired, render
 from tests.pure.observe.documents import document
 
 # Elements without an end.
@@ -159,6 +159,26 @@ def test_curve_has_a_gap_where_a_value_is_not_finite() -> None:
     assert drawn.count("<polyline") == 2
     assert "nan" not in drawn
     assert lines("loss", [Series("loss", [1], [math.nan])]) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["loss", "val_loss", "mae"], {"loss": ("loss", "val_loss"), "mae": ("mae", "")}),
+        (["train_loss", "val_loss"], {"loss": ("train_loss", "val_loss")}),
+        (["val_loss", "train_loss"], {"loss": ("train_loss", "val_loss")}),
+        (["train_loss", "val_acc"], {"train_loss": ("train_loss", ""), "acc": ("", "val_acc")}),
+        (
+            ["loss", "train_loss", "val_loss"],
+            {"loss": ("loss", "val_loss"), "train_loss": ("train_loss", "")},
+        ),
+    ],
+)
+def test_validation_is_beside_training(names: list[str], found: dict[str, tuple[str, str]]) -> None:
+    assert paired(names) == found
+    epoch = {"epoch": 1, **dict.fromkeys(names, 1.0)}
+    page = Page(render({"history": [epoch, {**epoch, "epoch": 2}]}))
+    assert page.tags.count("svg") == len(found)
 
 
 def test_texts_of_axes_are_whole_and_tell_ticks_apart() -> None:
