@@ -28,14 +28,19 @@ __all__ = [
 
 
 def check_session(spark: object) -> None:
-    """Refuse a value that is not a session.
+    """Refuse a value that is not a session, and a session that has been stopped.
 
     Raises:
-        InvalidArgumentError: `spark` is not a SparkSession.
+        InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
     """
     if not (type(spark).__module__.startswith("pyspark.") and hasattr(spark, "range")):
         raise InvalidArgumentError(
             f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
+        )
+    session: Any = spark
+    if session.is_stopped if is_connect(session) else session.sparkContext._jsc is None:
+        raise InvalidArgumentError(
+            "The Spark session has been stopped. Start a new one, and make the DataFrame from it."
         )
 
 

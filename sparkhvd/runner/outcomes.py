@@ -345,13 +345,12 @@ def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[
 def describe(outcome: Outcome, size: int) -> str:
     """Describe a failed rank in a sentence or two."""
     where = f" on host {outcome.host}" if outcome.host else ""
-    who = (
-        f"Rank {outcome.rank} of {size}{where}"
-        if outcome.rank is not None
-        else f"A job of {size} ranks"
-    )
+    who = f"Rank {outcome.rank} of {size}{where}"
+    if outcome.rank is None:
+        who = f"A job of {size} ranks"
     if outcome.kind == Kind.EXCEPTION:
-        return f"{who} raised {outcome.error}: {outcome.message}"
+        hint = tracebacks.module_hint(outcome.error, outcome.message)
+        return f"{who} raised {outcome.error}: {outcome.message}{hint}"
     if outcome.kind == Kind.COLLECTIVE:
         return f"{who} stopped because of another rank: {outcome.error}: {outcome.message}"
     if outcome.kind == Kind.EXIT:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import importlib.util
 import linecache
 import os
 import re
@@ -23,6 +25,7 @@ __all__ = [
     "brief",
     "cut",
     "failure_text",
+    "module_hint",
     "parse",
     "rebuild",
     "shows_user",
@@ -258,6 +261,21 @@ def brief(text: str) -> str:
 def also(text: str) -> str:
     """Return the line about one more rank that failed; what to do where a rank is lost is for programs without a driver."""
     return brief("Also: " + _ADVICE.sub(r"\1", text))
+
+
+def module_hint(error: str, message: str) -> str:
+    """Return what to do about a module that a rank lacks and this process has; "" of any other error."""
+    missing = re.fullmatch(r"No module named '([\w.]+)'", message)
+    if error != ModuleNotFoundError.__name__ or missing is None:
+        return ""
+    with contextlib.suppress(ImportError, ValueError):  # of a module without a spec
+        spec = importlib.util.find_spec(missing[1].partition(".")[0])
+        if spec is not None and spec.origin:
+            return (
+                f". This process has it: {spec.origin}. Install it in the Python of the ranks or, if it is a file of yours, let Spark bring "
+                "it: spark.sparkContext.addPyFile(path), with Connect spark.addArtifacts(path, pyfile=True), or spark-submit --py-files."
+            )
+    return ""
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -148,6 +149,19 @@ def test_what_to_do_is_said_of_the_cause_alone() -> None:
         "Also: Rank 0 of 2 on host h0 stopped because of another rank: PeerLostError: broadcast('a.b'): rank 1 is lost: "
         "its connection closed, as seen by rank 0."
     )
+
+
+def test_a_module_that_only_the_driver_has_is_brought_by_spark() -> None:
+    lacks = Outcome(
+        0, Kind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json.x'"
+    )
+    said = str(error_of(lacks, 1))
+    assert said.startswith(
+        f"Rank 0 of 1 raised ModuleNotFoundError: No module named 'json.x'. This process has it: {json.__file__}."
+    )
+    assert "addPyFile" in said
+    for other in (replace(lacks, message="No module named 'no_such'"), replace(lacks, error="E")):
+        assert str(error_of(other, 1)).endswith(f" raised {other.error}: {other.message}")
 
 
 @pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137"])
