@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pyspark.ml.param import TypeConverters
-
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import accessors
 from sparkhvd.estimator.params.cluster import ClusterParams
 from sparkhvd.estimator.params.compatibility import IgnoredParams
-from sparkhvd.estimator.params.converters import any_value, to_mapping, to_whole
+from sparkhvd.estimator.params.converters import any_value, to_float, to_mapping, to_whole
 from sparkhvd.estimator.params.data import DataParams
 from sparkhvd.estimator.params.model import ModelParams
 from sparkhvd.estimator.params.options import FitOptions
@@ -52,7 +50,7 @@ class KerasParams(IgnoredParams, PredictParams):
     loss_weights = model_param(any_value, "as of compile; default likewise")
     metrics = model_param(any_value, "as of compile; default likewise")
     learning_rate = model_param(
-        TypeConverters.toFloat,
+        to_float,
         "learning rate of the optimizer; default its own",
         aliases=("stepSize",),
         check=above(0),

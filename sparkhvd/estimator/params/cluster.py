@@ -9,6 +9,7 @@ from pyspark.ml.param import TypeConverters
 from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import (
     any_value,
+    to_float,
     to_function,
     to_loggers,
     to_ranks,
@@ -80,7 +81,7 @@ class ClusterParams(TorchParams):
         in_conf=True,
     )
     start_timeout = cluster_param(
-        TypeConverters.toFloat,
+        to_float,
         "longest wait for task slots in seconds",
         check=above(0),
         in_conf=True,

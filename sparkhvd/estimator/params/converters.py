@@ -22,6 +22,7 @@ __all__ = [
     "any_value",
     "to_columns",
     "to_dtypes",
+    "to_float",
     "to_function",
     "to_inputs",
     "to_loggers",
@@ -97,6 +98,13 @@ def to_whole(value: object) -> int:
     if isinstance(value, (bool, str)):  # of a text Spark's own message shows no quotes
         raise TypeError(f"expected a whole number, not {value!r}")
     return TypeConverters.toInt(value)
+
+
+def to_float(value: object) -> float:
+    """Convert a number; a bool or a text is none."""
+    if isinstance(value, (bool, str)):
+        raise TypeError(f"expected a number, not {value!r}")
+    return TypeConverters.toFloat(value)
 
 
 def to_ranks(value: object) -> int | tuple[int, int]:
@@ -226,7 +234,7 @@ ACCEPTED: dict[Converter, str] = {
     to_function: "Callable[..., Any]",
     to_scheduler: "Callable[..., Any]",
     to_stopping: "Mapping[str, Any]",
-    TypeConverters.toFloat: "float",
+    to_float: "float",
     TypeConverters.toString: "str",
     TypeConverters.toBoolean: "bool",
     TypeConverters.toListFloat: "Sequence[float]",

@@ -7,7 +7,7 @@ import functools
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
-from sparkhvd.estimator.params.converters import any_value, to_losses, to_optimizer
+from sparkhvd.estimator.params.converters import any_value, to_float, to_losses, to_optimizer
 from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, one_of, param
 
 __all__ = ["ModelParams"]
@@ -53,7 +53,7 @@ class ModelParams(TorchParams):
         annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
     learning_rate = model_param(
-        TypeConverters.toFloat,
+        to_float,
         "learning rate of all groups of the optimizer; default theirs",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,
@@ -61,7 +61,7 @@ class ModelParams(TorchParams):
         check=not_negative,
     )
     weight_decay = model_param(
-        TypeConverters.toFloat,
+        to_float,
         "weight decay of all groups of the optimizer; default theirs",
         fingerprint=True,
         train_fn=OF_THE_OPTIMIZER,

@@ -7,7 +7,7 @@ import functools
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
-from sparkhvd.estimator.params.converters import to_scheduler, to_stopping, to_whole
+from sparkhvd.estimator.params.converters import to_float, to_scheduler, to_stopping, to_whole
 from sparkhvd.estimator.params.table import (
     NOT_SEEN,
     OF_THE_OPTIMIZER,
@@ -53,7 +53,7 @@ class TrainingParams(TorchParams):
         aliases=("seed",),
     )
     gradient_clip_norm = training_param(
-        TypeConverters.toFloat,
+        to_float,
         "largest norm of all gradients together",
         check=above(0),
         fingerprint=True,
@@ -61,7 +61,7 @@ class TrainingParams(TorchParams):
         train_fn=NOT_SEEN,
     )
     gradient_clip_value = training_param(
-        TypeConverters.toFloat,
+        to_float,
         "largest absolute value in a gradient",
         check=above(0),
         fingerprint=True,
@@ -144,7 +144,7 @@ class TrainingParams(TorchParams):
         default=False,
     )
     checkpoint_interval_s = training_param(
-        TypeConverters.toFloat,
+        to_float,
         "at most so many seconds of steps are repeated after a loss; also saved after each epoch",
         default=300.0,
         check=above(0),

@@ -286,6 +286,7 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
 
         __module__ = "pyspark.sql.connect"  # by which sessions are told apart
         conf: dict[str, str] = {}  # nothing is set
+        is_stopped = False
         client = SimpleNamespace(get_config_with_defaults=lambda *pairs: tuple(None for _ in pairs))
 
         def __getattr__(self, name: str) -> object:

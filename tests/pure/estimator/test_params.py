@@ -278,6 +278,10 @@ def test_params_without_effect_warn_once_with_the_remedy() -> None:
             'Invalid param value given for param "epochs". expected a whole number, not True',
         ),
         (
+            {"learning_rate": "0.1"},
+            "Invalid param value given for param \"learning_rate\". expected a number, not '0.1'",
+        ),
+        (
             {"inputs": ["a"]},
             'Invalid param value given for param "inputs". expected a dict from argument names to column names',
         ),
