@@ -139,12 +139,12 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_seconds(name: str, seconds: object, such_as: float) -> None:
-    """Refuse a wait that cannot be.
+    """Refuse a wait that is not a number of seconds above 0.
 
     Args:
         name: of the argument or flag.
         seconds: the wait.
-        such_as: a good one, for the message.
+        such_as: seconds that the message gives as an example.
 
     Raises:
         InvalidArgumentError: it is not a number of seconds above 0.

@@ -19,6 +19,7 @@ __all__ = [
     "check_session",
     "connect_session",
     "has_died",
+    "is_stopped",
     "is_connect",
     "is_dataframe",
     "ml_context",
@@ -37,11 +38,17 @@ def check_session(spark: object) -> None:
         raise InvalidArgumentError(
             f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
         )
-    session: Any = spark
-    if session.is_stopped if is_connect(session) else session.sparkContext._jsc is None:
+    if is_stopped(spark):
         raise InvalidArgumentError(
             "The Spark session has been stopped. Start a new one, and make the DataFrame from it."
         )
+
+
+def is_stopped(session: Any) -> bool:
+    """Return True if a session (on classic: its application) has been stopped."""
+    if is_connect(session):
+        return bool(getattr(session, "is_stopped", False))
+    return session.sparkContext._jsc is None
 
 
 def check_dataframe(call: str, value: object) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd import connect
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.interfaces import LOOPBACK, address_towards
-from sparkhvd.sessions import check_session, has_died, is_connect, session_key
+from sparkhvd.sessions import check_session, has_died, is_connect, is_stopped, session_key
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -114,9 +114,7 @@ class SparkShim:
 
     def is_over(self) -> bool:
         """Return True if the session (on classic: its application) has been stopped."""
-        if self.is_connect:
-            return bool(getattr(self.session, "is_stopped", False))
-        return self.session.sparkContext._jsc is None
+        return is_stopped(self.session)
 
     def registered_slots(self, profile: ResourceProfile | None = None) -> int | None:
         """Return the barrier tasks that the registered executors can run at once; None if unknown."""

@@ -161,7 +161,7 @@ def installation(python: Path, wheel: Path) -> str:
 
 
 def megabytes(python: Path) -> float:
-    """Return what the installed package takes, with bytecode."""
+    """Measure the installed package with its bytecode, in MB."""
     (package,) = python.parent.parent.glob("lib/python*/site-packages/sparkhvd")
     return sum(path.stat().st_size for path in package.rglob("*") if path.is_file()) / 1e6
 

@@ -131,10 +131,10 @@ def prepare(
     names = list(df.columns) if columns is None else list(columns)
     if columns is None and validation is not None:
         names = [name for name in names if name != validation]
-    functions = {*decoded, *collated}
+    functions, texts = {*decoded, *collated}, ("string", "varchar", "char", "binary")
     for field in df.schema.fields:
         kind = field.dataType.simpleString()
-        if field.name in names and field.name not in functions and kind in ("string", "binary"):
+        if field.name in names and field.name not in functions and kind.startswith(texts):
             raise InvalidArgumentError(
                 f"prepare: column {field.name!r} is of type {kind}, which cannot become a tensor. Name it in decoded=[...] and give the "
                 "loader a function for it, decoders={...}; or make numbers of it first, or leave it out of columns=[...]."

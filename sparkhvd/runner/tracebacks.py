@@ -265,11 +265,11 @@ def also(text: str) -> str:
 
 def module_hint(error: str, message: str) -> str:
     """Return what to do about a module that a rank lacks and this process has; "" of any other error."""
-    missing = re.fullmatch(r"No module named '([\w.]+)'", message)
+    missing = re.fullmatch(r"No module named '(\w+)'", message)
     if error != ModuleNotFoundError.__name__ or missing is None:
         return ""
     with contextlib.suppress(ImportError, ValueError):  # of a module without a spec
-        spec = importlib.util.find_spec(missing[1].partition(".")[0])
+        spec = importlib.util.find_spec(missing[1])
         if spec is not None and spec.origin:
             return (
                 f". This process has it: {spec.origin}. Install it in the Python of the ranks or, if it is a file of yours, let Spark bring "

@@ -38,7 +38,7 @@ class Series:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with about four digits: "12,345", "0.1234", "1.2e-05", "nan"."""
+    """Format a number with about `digits` digits: "12,345", "0.1234", "1.2e-05", "nan"."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from sparkhvd.errors import InvalidArgumentError
 
@@ -99,16 +99,14 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
     return dict(values)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float | str]:
     """Return whether a value is a number of a document, finite or not."""
     return isinstance(value, (int, float)) or value in _NOT_FINITE
 
 
 def number(value: object) -> float:
     """Return a number of a document; NaN for a text or nothing."""
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return float(value)
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return float(value) if is_number(value) else math.nan
 
 
 def total(values: Sequence[object]) -> float:

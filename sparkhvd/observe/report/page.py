@@ -122,7 +122,7 @@ def measures(document: Document) -> list[str]:
 
 
 def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return names of training and validation by what both measure, "" for one that is not there.
+    """Pair the names of training and validation of the same measure, by the measure's name; "" for one that is not there.
 
     `val_loss` is beside `loss`, or beside `train_loss` as modules of Lightning log it.
     """

@@ -153,14 +153,15 @@ def test_what_to_do_is_said_of_the_cause_alone() -> None:
 
 def test_a_module_that_only_the_driver_has_is_brought_by_spark() -> None:
     lacks = Outcome(
-        0, Kind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json.x'"
+        0, Kind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json'"
     )
     said = str(error_of(lacks, 1))
     assert said.startswith(
-        f"Rank 0 of 1 raised ModuleNotFoundError: No module named 'json.x'. This process has it: {json.__file__}."
+        f"Rank 0 of 1 raised ModuleNotFoundError: No module named 'json'. This process has it: {json.__file__}."
     )
     assert "addPyFile" in said
-    for other in (replace(lacks, message="No module named 'no_such'"), replace(lacks, error="E")):
+    others = [replace(lacks, message=f"No module named '{name}'") for name in ("no_such", "json.x")]
+    for other in (*others, replace(lacks, error="E")):
         assert str(error_of(other, 1)).endswith(f" raised {other.error}: {other.message}")
 
 
