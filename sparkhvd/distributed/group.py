@@ -14,12 +14,15 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Future
 from sparkhvd.distributed.inner import OURS, Inner, Request
 from sparkhvd.distributed.launcher import Launcher, Team
 from sparkhvd.distributed.routed import Routed
+from sparkhvd.distributed.store_meeting import monitored_barrier
 from sparkhvd.distributed.teams import Teams, own
 from sparkhvd.distributed.works import Work
+from sparkhvd.errors import CollectiveTimeoutError
 from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Group"]
@@ -140,6 +143,32 @@ class Group(Routed):
     def supports_tensor_alloc(self, _: torch.device) -> bool:
         """Tell torch that it allocates tensors itself."""
         return False
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; on rank 0 the error names the ranks that did not come.
+
+        The group stays usable after a failure.
+
+        Args:
+            timeout: None = the group's.
+            wait_all_ranks: name all of them, rather than the first.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not come in time.
+        """
+        if timeout is None:
+            timeout = timedelta(seconds=self.launcher.timeout_s)
+        group = self.inner.of("cpu")
+        if group is not None:
+            group.monitored_barrier(timeout, wait_all_ranks)
+            return
+        store = PrefixStore("monitored_barrier/", self._store)
+        try:
+            monitored_barrier(store, self._rank, self._size, timeout, wait_all_ranks)
+        except CollectiveTimeoutError as error:
+            raise as_torch(error) from None
 
     def get_group_store(self) -> Store:
         """Return this group's store."""
