@@ -12,7 +12,7 @@ __all__ = ["FORMS", "Form"]
 
 # Attributes of options, by their names as arguments.
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
-_DEEPEST = 2
+_TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
 
 
 class Form(NamedTuple):
@@ -39,10 +39,21 @@ class Form(NamedTuple):
             TypeError: they are those of neither.
         """
         count = len(self.depths) + self.more
+        named = dict(named)
+        for names in self.tensor_names()[len(args) :]:
+            given = [named.pop(name) for name in names if name in named]
+            args = [*args, *given]
         if len(args) < count:
             raise TypeError(f"{self.title}: {len(args)} arguments; options come behind {count}.")
         tensors = [_nested(*each) for each in zip(args, self.depths, strict=False)]
-        return [*tensors, *args[len(tensors) : count], *self._last(args[count:], dict(named))]
+        return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
+
+    def tensor_names(self) -> list[tuple[str, ...]]:
+        """Return the keywords of each argument in front of the options, as the versions of torch name them."""
+        sides = ("output", "input") if len(self.depths) == 2 else ("",)
+        names = [tuple([name.format(side).lstrip("_") for name in _TENSOR_NAMES]) for side in sides]
+        more = [("output_split_sizes",), ("input_split_sizes",)]
+        return [*names[: len(self.depths)], *more[: self.more]]
 
     def _last(self, rest: Sequence[Any], named: dict[str, Any]) -> list[Any]:
         if self.options is None:
@@ -84,6 +95,8 @@ FORMS: dict[str, Form] = {
     "broadcast": Form("broadcast", (1,), c10d.BroadcastOptions, ("root", "timeout")),
     "reduce": Form("reduce", (1,), c10d.ReduceOptions, ("root", *_REDUCE)),
     "gather": Form("gather", (2, 1), c10d.GatherOptions, ("root", "timeout")),
+    "gather_single": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
+    "gather_into_tensor": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
     "scatter": Form("scatter", (1, 2), c10d.ScatterOptions, ("root", "timeout")),
     "allgather": Form("all_gather", (2, 1), _GATHER, ("timeout",)),
     "allgather_coalesced": Form("all_gather_coalesced", (2, 1), _GATHER),
