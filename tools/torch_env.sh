@@ -21,6 +21,7 @@ rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+mkdir -p "$folder"
 if ! install ${index[@]+"${index[@]}"} --no-deps "$torch"; then
   # Any other failure, such as a full disk, is one of this script.
   reason=$(grep -o -m 1 'No matching distribution found.*\|.*conflict.*' "$folder/pip.log") || exit 1
