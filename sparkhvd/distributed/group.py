@@ -233,12 +233,14 @@ class Group(Routed):
         Returns:
             The group; None on ranks that are not in it.
         """
-        store = PrefixStore(f"{group_name}/", self._store)
-        team = self._teams.subset(tuple(ranks), self.rank(), group_name, store, timeout)
+        name = self._teams.name(group_name)
+        store = PrefixStore(f"{name}/", self._store)
+        team = self._teams.subset(tuple(ranks), self.rank(), name, store, timeout)
         if team is None:
             return None
         rank = ranks.index(self.rank())
-        made = Group(self._teams, team, rank, group_name, store, timeout, pg_options)
+        made = Group(self._teams, team, rank, name, store, timeout, pg_options)
+        made.setGroupName(group_name)
         made._description = group_desc or made._description
         return made
 
