@@ -38,7 +38,6 @@ if hasattr(c10d.Backend, "supports_reconfigure"):
             return OURS
 
 
-
 class Group(Routed):
     """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
 
@@ -272,7 +271,9 @@ class Group(Routed):
         timeout = timeout or timedelta(seconds=self.launcher.timeout_s)
         store = PrefixStore(f"{name}/", self._store)
         rank, size = ranks.index(self.rank()), len(ranks)
-        made = Group(self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts)
+        made = Group(
+            self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts
+        )
         made._description = group_desc or made._description
         return made
 

@@ -36,5 +36,7 @@ def test_what_passes_on_gloo_passes_on_ours(tmp_path: Path) -> None:
     ours = outcomes("sparkhvd", tmp_path, *passed)
     wanted = set(passed) - (OF_GLOO_ALONE if VERSION < (2, 14) else set())
     failed = {name: ours[name] for name in sorted(wanted) if ours[name] != "passed"}
-    print(f"torch {torch.__version__}: {len(wanted) - len(failed)} of {len(passed)} that pass on Gloo")
+    print(
+        f"torch {torch.__version__}: {len(wanted) - len(failed)} of {len(passed)} that pass on Gloo"
+    )
     assert failed == {}
