@@ -154,9 +154,7 @@ class Collectives(Reducing):
         if is_root:
             check_parts("gather_single", input, output, self._size)
         flat, target = moved(input), moved(output)
-        view = (
-            reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
-        )
+        view = reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
         keep = lend(flat.numbers, target.numbers)
         plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
 

@@ -38,7 +38,6 @@ if hasattr(c10d.Backend, "supports_reconfigure"):
             return OURS
 
 
-
 class Group(Routed):
     """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
 
@@ -233,12 +232,14 @@ class Group(Routed):
         Returns:
             The group; None on ranks that are not in it.
         """
-        store = PrefixStore(f"{group_name}/", self._store)
-        team = self._teams.subset(tuple(ranks), self.rank(), group_name, store, timeout)
+        name = self._teams.name(group_name)
+        store = PrefixStore(f"{name}/", self._store)
+        team = self._teams.subset(tuple(ranks), self.rank(), name, store, timeout)
         if team is None:
             return None
         rank = ranks.index(self.rank())
-        made = Group(self._teams, team, rank, group_name, store, timeout, pg_options)
+        made = Group(self._teams, team, rank, name, store, timeout, pg_options)
+        made.setGroupName(group_name)
         made._description = group_desc or made._description
         return made
 
@@ -270,7 +271,9 @@ class Group(Routed):
         timeout = timeout or timedelta(seconds=self.launcher.timeout_s)
         store = PrefixStore(f"{name}/", self._store)
         rank, size = ranks.index(self.rank()), len(ranks)
-        made = Group(self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts)
+        made = Group(
+            self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts
+        )
         made._description = group_desc or made._description
         return made
 

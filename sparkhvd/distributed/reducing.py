@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     class _ProcessGroup:  # torch's stub says how to call a group, not how to be one
         def __init__(self, rank: int, size: int) -> None: ...
 
+        def _register_backend(
+            self, device: torch.device, kind: object, backend: object
+        ) -> None: ...
+
+        def _set_default_backend(self, kind: object) -> None: ...
+
 else:
     _ProcessGroup = dist.ProcessGroup
 

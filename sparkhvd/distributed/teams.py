@@ -30,6 +30,18 @@ class Teams:
 
     def __init__(self) -> None:
         self._world: Team | None = None
+        self._named = 0
+
+    def name(self, torchs: str) -> str:
+        """Return a name of a new group that is the same on all of its ranks.
+
+        Torch's names are numbers where every rank makes the group. Since torch 2.14 a group that its members alone make counts, too,
+        on them, so that later numbers differ between ranks.
+        """
+        if not torchs.isdigit():
+            return torchs
+        self._named += 1
+        return str(self._named)
 
     def world(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
         """Return all ranks, in the engine that `hvd` has in this process, or gets."""
