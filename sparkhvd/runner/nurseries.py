@@ -61,7 +61,7 @@ class _LeftRunning(subprocess.Popen[bytes]):
 
     def __del__(self, _warn: Callable[..., None] = lambda *_, **__: None) -> None:
         # As Popen's, which lets a later Popen reap the process, but without the ResourceWarning.
-        super().__del__(_warn=_warn)  # type: ignore[misc]
+        super().__del__(_warn=_warn)  # type: ignore[call-arg]
 
 
 class Nursery:
