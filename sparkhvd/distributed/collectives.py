@@ -148,6 +148,28 @@ class Collectives(Reducing):
             [plan], opts, targets, finish if is_root else None, needs_rows=is_root
         )
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Join equal tensors of all ranks in one of the root."""
+        is_root = self._rank == opts.rootRank
+        if is_root:
+            check_parts("gather_single", input, output, self._size)
+        flat, target = moved(input), moved(output)
+        view = (
+            reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
+        )
+        keep = lend(flat.numbers, target.numbers)
+        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("gather_single", works[0], (flat.numbers.numel(),) * self._size)
+            restore(target)
+
+        return self.launcher.launch(
+            [plan], opts, [output], finish if is_root else None, needs_rows=is_root
+        )
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:

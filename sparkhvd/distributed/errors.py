@@ -41,7 +41,7 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 _WORDS = {
     ", or use different names": "",
     ", or give the two tensors different names": "",
-    "raise stall_shutdown_s": "give the group a longer timeout",
+    "raise stall_shutdown_s": "raise the timeout of the group",
     "Call shutdown() on a rank only": "Destroy a group on a rank only",
 }
 

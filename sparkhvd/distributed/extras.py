@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import new_group
@@ -16,26 +17,22 @@ __all__ = ["monitored_barrier", "new_group", "split_group"]
 def monitored_barrier(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,  # noqa: ARG001 - torch's argument
+    wait_all_ranks: bool = False,
 ) -> None:
-    """Wait for every rank; where some do not come in time, name them: `torch.distributed.monitored_barrier` is Gloo's alone.
+    """Wait for every rank: `torch.distributed.monitored_barrier`, which takes groups of Gloo alone before torch 2.14.
 
     Args:
-        group: None = the default one. On ranks that are not in it nothing happens.
+        group: None = the default one. On other ranks than its members nothing happens.
         timeout: None = the group's.
-        wait_all_ranks: torch's; the ranks that have not come are always named together.
+        wait_all_ranks: name all missing ranks, rather than the first.
 
     Raises:
-        CollectiveTimeoutError: some did not come.
+        CollectiveTimeoutError: ranks did not come; on rank 0 the message names them.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
-    if group is outside:
-        return
-    options = dist.BarrierOptions()
-    options.asyncOp = False
-    if timeout is not None:
-        options.timeout = timeout
-    _given(group).barrier(options).wait()
+    if group is not outside:
+        given: Any = _given(group)
+        given.monitored_barrier(timeout, wait_all_ranks)
 
 
 def split_group(

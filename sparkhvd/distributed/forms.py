@@ -84,6 +84,8 @@ FORMS: dict[str, Form] = {
     "broadcast": Form("broadcast", (1,), c10d.BroadcastOptions, ("root", "timeout")),
     "reduce": Form("reduce", (1,), c10d.ReduceOptions, ("root", *_REDUCE)),
     "gather": Form("gather", (2, 1), c10d.GatherOptions, ("root", "timeout")),
+    "gather_single": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
+    "gather_into_tensor": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
     "scatter": Form("scatter", (1, 2), c10d.ScatterOptions, ("root", "timeout")),
     "allgather": Form("all_gather", (2, 1), _GATHER, ("timeout",)),
     "allgather_coalesced": Form("all_gather_coalesced", (2, 1), _GATHER),

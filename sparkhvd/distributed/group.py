@@ -11,17 +11,32 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Future
-from sparkhvd.distributed.inner import Inner, Request
+from sparkhvd.distributed.inner import OURS, Inner, Request
 from sparkhvd.distributed.launcher import Launcher, Team
 from sparkhvd.distributed.routed import Routed
-from sparkhvd.distributed.teams import Teams
+from sparkhvd.distributed.store_meeting import monitored_barrier
+from sparkhvd.distributed.teams import Teams, own
 from sparkhvd.distributed.works import Work
+from sparkhvd.errors import CollectiveTimeoutError
 from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Group"]
+
+# Torch before 2.14 has no backends in Python.
+_DefaultBackend: Any = None
+if hasattr(c10d.Backend, "supports_reconfigure"):
+
+    class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
+        """Backend that torch's C++ finds in a group; collectives are the group's."""
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch's
+            return OURS
+
 
 
 class Group(Routed):
@@ -36,11 +51,17 @@ class Group(Routed):
         options: the user's `pg_options`, for a backend of torch's inside.
     """
 
-    # What torch asks of a backend.
-    supports_splitting = False
+    # What torch asks of a group and its backend; each version asks for some.
+    supports_abort_hooks = False
     supports_coalescing = False
+    supports_completion_hooks = False
+    supports_reconfigure = False
     supports_shrinking = False
+    supports_splitting = True
     supports_time_estimate = False
+    _supports_time_estimate = False
+    supports_window = False
+    use_pg_for_symm_mem_rendezvous = False
 
     def __init__(
         self,
@@ -59,6 +80,12 @@ class Group(Routed):
         self._store = store
         self._name = name
         self._description = "undefined"
+        if _DefaultBackend is not None:
+            # Functions of torch's C++ that look for a default backend raise without it.
+            self._default_backend = _DefaultBackend(rank, size)
+            kind = c10d.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(torch.device("cpu"), kind, self._default_backend)
+            self._set_default_backend(kind)
 
     # Names, which C++ asks for by the names of its own methods
 
@@ -111,9 +138,37 @@ class Group(Routed):
         group = self.inner.of(place.type)
         return self if group is None else group._get_backend(place)
 
+    get_backend = _get_backend  # since torch 2.14
+
     def supports_tensor_alloc(self, _: torch.device) -> bool:
         """Tell torch that it allocates tensors itself."""
         return False
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; on rank 0 the error names the ranks that did not come.
+
+        The group stays usable after a failure.
+
+        Args:
+            timeout: None = the group's.
+            wait_all_ranks: name all of them, rather than the first.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not come in time.
+        """
+        if timeout is None:
+            timeout = timedelta(seconds=self.launcher.timeout_s)
+        group = self.inner.of("cpu")
+        if group is not None:
+            group.monitored_barrier(timeout, wait_all_ranks)
+            return
+        store = PrefixStore("monitored_barrier/", self._store)
+        try:
+            monitored_barrier(store, self._rank, self._size, timeout, wait_all_ranks)
+        except CollectiveTimeoutError as error:
+            raise as_torch(error) from None
 
     def get_group_store(self) -> Store:
         """Return this group's store."""
@@ -140,8 +195,11 @@ class Group(Routed):
         pg_options: object = None,
         group_name: str,
         group_desc: str | None = None,
+        **_: object,
     ) -> Group | None:
-        """Make a group of some of this group's ranks; torch (2.13) calls it on every rank, in the same order.
+        """Make a group of some of this group's ranks; torch (2.13 on) calls it on every rank, in the same order.
+
+        Keywords of newer versions are ignored: `backend` (2.14 on) is read from torch's configuration of the new group.
 
         Returns:
             The group; None on ranks that are not in it.
@@ -152,6 +210,38 @@ class Group(Routed):
             return None
         rank = ranks.index(self.rank())
         made = Group(self._teams, team, rank, group_name, store, timeout, pg_options)
+        made._description = group_desc or made._description
+        return made
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        **_: object,
+    ) -> Group | None:
+        """Make a group with an engine of its own; `torch.distributed.split_group` (2.14 on) calls it on every rank.
+
+        Args:
+            ranks: of the new group, as ranks of this one; other groups are made at the same time.
+            timeout: of the new group; None = this one's.
+            opts: the user's `pg_options`.
+            group_name: torch's, the same on the members alone.
+            group_desc: torch's.
+
+        Returns:
+            The group; None on ranks that are not in it.
+        """
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self._name}.split"
+        timeout = timeout or timedelta(seconds=self.launcher.timeout_s)
+        store = PrefixStore(f"{name}/", self._store)
+        rank, size = ranks.index(self.rank()), len(ranks)
+        made = Group(self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts)
         made._description = group_desc or made._description
         return made
 

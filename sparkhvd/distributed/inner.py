@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["FACTORIES", "Inner", "Request"]
+__all__ = ["FACTORIES", "Inner", "OURS", "Request"]
 
 OURS = "sparkhvd"
 
@@ -168,7 +168,8 @@ class Inner:
         kind, factory = FACTORIES[backend]
         request = self._request._replace(store=PrefixStore(f"{backend}/", self._request.store))
         made = factory(request)
-        made._set_sequence_number_for_group()
+        if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
+            made._set_sequence_number_for_group()  # torch 2.14 does so by itself, and warns
         group: Any = dist.ProcessGroup(request.store, request.rank, request.size)
         group._set_default_backend(kind)
         for device, name in self._read().items():

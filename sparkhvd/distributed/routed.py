@@ -46,10 +46,6 @@ class Routed(Messages):
         given = (tensors,) if opts is None else (tensors, opts, *rest)
         return self._allreduce(*given, **named)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for every rank; torch calls this of groups of Gloo's only."""
-        self.inner.of("cpu").monitored_barrier(timeout, wait_all_ranks)
-
     def _start_coalescing(self, device: torch.device) -> None:
         group = self.inner.of(torch.device(device).type)
         if group is None:

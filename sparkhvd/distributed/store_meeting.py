@@ -24,7 +24,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.rendezvous.endpoints import KEY_BYTES
 from sparkhvd.settings import Settings
 
-__all__ = ["StoreRendezvous", "exchange", "forget", "meet"]
+__all__ = ["StoreRendezvous", "exchange", "forget", "meet", "monitored_barrier"]
 
 _ADVICE = "Look at the output of the others."
 
@@ -52,6 +52,61 @@ def exchange(
             f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method, or raise timeout=."
         ) from error
     return [store.get(key).decode() for key in keys]
+
+
+def monitored_barrier(
+    store: Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
+) -> None:
+    """Wait for every rank by way of the store, so that a failure leaves the engine as it is.
+
+    Args:
+        store: for this barrier alone.
+        rank: in the group. Rank 0 waits for all others, which wait for its answer.
+        size: of the group.
+        timeout: from this rank's call.
+        wait_all_ranks: name all missing ranks, rather than the first.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time. Torch's words are in the text, by which programs know it.
+    """
+    timeout_ms = timeout // timedelta(milliseconds=1)
+    if timeout_ms <= 0:
+        raise CollectiveTimeoutError(
+            f"Rank {rank} timed out in monitoredBarrier after {timeout_ms} ms: the timeout is not above 0. Give a longer one."
+        )
+    if rank == 0:
+        _let_pass(store, size, timeout, wait_all_ranks)
+        return
+    arrived, passed = f"arrived/{rank}", f"passed/{rank}"
+    store.delete_key(passed)  # of a call that gave up just before the answer
+    store.set(arrived, "")
+    try:
+        store.wait([passed], timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        store.delete_key(arrived)
+        raise CollectiveTimeoutError(
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            f"rank 0: no answer in {timeout_ms} ms. Look at the output of rank 0, which names the missing ranks."
+        ) from error
+    store.delete_key(passed)
+
+
+def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+    """Wait for the other ranks of a monitored barrier, and answer them."""
+    arrived = [f"arrived/{rank}" for rank in range(1, size)]
+    try:
+        store.wait(arrived, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [str(rank) for rank, key in enumerate(arrived, 1) if not store.check([key])]
+        named = missing if wait_all_ranks else missing[:1]
+        raise CollectiveTimeoutError(
+            f"[Rank 0]: {'Ranks' if len(named) > 1 else 'Rank'} {', '.join(named)} failed to pass monitoredBarrier in "
+            f"{timeout // timedelta(milliseconds=1)} ms. Look at what the missing ranks do."
+        ) from error
+    for key in arrived:
+        store.delete_key(key)
+    for rank in range(1, size):
+        store.set(f"passed/{rank}", "")
 
 
 def forget(store: Store, rank: int) -> None:

@@ -374,7 +374,7 @@ def later_generations() -> list[str]:
         try:
             dist.barrier(short)
         except sparkhvd.CollectiveTimeoutError as error:
-            if "give the group a longer timeout" not in str(error):
+            if "raise the timeout of the group" not in str(error):
                 wrong.append(str(error))
         else:
             wrong.append("no timeout")
