@@ -55,6 +55,7 @@ __all__ = [
     "monitored_barrier",
     "new_group",
     "powersgd_hook",
+    "register",
     "split_group",
 ]
 
@@ -69,6 +70,13 @@ def _create(options: Any, inner_options: object) -> Group:
     )  # torch lists no ranks of a default group
     team = make(store, name, rank, size, timeout)
     return Group(teams, team, rank, name, store, timeout, inner_options)
+
+
+def register() -> None:
+    """Do nothing: the import of this package has registered the backend.
+
+    Torch 2.14 and newer find this function by its entry point, so programs need no import of ours.
+    """
 
 
 dist.Backend.register_backend("sparkhvd", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -12,7 +12,7 @@ __all__ = ["FORMS", "Form"]
 
 # Attributes of options, by their names as arguments.
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
-_DEEPEST = 2
+_TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
 
 
 class Form(NamedTuple):
@@ -39,10 +39,21 @@ class Form(NamedTuple):
             TypeError: they are those of neither.
         """
         count = len(self.depths) + self.more
+        named = dict(named)
+        for names in self.tensor_names()[len(args) :]:
+            given = [named.pop(name) for name in names if name in named]
+            args = [*args, *given]
         if len(args) < count:
             raise TypeError(f"{self.title}: {len(args)} arguments; options come behind {count}.")
         tensors = [_nested(*each) for each in zip(args, self.depths, strict=False)]
-        return [*tensors, *args[len(tensors) : count], *self._last(args[count:], dict(named))]
+        return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
+
+    def tensor_names(self) -> list[tuple[str, ...]]:
+        """Return the keywords of each argument in front of the options, as the versions of torch name them."""
+        sides = ("output", "input") if len(self.depths) == 2 else ("",)
+        names = [tuple([name.format(side).lstrip("_") for name in _TENSOR_NAMES]) for side in sides]
+        more = [("output_split_sizes",), ("input_split_sizes",)]
+        return [*names[: len(self.depths)], *more[: self.more]]
 
     def _last(self, rest: Sequence[Any], named: dict[str, Any]) -> list[Any]:
         if self.options is None:

@@ -22,7 +22,7 @@ from sparkhvd.distributed.routed import Routed
 from sparkhvd.distributed.store_meeting import monitored_barrier
 from sparkhvd.distributed.teams import Teams, own
 from sparkhvd.distributed.works import Work
-from sparkhvd.errors import CollectiveTimeoutError
+from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Group"]
@@ -139,6 +139,35 @@ class Group(Routed):
         return self if group is None else group._get_backend(place)
 
     get_backend = _get_backend  # since torch 2.14
+
+    @property
+    def options(self) -> Any:
+        """Torch's options of a backend: its name and the timeout of operations."""
+        return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
+
+    def get_error(self) -> Any:
+        """Return torch's word for the state of the engine."""
+        try:
+            self.launcher.team.engine.check()
+        except CollectiveTimeoutError:
+            return c10d.ErrorType.TIMEOUT
+        except PeerLostError:
+            return c10d.ErrorType.REMOTE_ERROR
+        except CollectiveError:
+            return c10d.ErrorType.COMM_ERROR
+        return c10d.ErrorType.SUCCESS
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as torch's Gloo does: `hvd.start_timeline` times collectives."""
+
+    def register_pre_hook(self, hook_id: int, hook: object) -> None:
+        """Refuse a hook, which torch's C++ would never call."""
+        raise NotImplementedError(
+            f"backend 'sparkhvd': hook {hook_id} ({hook!r}) would never be called, because torch calls hooks of its own backends "
+            "only. Wrap the calls of torch.distributed, or look at them with torch.profiler or hvd.start_timeline()."
+        )
+
+    register_post_hook = register_pre_hook
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
         """Tell torch that it allocates tensors itself."""

@@ -46,16 +46,23 @@ class Routed(Messages):
         given = (tensors,) if opts is None else (tensors, opts, *rest)
         return self._allreduce(*given, **named)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        group = self.inner.of(torch.device(device).type)
+    allreduce_sparse = allreduce
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        group = self.inner.of(torch.device(device_type).type)
         if group is None:
             self.launcher.start_coalescing()
         else:
-            group._start_coalescing(device)
+            group._start_coalescing(device_type)
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        group = self.inner.of(torch.device(device).type)
-        return self.launcher.end_coalescing() if group is None else group._end_coalescing(device)
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        group = self.inner.of(torch.device(device_type).type)
+        if group is None:
+            return self.launcher.end_coalescing()
+        return group._end_coalescing(device_type)
+
+    # Functional collectives of torch 2.14 and newer call these names from C++.
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
 
 def _routed(name: str) -> Callable[..., Any]:

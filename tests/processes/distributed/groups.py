@@ -24,6 +24,8 @@ def findings() -> dict[str, list[str]]:
     return {
         "answers": [name for name, ok in answers().items() if not ok],
         "subgroups": subgroups(),
+        "monitored barrier": monitored_barriers(),
+        "torch 2.14": calls_of_torch_2_14(),
         "mismatch": mismatches(),
         "functional": functional_collectives(),
         "Gloo inside": gloo_inside(),
@@ -55,6 +57,66 @@ def answers() -> dict[str, bool]:
         )
         is None,
     }
+
+
+def monitored_barriers() -> list[str]:
+    """A missing rank is named, the others hear of it, and the group stays usable."""
+    group: Any = dist.group.WORLD
+    size, rank = dist.get_world_size(), dist.get_rank()
+    last, wrong = size - 1, []
+    # The last of those that are named; on a busy machine others may be late, too.
+    wanted = f"{last} failed to pass" if rank == 0 else "successfully reached monitoredBarrier"
+    for wait_all_ranks in (True, False) if size > 1 else ():
+        if rank != last:
+            try:
+                sparkhvd.distributed.monitored_barrier(None, timedelta(seconds=0.2), wait_all_ranks)
+            except dist.DistBackendError as error:
+                text = wanted if wait_all_ranks else wanted.removeprefix(f"{last} ")
+                wrong += [] if text in str(error) else [str(error)]
+            else:
+                wrong.append("no error")
+        dist.barrier()
+    for _ in range(3):
+        group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    group.monitored_barrier()
+    return wrong
+
+
+def calls_of_torch_2_14() -> list[str]:
+    """What torch asks of a group since 2.14, by the functions that call it, where this torch has them."""
+    group: Any = dist.group.WORLD
+    size, rank, cpu = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
+    # Rows that lie apart are written, too.
+    whole = torch.zeros(2, 3 * size).t() if rank == size - 1 else torch.zeros(0)
+    own = torch.full((3, 2), float(rank))
+    group.gather_single(whole, own, root=size - 1).wait()
+    wanted = torch.arange(float(size)).repeat_interleave(3)[:, None].expand(-1, 2)
+    found = {
+        "gather_single": rank < size - 1 or torch.equal(whole, wanted),
+        "tensors by keyword": torch.equal(by_keyword(group, rank), torch.full((2,), size - 1.0)),
+        "options": group.options._timeout == timedelta(seconds=group.launcher.timeout_s),
+        "get_error": str(group.get_error()).endswith("SUCCESS"),
+    }
+    split = group.split_group([0, size - 1], group_name="split", device_types=[cpu], new_word=1)
+    if rank in (0, size - 1):
+        found["split_group"] = split.size() == min(size, 2)
+        split.shutdown()
+    if hasattr(dist, "get_backend_impl"):
+        dist.monitored_barrier()
+        parts = torch.zeros(3 * size, 2)
+        dist.gather_single(own, parts if rank == 0 else None)
+        found["dist.gather_single"] = rank > 0 or torch.equal(parts, wanted)
+        found["get_backend_impl"] = dist.get_backend_impl(None, cpu) is group
+        found["reconfigure"] = not distributed_c10d._supports_reconfigure()
+        found["window"] = not distributed_c10d._supports_window()
+        dist.set_timeout(timedelta(seconds=group.launcher.timeout_s))
+    return [name for name, ok in found.items() if not ok]
+
+
+def by_keyword(group: Any, rank: int) -> Tensor:
+    tensor = torch.full((2,), float(rank))
+    group.allreduce(tensors=[tensor], op=dist.ReduceOp.MAX).wait()
+    return tensor
 
 
 def subgroups() -> list[str]:
