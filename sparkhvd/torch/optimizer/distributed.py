@@ -250,12 +250,7 @@ class Distributed(torch.optim.Optimizer):
             reducer.detach()
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Wait for the gradients, then step. A closure's gradients are reduced whenever it is called.
-
-        Args:
-            closure: computes the loss and its gradients.
-            **options: of the optimizer's own `step`.
-        """
+        """Wait for the gradients, then step, with `options` of the optimizer below. A closure's are reduced whenever it is called."""
         self._opt_called = True  # by this LR schedulers know
         plain = self._plain() if self._plain is not None else None
         if plain is not None:

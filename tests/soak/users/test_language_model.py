@@ -57,13 +57,15 @@ def losses(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "options"), [(TORCHRUN, []), (SPARKHVDRUN, ["--sft"])], ids=["trainer", "sft"]
+    ("launcher", "options", "part"),
+    [(TORCHRUN, [], 0.5), (SPARKHVDRUN, ["--sft"], 0.92)],  # the head is frozen under adapters
+    ids=["trainer", "sft"],
 )
 def test_training_has_the_losses_of_gloo(
-    launcher: tuple[str, ...], options: list[str], environment: dict[str, str]
+    launcher: tuple[str, ...], options: list[str], part: float, environment: dict[str, str]
 ) -> None:
     before, after = losses(launcher, "sparkhvd", environment, *options)
-    assert after < 0.5 * before
+    assert after < part * before
     assert losses(TORCHRUN, "gloo", environment, *options) == pytest.approx(
         [before, after], abs=1e-4
     )
