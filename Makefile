@@ -213,8 +213,9 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 	@tools/users_env.sh $(PY) $(USERS_ENV) $(USERS_TORCH)
 	@touch $@
 
+# Accelerate's scripts alone start twenty processes.
 test-users: env $(USERS_ENV)/.stamp
-	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
+	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
 
 # Wheels are compiled by zig for old and other machines; it has an environment of its own.
 WHEEL_ENV := build/wheel-env
