@@ -254,11 +254,13 @@ def _check_columns(
         functions=functions,
         model_dtype=model_dtype(model),
         class_labels=[name for name, loss in pairs if is_class_index(loss)],
+        keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
         inputs = bind_features(options, model, user, schema)
-        schema = replace(schema, features=inputs.with_casts(schema.features))
+        if not user.takes_rows:
+            schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
             try_model(model, inputs, schema, compared, metrics=metrics)

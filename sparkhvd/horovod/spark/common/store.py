@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ _ARGUMENTS = (
     *("train_path", "val_path", "test_path", "runs_path", "save_runs"),
     *("storage_options", "checkpoint_filename"),
 )
+
+# Begins of paths in DBFS.
+_DBFS = re.compile(r"(dbfs:/+|(file:(//)?)?/dbfs(/+|$))")
 
 __all__ = [
     "AbstractFilesystemStore",
@@ -69,7 +73,7 @@ class Store(StoreWithRuns):
         if options:
             named["storage_options"] = {**(named.get("storage_options") or {}), **options}
         address = os.fspath(path_or_url)
-        if address.startswith(("dbfs:/", "/dbfs/", "file:/dbfs/")):
+        if DBFSLocalStore.matches_dbfs(address):
             return DBFSLocalStore(address, *names, **named)
         kind = HDFSStore if address.startswith("hdfs://") else FilesystemStore
         return kind(address, *names, **named)
@@ -318,6 +322,24 @@ LocalStore = FilesystemStore
 class DBFSLocalStore(FilesystemStore):
     """Store in DBFS: "/dbfs/..." or "dbfs:/..."."""
 
+    @staticmethod
+    def matches_dbfs(path: str) -> bool:
+        """Return True if a path or URL is in DBFS."""
+        return re.match(_DBFS, path) is not None
+
+    @staticmethod
+    def normalize_path(path: str) -> str:
+        """Return the URL of a path in DBFS as files are opened by it: "file:///dbfs/...".
+
+        Raises:
+            InvalidArgumentError: it is not in DBFS.
+        """
+        if not DBFSLocalStore.matches_dbfs(path):
+            raise InvalidArgumentError(
+                f"DBFSLocalStore: {path!r:.200} is not in DBFS. Give a path such as '/dbfs/...' or 'dbfs:/...'."
+            )
+        return f"file:///dbfs/{re.sub(_DBFS, '', path)}".rstrip("/")
+
 
 class HDFSStore(FilesystemStore):
     """Store in HDFS.
@@ -329,6 +351,9 @@ class HDFSStore(FilesystemStore):
         user: as who it is written.
         kerb_ticket: path of a ticket's cache.
         **names: others as of `FilesystemStore`; `driver` and `extra_conf` have no effect.
+
+    Raises:
+        InvalidArgumentError: the URL is of another file system.
     """
 
     def __init__(
@@ -342,8 +367,12 @@ class HDFSStore(FilesystemStore):
     ) -> None:
         for name in ("driver", "extra_conf"):
             names.pop(name, None)
-        address = prefix_path
-        if "://" not in prefix_path:
+        address, scheme = prefix_path, urlsplit(prefix_path).scheme
+        if scheme not in ("", "hdfs", "viewfs"):
+            raise InvalidArgumentError(
+                f"HDFSStore: {prefix_path!r:.200} is not in HDFS. Give a path or a URL of hdfs://, or open it by Store.create()."
+            )
+        if not scheme:
             place = "" if host is None else host if port is None else f"{host}:{port}"
             address = f"hdfs://{place}/{prefix_path.lstrip('/')}"
         words = {"user": user, "kerb_ticket": kerb_ticket}
