@@ -199,5 +199,7 @@ def test_paths_in_dbfs_have_one_url(path: str, url: str | None) -> None:
 
 @pytest.mark.parametrize("url", ["file:///tmp/a", "file:/tmp/a", "s3://bucket/a", "dbfs:/a"])
 def test_a_store_of_hdfs_refuses_other_file_systems(url: str) -> None:
-    with pytest.raises(ValueError, match=f"HDFSStore: '{url}' is not in HDFS. Give a path or a URL"):
+    with pytest.raises(
+        ValueError, match=f"HDFSStore: '{url}' is not in HDFS. Give a path or a URL"
+    ):
         HDFSStore(url)

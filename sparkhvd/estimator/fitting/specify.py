@@ -40,7 +40,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
-    if not options.short_steps:
+    if not request.short_steps:
         step *= options.accumulate
     check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)
     weight = schema.sample_weight
@@ -69,7 +69,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         monitor=request.loop.monitor,
         return_best=request.loop.return_best,
         early_stopping=request.loop.early_stopping,
-        short_steps=options.short_steps,
+        short_steps=request.short_steps,
         least_ranks=request.cluster.least or 0,
         keeps_global_batch=options.elastic_batch == "global",
         looks_for_gpu=request.cluster.looks_for_gpu,

@@ -84,7 +84,6 @@ class FitOptions(PredictOptions):
     shuffle: bool = True
     shuffle_bytes: int = 1073741824
     drop_last: bool = False
-    short_steps: bool = False  # of Horovod's estimators
     transformation_fn: Callable[..., Any] | None = None
     batch_transform_fn: Callable[..., Any] | None = None
     data_key: str | None = None

@@ -49,6 +49,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     """Mixin before an estimator of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
+    _short_steps = True
     _store_class: ClassVar[type[Store]] = Store
     # Columns of the fit that hold text, and bytes.
     _texts: frozenset[str] = frozenset()
@@ -104,7 +105,6 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     def _with_backend(self, options: FitOptions) -> FitOptions:
         """Return the options with the backend's number of ranks, and Horovod's meaning of a run that is there."""
         self._backend = backend = self._get_or_create_backend()
-        options = replace(options, short_steps=True)
         store = checked_for_fit(options.store)
         if not isinstance(store, Store) or store.saving_runs():
             options = replace(options, warm_start=options.warm_start or bool(options.run_id))
