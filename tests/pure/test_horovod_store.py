@@ -11,13 +11,13 @@ import pytest
 
 from sparkhvd.data.store.store import Store as OwnStore
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.spark.common.estimator import checked_for_fit
 from sparkhvd.horovod.spark.common.store import (
     DBFSLocalStore,
     FilesystemStore,
     HDFSStore,
     LocalStore,
     Store,
-    checked_for_fit,
 )
 
 

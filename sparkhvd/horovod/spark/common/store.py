@@ -45,7 +45,7 @@ __all__ = [
     "HDFSStore",
     "LocalStore",
     "Store",
-    "checked_for_fit",
+    "bare_url",
     "host_hash",
     "is_databricks",
 ]
@@ -83,8 +83,8 @@ class Store(StoreWithRuns):
     def described(self) -> dict[str, Any]:
         """Return what a saved estimator or model says of the store: the folders that its methods name, in place of a subclass."""
         folders = {r: getattr(self, f"get_{r}_data_path")(None) for r in ("train", "val", "test")}
-        runs = _bare(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
-        moved = None if runs == _bare(own.Store.full_url(self, "runs")) else runs
+        runs = bare_url(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
+        moved = None if runs == bare_url(own.Store.full_url(self, "runs")) else runs
         return {"folders": folders, "runs": moved, "save_runs": self.saving_runs()}
 
     @classmethod
@@ -386,39 +386,6 @@ def _appended(url: str, text: str) -> str:
     return f"{path}{text}{mark}{query}"
 
 
-def _bare(url: str) -> str:
+def bare_url(url: str) -> str:
+    """Return a URL without its query."""
     return url.partition("?")[0].rstrip("/")
-
-
-def checked_for_fit(store: Any) -> Any:
-    """Return a store whose runs are where its own methods say.
-
-    Raises:
-        InvalidArgumentError: it is a class without a place, or one of its methods asks for what a run cannot have.
-    """
-    if not isinstance(store, Store):
-        return store
-    kind = type(store).__name__
-    if not hasattr(store, "_place"):
-        raise InvalidArgumentError(
-            f"store is a {kind}, whose __init__ has not called that of its base, so it has no place. Derive it from FilesystemStore and "
-            "call super().__init__(prefix_path)."
-        )
-    name = "a-run"
-    run = _bare(store._absolute(store.get_run_path(name)))
-    folder, _, last = run.rpartition("/")
-    if last != name or "://" not in run:
-        raise InvalidArgumentError(
-            f"{kind}.get_run_path({name!r}) is {run!r}, and a run is a folder with the name of its run_id. Return an absolute path or URL "
-            "of a folder, '/', and the run_id; or give runs_path."
-        )
-    for method, wanted in (("get_checkpoint_path", "checkpoints"), ("get_logs_path", "logs")):
-        given = getattr(store, method)(name)
-        if given is not None and _bare(store._absolute(given)) not in (f"{run}/{wanted}", run):
-            raise InvalidArgumentError(
-                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: they are in {run}/{wanted}. Override get_run_path or give "
-                f"runs_path to have the whole run elsewhere, and leave {method} as it is."
-            )
-    if folder != _bare(store.full_url("runs")):
-        store._move_runs(folder)
-    return store
