@@ -260,7 +260,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             module=request.program.model,
             columns=flat_columns(spec.transformed.features, data.schema.features)
             if spec.transformed
-            else data.schema.features,
+            else tuple(c.for_model() for c in data.schema.features),
             labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,

@@ -82,8 +82,18 @@ class Column:
     @property
     def number_type(self) -> str:
         """Torch name of the type that its numbers must fit: the tensor's, or the stored one of what a function of the user's gets."""
-        keeps_type = self.dtype != stored_dtype(self.tensor_dtype)
-        return self.dtype if self.has_decoder or keeps_type else self.cast_to or self.tensor_dtype
+        is_own = self.has_decoder or self.keeps_type
+        return self.dtype if is_own else self.cast_to or self.tensor_dtype
+
+    @property
+    def keeps_type(self) -> bool:
+        """True if numbers are stored in a type that is not the tensor's, for a `transformation_fn`."""
+        is_raw = self.has_decoder or self.kind in RAW_TYPES.values()
+        return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
+
+    def for_model(self) -> Column:
+        """Return the column as it is stored where no `transformation_fn` gets it."""
+        return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
     def is_fixed(self) -> bool:

@@ -92,6 +92,9 @@ def test_numbers_keep_their_types_for_a_function_of_rows(model: str) -> None:
     assert schema.labels[0].dtype == "int64"
     # What the model takes is as without the function; numbers need not fit it before.
     plain = check([*names], model_dtype=model)
+    assert [c.for_model() for c in schema.features] == list(plain.features)
+    raw = check(["raw"], decoders=["raw"], keeps_types=True).features[0]
+    assert raw.for_model() is raw
     assert [c.tensor_dtype for c in schema.columns] == [c.tensor_dtype for c in plain.columns]
     assert [c.number_type for c in schema.features if c.dtype == "float64"] == ["float64"] * 6
     # A dtype of the user's own counts.

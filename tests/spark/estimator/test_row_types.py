@@ -171,11 +171,14 @@ def test_rows_of_horovods_lightning_estimator_likewise(spark: SparkSession, tmp_
 
     given = common(tmp_path)
     given["feature_cols"] = [*given["feature_cols"], "text", "bytes"]
-    TorchEstimator(
+    model = TorchEstimator(
         model=Classes(tmp_path),
         transformation_edit_fields=[("declared", np.float64, None, False)],
         **given,
     ).fit(rows(spark))
+    # `transform` calls no function: a column has the type that the model takes.
+    dtypes = {c.name: c.dtype for c in model._fitted.columns}
+    assert [dtypes[name] for name in ("int", "double", "vector")] == ["int64", "float32", "float32"]
     row, batch = found(tmp_path)
     wanted = {named(kind): types for kind, types in TYPES.items()}
     others = {"label": "float64", "weight": "float64", "text": "str", "bytes": "bytes"}
