@@ -70,6 +70,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     """
 
     _model_class: type[TorchModel] = TorchModel
+    # With `drop_last`, whether the last step of an epoch may have fewer batches than `accumulate`.
+    _short_steps = False
 
     def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
@@ -79,7 +81,13 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Train on sources of rows; errors as in `fit`."""
         recorder = Recorder()
         options = self._options()
-        request = check_request(options, sources, self.uid, takes_slots=self._takes_slots())
+        request = check_request(
+            options,
+            sources,
+            self.uid,
+            takes_slots=self._takes_slots(),
+            short_steps=self._short_steps,
+        )
         recorder.lap("check")
         options = request.options
         recorder.settled(options, request.cluster.settings.values, request.store)
@@ -252,7 +260,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             module=request.program.model,
             columns=flat_columns(spec.transformed.features, data.schema.features)
             if spec.transformed
-            else data.schema.features,
+            else tuple(c.for_model() for c in data.schema.features),
             labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,

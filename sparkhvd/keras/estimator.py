@@ -198,7 +198,12 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             options, feature_cols=columns, label_cols=[], sample_weight_col=None, input_shapes=None
         )
         schema = check_inputs(
-            plain, sources, functions=functions, model_dtype="float32", class_labels=[]
+            plain,
+            sources,
+            functions=functions,
+            model_dtype="float32",
+            class_labels=[],
+            keeps_types=options.transformation_fn is not None,
         )
         is_read_in_place = isinstance(sources.training, ParquetFiles)
         if is_read_in_place and any(c.invalid[0] == "skip" for c in schema.columns):

@@ -59,6 +59,11 @@ class UserCode:
         return getattr(self.train_fn, "changes_columns", False)
 
     @property
+    def takes_rows(self) -> bool:
+        """True if a function gets the values of each row before the model."""
+        return self.transformation_fn is not None or getattr(self.train_fn, "takes_rows", False)
+
+    @property
     def can_log(self) -> bool:
         """True if a function or a callback may report numbers while training."""
         return self.train_step is not None or bool(self.callbacks)

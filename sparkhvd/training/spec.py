@@ -44,6 +44,7 @@ class TrainSpec:
         shuffle: a new order each epoch.
         shuffle_bytes: see `Reader`.
         drop_last: leave out the last step of an epoch if it is not full.
+        short_steps: with `drop_last` and `accumulate`, leave out a batch alone that is not full: the last step may have fewer batches.
         has_validation: True if there are validation rows.
         validation: their fraction; None if a column tells, or if they are data of their own.
         validation_dir: folder of validation data of their own, or None.
@@ -93,6 +94,7 @@ class TrainSpec:
     shuffle: bool = True
     shuffle_bytes: int = 1 << 30
     drop_last: bool = False
+    short_steps: bool = False
     has_validation: bool = False
     validation: float | None = None
     overrides: Overrides = Overrides()

@@ -41,7 +41,7 @@ from sparkhvd.training.together import seed_everything
 from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.transformations import Transformations
-from sparkhvd.training.user_step import batch_tensors
+from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 
 __all__ = ["Loader", "TrainFnContext", "run_train_fn"]
 
@@ -103,8 +103,17 @@ class Loader:
             if self._is_training:
                 profile.step()
 
-    def ahead(self) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
-        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead."""
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor of a batch."""
+        return batch_dtypes(self._ctx._spec, self._schema)
+
+    def ahead(self, *, as_stored: bool = False) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
+        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead.
+
+        Args:
+            as_stored: leave batches on the CPU, and their numbers in the types in which the data hold them.
+        """
         epoch, self._epoch = self._epoch, self._epoch + 1
         start, self._start_step = self._start_step, 0
         spec = self._ctx._spec
@@ -119,7 +128,8 @@ class Loader:
                 expected = spec.transformed.columns
                 columns = self._functions.apply(columns, expected, is_training=self._is_training)
             begin = functools.partial(self._ctx._begin, batch, epoch if self._is_training else None)
-            yield begin, batch_tensors(spec, self._schema, columns, self._ctx.device)
+            device = torch.device("cpu") if as_stored else self._ctx.device
+            yield begin, batch_tensors(spec, self._schema, columns, device, as_stored=as_stored)
 
 
 class TrainFnContext(Context):

@@ -65,6 +65,7 @@ class Request:
         run: in the store.
         held: the hold on it; released by who got the request.
         num_checkpoints: epochs whose checkpoints stay after the fit; 0: nothing of the run.
+        short_steps: see `TrainSpec`.
     """
 
     options: FitOptions
@@ -84,6 +85,7 @@ class Request:
     run: Run
     held: Held
     num_checkpoints: int
+    short_steps: bool
 
     @property
     def outlives_process(self) -> bool:
@@ -117,7 +119,12 @@ class _Losses:
 
 
 def check_request(
-    options: FitOptions, sources: FitSources, uid: str, *, takes_slots: bool = True
+    options: FitOptions,
+    sources: FitSources,
+    uid: str,
+    *,
+    takes_slots: bool = True,
+    short_steps: bool = False,
 ) -> Request:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
 
@@ -126,6 +133,7 @@ def check_request(
         sources: of its rows.
         uid: of the estimator; names a run without a `run_id`.
         takes_slots: see `resolve_cluster`.
+        short_steps: see `TrainSpec`.
 
     Raises:
         InvalidArgumentError: something is wrong.
@@ -187,6 +195,7 @@ def check_request(
         run=run,
         held=held,
         num_checkpoints=num_checkpoints,
+        short_steps=short_steps,
     )
 
 
@@ -254,11 +263,13 @@ def _check_columns(
         functions=functions,
         model_dtype=model_dtype(model),
         class_labels=[name for name, loss in pairs if is_class_index(loss)],
+        keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
         inputs = bind_features(options, model, user, schema)
-        schema = replace(schema, features=inputs.with_casts(schema.features))
+        if not user.takes_rows:
+            schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
             try_model(model, inputs, schema, compared, metrics=metrics)

@@ -39,7 +39,9 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
                 program.model, inputs, schema, compared, data.examples, program.metrics
             )
     split, held_out = request.sources.split, data.validation
-    step = request.cluster.num_proc * options.batch_size * options.accumulate
+    step = request.cluster.num_proc * options.batch_size
+    if not request.short_steps:
+        step *= options.accumulate
     check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)
     weight = schema.sample_weight
     spec = TrainSpec(
@@ -67,6 +69,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         monitor=request.loop.monitor,
         return_best=request.loop.return_best,
         early_stopping=request.loop.early_stopping,
+        short_steps=request.short_steps,
         least_ranks=request.cluster.least or 0,
         keeps_global_batch=options.elastic_batch == "global",
         looks_for_gpu=request.cluster.looks_for_gpu,

@@ -31,9 +31,10 @@ from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Distributed", "plain_optimizer"]
 
+# Horovod's own words, by which programs filter this warning.
 _NOT_SKIPPED = (
-    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(). Write `with "
-    "optimizer.skip_synchronize(): optimizer.step()`, or leave synchronize() out: gradients are reduced when backward() returns."
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause training slowdown. "
+    "You may want to consider using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
 )
 
 
