@@ -20,7 +20,7 @@ _NAMES = {
     "VIRTUAL_ENV",
 }
 # Of this process alone.
-_OWN = {"SPARKHVD_LAUNCHED_BY", "SPARKHVD_LAUNCHER_FD", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"}
+_OWN = {"SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"}
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:

@@ -249,7 +249,7 @@ class _ScriptRanks:
 
     def start(self, job: Job, master: tuple[str, int]) -> None:
         for each in hand_over(self._listeners, job, self._env, master):
-            self._crew.start(each.rank, self._command, each.variables, each.descriptors)
+            self._crew.start(each, self._command)
 
     def send(self, number: int) -> None:
         self._crew.send(number)
