@@ -105,6 +105,7 @@ def launch_elastic_local(
                 job_id,
                 Listener.bind(LOOPBACK, chosen.values),
                 limits.limits(patience_s),
+                on_decided=events.put,
                 on_formed=events.put,
                 on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
             )

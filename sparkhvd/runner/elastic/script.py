@@ -74,6 +74,7 @@ def run_elastic_script(
                 job_id,
                 Listener.bind(address, settings),
                 options.limits(settings.elastic_patience_s),
+                on_decided=events.put,
                 on_formed=events.put,
                 on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
             )

@@ -90,7 +90,9 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
         assert f"[{rank}] {place}" in said
         child = next(line for line in said if line.startswith(f"[{rank}] child:"))
         assert "InvalidArgumentError: init(): this process was started by a rank" in child
-        assert re.search(f"process [0-9]+ has called init.. before it, and is rank {rank} now", child)
+        assert re.search(
+            f"process [0-9]+ has called init.. before it, and is rank {rank} now", child
+        )
         assert (folder / f"rank.{rank}" / "stdout").read_text().splitlines()[0] == place
         assert (folder / f"rank.{rank}" / "stderr").read_text() == f"warning of {rank}\n"
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         hosts.write_text("nonsense here\n")
         job.wait_for(r"printed 'nonsense here'; each of its lines must be .* are kept\.$")
         assert job.end() == 0
+
+
+def test_slow_processes_join_when_they_are_ready_and_one_that_never_does_holds_nobody(
+    tmp_path: Path,
+) -> None:
+    """The ranks are programs of programs that the launcher starts, which hand no descriptor on."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, subprocess, sys, time\n"
+        "time.sleep((0, 0, 1, 3, 1000)[int(os.environ['LOCAL_RANK'])])\n"
+        "sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
+    )
+    flags = ("--min-np", "2", "--max-np", "5", "--host-discovery-script", hosts_script(tmp_path))
+    flags += (sys.executable, str(wrapper))
+    with elastic_run(tmp_path, *flags) as job:
+        first = job.ranks(2)
+        hosts.write_text("localhost:5\n")
+        found = job.ranks(4)
+        assert {found[number] for number in first} == set(first.values())
+        began = time.monotonic()
+        assert job.end() == 0
+        assert time.monotonic() - began < 10
+        job.wait_for(r"finished, and ends those that had not joined: process 4 on localhost")
 
 
 def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: Place
     address = (place._listener.endpoint().address, place._listener.endpoint().port)
     # Nobody waits for a rank that is gone.
     wait_until(lambda: is_refused(address), "the listener is closed")
-    with pytest.raises(InvalidArgumentError, match=f"process {os.getpid()}, which this process has"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"process {os.getpid()}, which this process has"
+    ):
         place.claim()
 
 
@@ -93,7 +95,9 @@ def test_a_holder_that_does_not_answer_or_is_gone_is_named(monkeypatch: pytest.M
             InvalidArgumentError, match=r"process 4711, which holds it, .*did not answer in 0\.2 s"
         ):
             inherit()
-    with pytest.raises(InvalidArgumentError, match=r"process 4711, .*refused.*without SPARKHVD_PLACE"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"process 4711, .*refused.*without SPARKHVD_PLACE"
+    ):
         inherit()
 
 

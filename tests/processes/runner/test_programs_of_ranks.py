@@ -25,7 +25,9 @@ with Engine(rendezvous.connect(), rendezvous.settings) as engine:
     print(json.dumps([engine.rank, engine.size, rank_context.context().local_rank, rendezvous.settings.streams]))
 """
 # What a program has that knows nothing of ranks.
-STRANGER = "import os, threading; print(sorted(os.listdir('/proc/self/fd')), threading.active_count())"
+STRANGER = (
+    "import os, threading; print(sorted(os.listdir('/proc/self/fd')), threading.active_count())"
+)
 
 
 def started(*command: str) -> subprocess.CompletedProcess[str]:
@@ -57,8 +59,12 @@ def test_a_program_takes_the_place_of_a_rank_that_has_not_called_init() -> None:
         assert (stranger, said) == ("['0', '1', '2', '3'] 1\n", "")
         assert json.loads(first) == [rank, 2, rank, 3]
         assert f"has called init() before it, and is rank {rank} now. Call init() in" in sibling
-        assert own.endswith("Call init() here before such a program starts, or in that program alone.")
-        assert f"which this process has started, has called init() before it and is rank {rank}" in own
+        assert own.endswith(
+            "Call init() here before such a program starts, or in that program alone."
+        )
+        assert (
+            f"which this process has started, has called init() before it and is rank {rank}" in own
+        )
 
 
 def test_a_program_of_a_rank_that_has_called_init_is_told_so() -> None:
@@ -85,7 +91,9 @@ def test_a_program_of_a_rank_that_has_called_init_is_told_so() -> None:
         def flush(self) -> None: ...
 
     for rank, (told, own, size) in enumerate(run_local(starts, num_proc=2, stdout=Lines())):
-        assert f"rank {rank}, which has started it, has called init() itself. Call init() in" in told
+        assert (
+            f"rank {rank}, which has started it, has called init() itself. Call init() in" in told
+        )
         assert "AttributeError: 'NoneType'" in own  # no rank: `find` knows no job
         assert size == 1
         assert f"[{rank}] sparkhvd: process" in "".join(lines)
