@@ -55,6 +55,7 @@ from sparkhvd.runner.reports import (
     report_of_exit,
     traceback_of,
 )
+from sparkhvd.topology import HOROVOD_NAMES
 
 __all__ = ["end", "load", "main"]
 
@@ -198,7 +199,10 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     env, gpu = _visible(frame, prologue.cuda_library)
-    os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
+    variables = os.environ  # noqa: TID251 - Horovod's, torch's and CUDA's own
+    for name in HOROVOD_NAMES:  # of a rank that has started this job
+        variables.pop(name, None)
+    variables.update(env)
     handover = Handover(
         frame.job,
         prologue.endpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,16 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.handover import Handover
 from sparkhvd.launchers.place import Place
 from sparkhvd.rendezvous import Job, Listener
-from sparkhvd.topology import Topology, topology
+from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
-__all__ = ["HandedOver", "check_command", "hand_over", "hand_over_member", "words_of"]
+__all__ = [
+    "HandedOver",
+    "check_command",
+    "hand_over",
+    "hand_over_member",
+    "member_variables",
+    "words_of",
+]
 
 
 @dataclass(frozen=True)
@@ -135,28 +143,31 @@ def hand_over_member(
         num_threads,
         is_elastic=True,
     )
-    # Its rank changes with the others; its slot, and so its GPU, does not.
+    others = {name: value for name, value in env.items() if name not in HOROVOD_NAMES}
     variables = {
-        **{"OMP_NUM_THREADS": str(num_threads), **env},
-        **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
+        **{"OMP_NUM_THREADS": str(num_threads), **others},
+        **member_variables(slot),
         "PYTHONUNBUFFERED": "1",
     }
     return _handed_over(invitation.number, handover, listener, variables)
 
 
+def member_variables(slot: int) -> dict[str, str]:
+    """Return what is known of a member before it has met the others: its rank changes with them; its slot, and so its GPU, does not."""
+    return {
+        **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+    }
+
+
 def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
     """Return what Horovod and torch.distributed call a rank's place."""
-    horovod = {
-        **{"RANK": place.rank, "SIZE": place.size},
-        **{"LOCAL_RANK": place.local_rank, "LOCAL_SIZE": place.local_size},
-        **{"CROSS_RANK": place.cross_rank, "CROSS_SIZE": place.cross_size},
-    }
     torch = {
         **{"RANK": place.rank, "WORLD_SIZE": place.size},
         **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},
     }
     return {
-        **{f"HOROVOD_{name}": str(value) for name, value in horovod.items()},
+        **horovod_variables(place, socket.gethostname()),
         **{name: str(value) for name, value in torch.items()},
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),

@@ -32,6 +32,7 @@ from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu import agreement
 from sparkhvd.runner.host_names import Host
 from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.script_ranks import member_variables
 from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.runner.trainers import Trainers, TrainersPlan
 from sparkhvd.settings import Settings
@@ -210,14 +211,13 @@ class _Processes:
                 required = trainers.gpu_plan.is_required
                 if problem := agreement.check_gpus(mode, [seen], is_required=required):
                     raise PreflightError(problem)
-                local = str(slot.number)
                 trainer.send(
                     JobFrame(
                         json.dumps(invitation.to_dict()),
                         self._plan.settings.to_json(),
                         local_rank=slot.number,
                         gpu=agreement.own_gpu(mode, [seen], slot.number, (), None).ordinal,
-                        env={"LOCAL_RANK": local, "HOROVOD_LOCAL_RANK": local},
+                        env=member_variables(slot.number),
                         is_elastic=True,
                     )
                 )

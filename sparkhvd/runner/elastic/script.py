@@ -8,7 +8,7 @@ import queue
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sparkhvd.elastic import Coordinator, Invitation
 from sparkhvd.interfaces import LOOPBACK, own_address
@@ -21,7 +21,7 @@ from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Verdict
 from sparkhvd.runner.elastic.options import ElasticOptions
 from sparkhvd.runner.elastic.slots import slots_of
 from sparkhvd.runner.guard import Guard
-from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.host_names import Host, merged
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import bare, loopback_addresses
 from sparkhvd.runner.hosts.members import Members
@@ -61,6 +61,7 @@ def run_elastic_script(
         PreflightError: this process cannot listen.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    hosts = merged(hosts, reach.is_here)  # slots of a host have different numbers
     launch = _Launch(command, env, settings, reach, tuple(host.name for host in hosts))
     address = launch.address()
     key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
@@ -175,7 +176,9 @@ class _Launch:
         return LocalProcesses(Members(crew, self.command, self.env, self.settings, address))
 
     def checked(self, found: Discovered) -> Discovered:
-        """Return what was discovered, or the problem with it."""
+        """Return what was discovered, with names of this host as one, or the problem with it."""
+        if found.hosts is not None:
+            found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
         new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
         if self.others or not new:
             return found

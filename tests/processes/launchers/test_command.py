@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.horovod import runner as horovod
 from sparkhvd.interfaces import interfaces
 from sparkhvd.runner.command import main
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
+
+by_value(__name__)
 
 # Without torch: the engine alone.
 SCRIPT = """
@@ -118,6 +122,24 @@ def test_an_address_of_this_host_needs_no_ssh() -> None:
     assert ended.returncode == 0
     assert ended.stdout.count("done") == 2
     assert ended.stderr.startswith("sparkhvdrun: --network-interfaces has no effect on ranks of")
+
+
+def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPARKHVD_SSH", "false")
+    names = ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    said = f"echo {' '.join(f'$HOROVOD_{name}' for name in names)}"
+    ended = run("-np", "4", "-H", "localhost:2,127.0.0.1:2", "sh", "-c", said)
+    assert sorted(ended.stdout.splitlines()) == [
+        f"[{rank}] {rank} {rank} 4 0 1" for rank in range(4)
+    ]
+
+    def place() -> tuple[str, ...]:
+        return tuple(os.environ[f"HOROVOD_{name}"] for name in names)
+
+    found = horovod.run(place, num_proc=2, hosts="localhost:1,127.0.0.1:1")
+    assert found == [("0", "0", "2", "0", "1"), ("1", "1", "2", "0", "1")]
 
 
 def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(

@@ -13,9 +13,9 @@ import pytest
 from sparkhvd.elastic import Change, Decided, Formed
 from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.elastic import launcher as launching
 from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.ends import Ends, end_of
-from sparkhvd.runner.elastic import launcher as launching
 from sparkhvd.runner.elastic.launcher import Launcher, Verdict
 from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
 from sparkhvd.runner.elastic.report import Report
