@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sparkhvd import rank_context
@@ -76,7 +77,7 @@ class Handover:
         """Make this process the rank: install its rendezvous and, where it is known, its place."""
         mark()
         # Variables that the user's program sets before init() count.
-        ask = Settings.resolve
+        ask: Callable[[], Settings] = Settings.resolve
         if self.settings:
             ask = RankSettings(JobSettings.from_json(self.settings), self.before).current
         if self.is_elastic:

@@ -202,6 +202,33 @@ def test_a_host_that_is_lost_is_asked_again_and_the_others_go_on(
         assert wait_until_gone({*first.values(), *found.values()}, 5) == set()
 
 
+def test_a_function_runs_on_hosts_that_come_and_are_lost(
+    server: sshd.Server, tmp_path: Path
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{A}:2\n")
+    program = (
+        "import sys\n"
+        "from sparkhvd.horovod.runner import run\n"
+        "from tests.processes.launchers.elastic_script import train\n"
+        "print('results', run(train, (sys.argv[1],), min_num_proc=2, max_num_proc=4,"
+        f" host_discovery_script={hosts_script(tmp_path)!r}))"
+    )
+    with elastic_run(tmp_path, "-c", program, SPARKHVD_SSH=server.ssh) as job:
+        first = job.ranks(2)
+        hosts.write_text(f"{A}:2\n{B}:2\n")
+        job.ranks(4)
+        (client,) = find(f"{B} exec")
+        os.kill(client, signal.SIGKILL)
+        job.wait_for(rf"^sparkhvd: 4 -> 2 ranks in .*: process \d on {B} was lost with its host")
+        found = job.ranks(4, 8)
+        assert {found[number] for number in first} == set(first.values())
+        assert job.end() == 0
+        (results,) = job.wait_for("^results (.*)")
+        assert results[1] == str([(str(rank), "4") for rank in range(4)])
+        assert wait_until_gone(set(found.values()), 5) == set()
+
+
 def test_a_host_that_cannot_be_reached_leaves_the_others_alone(
     server: sshd.Server, tmp_path: Path
 ) -> None:
