@@ -48,10 +48,12 @@ class Place:
     Args:
         handover: of the rank.
         listener: of the rank. Closed when another process than this one takes the place, and by `close`.
+        is_own: whether this process is the rank, and no launcher.
     """
 
-    def __init__(self, handover: Handover, listener: Listener) -> None:
+    def __init__(self, handover: Handover, listener: Listener, *, is_own: bool) -> None:
         self.descriptor = handover.to_descriptor()
+        self._is_own = is_own
         self._who = handover.who
         self._listener = listener
         self._lock = threading.Lock()  # of what follows, and of the descriptor in this process
@@ -132,7 +134,9 @@ class Place:
     def _how(self) -> str:
         if self._taken_by:
             return f"process {self._taken_by} has called init() before it, and is {self._who} now"
-        return f"{self._who}, which has started it, has called init() itself"
+        if self._is_own:
+            return f"{self._who}, which has started it, has called init() itself"
+        return f"the process of {self._who}, or a program of its, has called init() before it"
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
@@ -154,7 +158,7 @@ _held: list[tuple[Place, int]] = []
 
 def hold(handover: Handover, listener: Listener) -> None:
     """Let programs that this process starts take its place until it calls `init()`."""
-    place = Place(handover, listener)
+    place = Place(handover, listener, is_own=True)
     variables = os.environ  # noqa: TID251 - the launcher's own
     variables.update(place.variables(variables, is_inherited=False))
     _held[:] = [(place, os.getpid())]

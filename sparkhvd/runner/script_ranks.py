@@ -48,7 +48,7 @@ class HandedOver:
 def _handed_over(
     rank: int, handover: Handover, listener: Listener, variables: Mapping[str, str]
 ) -> HandedOver:
-    place = Place(handover, listener)
+    place = Place(handover, listener, is_own=False)
     sockets = [fd for fd in listener.filenos() if fd >= 0]
     found = {**variables, **place.variables(variables, is_inherited=True)}
     return HandedOver(rank, found, [place.descriptor, *sockets], place)

@@ -27,7 +27,9 @@ def place() -> Iterator[Place]:
     listener = Listener.bind(LOOPBACK, Settings())
     job = Job(secrets.token_bytes(32), "job", 0, 0, 1, (listener.endpoint(),))
     made = Place(
-        Handover(job.to_json(), listener.endpoint().to_dict(), listener.filenos(), 0, 1), listener
+        Handover(job.to_json(), listener.endpoint().to_dict(), listener.filenos(), 0, 1),
+        listener,
+        is_own=True,
     )
     yield made
     made.close()
