@@ -135,7 +135,7 @@ NAMES: dict[str, str] = {
 
 # What to know of a name, or of all names of a module.
 NOTES: dict[str, str] = {
-    "horovod.run": "a number of ranks that changes is for this host alone; `output_filename` is an error",
+    "horovod.run": "`output_filename` is an error",
     "horovod.runner.run": "as `horovod.run`",
     "horovod.torch.elastic.ElasticSampler": "also `batches(size)`, which repeats no row; `processed_num` counts as there, and a commit adds what other ranks have done more or less; `state_dict()` has the rows themselves, too",
     "horovod.torch.elastic.sampler.ElasticSampler": "the same",

@@ -71,8 +71,8 @@ Each module imports only those above it:
     local       launches on this host: `run_local`
     doctor      what this machine can do and lacks
     screen      lines of ranks on this process's streams
+    script_ranks  what processes of the user's command are given
     crew        processes of the user's command on this host
-    script_ranks  what these processes are given
     watching    wait for them, and end them together
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`

@@ -177,6 +177,7 @@ for make, name, word in (
         assert str(e).startswith(f"{name} is not in sparkhvd: ") and word in str(e), e
     else:
         raise AssertionError(name)
+from sparkhvd.errors import SparkhvdError
 from tools.horovod_names import PAGE, page
 
 text = PAGE.read_text()
@@ -194,10 +195,10 @@ if __name__ == "__main__":
     name = "sparkhvd.horovod.torch"
     assert horovod.run(place, args=(5,), np=2) == [(0, 2, 5, name), (1, 2, 5, name)]
     assert horovod.run(place, args=(5,), np=2, min_np=1) == [(0, 2, 5, name), (1, 2, 5, name)]
-    for argument in ({"min_np": 1, "hosts": "a:2"}, {"host_discovery_script": "./hosts.sh"}):
+    for argument in ({"min_np": 1, "hosts": "a:x"}, {"host_discovery_script": "./no.sh"}):
         try:
             horovod.run(place, args=(5,), **argument)
-        except NotImplementedError:
+        except SparkhvdError:
             continue
         raise AssertionError(argument)
 """
