@@ -203,6 +203,10 @@ class Store:
         """
         return listing.list_files(self._place)
 
+    def list_above(self, names: Sequence[str]) -> Paths:
+        """List the files directly in folders of these names beside and above the root, as "../name/file"."""
+        return listing.list_above(self._place, names)
+
     def last_change(self, path: str) -> float | None:
         """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
         return listing.last_change(self._place, path)
