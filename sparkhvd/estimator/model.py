@@ -186,7 +186,10 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             return self
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
-        measured = output_widths(copied, fitted.inputs, fitted.columns) if is_known else None
+        measured = None
+        if is_known:
+            precision = self._get("precision")
+            measured = output_widths(copied, fitted.inputs, fitted.columns, precision=precision)
         widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
@@ -258,6 +261,7 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             output_fn=options.output_fn,
             functions=functions_of(fitted, options),
             thresholds=options.thresholds,
+            precision=options.precision,
             use_gpu=options.use_gpu,
         )
         return add_outputs(dataset, spec)

@@ -165,7 +165,10 @@ def tried_widths(
     schema = spec.transformed or data.schema
     model = program.model.eval()
     try:
-        widths = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+        move = Mover(device)
+        widths = output_widths(
+            model, spec.inputs, schema.features, spec.trial, move, spec.precision
+        )
     except InvalidArgumentError as e:  # the trained model must not be lost
         warnings.warn(str(e), stacklevel=2)
         return ()

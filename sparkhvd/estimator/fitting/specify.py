@@ -36,7 +36,13 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
-                program.model, inputs, schema, compared, data.examples, program.metrics
+                program.model,
+                inputs,
+                schema,
+                compared,
+                data.examples,
+                program.metrics,
+                options.precision,
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate

@@ -32,6 +32,7 @@ from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.weights import Weights
+from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.to_device import Mover
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _predicted(
         batch, columns = features(spec, batch)
         if not batch.num_rows:
             continue
-        with torch.inference_mode():
+        with torch.no_grad():  # as in validation: `forward` may use gradients inside
             parts = [
                 usable(
                     spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move
@@ -236,7 +237,9 @@ def _outputs(
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of rows that are decoded, in one call of the model."""
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
-    outputs = heads.outputs_of(model(*arguments, **keywords))
+    with autocast(spec.precision, move.device):
+        result = model(*arguments, **keywords)
+    outputs = widened(heads.outputs_of(result))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
             raise InvalidArgumentError(

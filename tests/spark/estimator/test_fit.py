@@ -25,6 +25,7 @@ from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.precision import autocast
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers
@@ -252,6 +253,14 @@ def test_params_of_training_reach_the_ranks(
     saved = Checkpoints(store, "runs/shaped").load(best).model
     for name, value in fitted.getModel().state_dict().items():
         assert torch.equal(value, saved[name])
+    # In 16 bits as validation was, until the model says otherwise.
+    for precision, is_narrow in (("bf16-mixed", True), ("32", False)):
+        rows = fitted.copy().setPrecision(precision).transform(df).select("x", "y__output")
+        given, found = (torch.tensor(values) for values in zip(*rows.collect(), strict=True))
+        with torch.no_grad(), autocast(precision, torch.device("cpu")):
+            expected = fitted.getModel()(given.float())[:, 0].float()
+        assert torch.allclose(found.float(), expected, rtol=1e-2 if is_narrow else 1e-5)
+        assert torch.equal(found, found.bfloat16().to(found.dtype)) is is_narrow
 
 
 @soak("pure/data/test_reader")
