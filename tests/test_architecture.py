@@ -87,7 +87,7 @@ LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
     "sparkhvd/horovod/__init__.py": (1, "the name horovod is there before what it stands for"),
     "sparkhvd/horovod/spark/common/model.py": (
-        1,
+        2,
         "the function of transform by rows, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/transform/stage.py": (

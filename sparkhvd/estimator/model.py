@@ -43,6 +43,7 @@ from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
+from sparkhvd.training.torch_settings import settings_here
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -263,6 +264,7 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             thresholds=options.thresholds,
             precision=options.precision,
             use_gpu=options.use_gpu,
+            torch_settings=settings_here(),
         )
         return add_outputs(dataset, spec)
 

@@ -10,6 +10,7 @@ Each module imports only those above it:
     together          seeds, and errors that all ranks raise together
     to_device         batches and modules to the rank's device
     precision         mixed precision
+    torch_settings    settings of torch as on the driver
     modules           modules apart from their weights
     user_code         the user's callbacks, functions and loops
     early_stopping    best epoch, and early end

@@ -34,6 +34,7 @@ from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.to_device import Mover
+from sparkhvd.training.torch_settings import TorchSettings, as_on_driver
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -67,11 +68,13 @@ class PredictSpec(Computation):
         shell: the module without its weights, see `architecture.dump_shell`.
         weights: its weights.
         use_gpu: the Param.
+        torch_settings: of the driver.
     """
 
     shell: bytes = field(repr=False)
     weights: Weights
     use_gpu: bool | None = None
+    torch_settings: TorchSettings = field(default_factory=dict)
 
 
 class ModelCache:
@@ -119,14 +122,16 @@ def predict(
 def _predicted(
     spec: PredictSpec, device: torch.device, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    model = _cache.get(spec, device)
+    with as_on_driver(spec.torch_settings):
+        model = _cache.get(spec, device)
     move = Mover(device)
     at_once = rows_at_once(spec.columns)
     for batch in batches:
         batch, columns = features(spec, batch)
         if not batch.num_rows:
             continue
-        with torch.no_grad():  # as in validation: `forward` may use gradients inside
+        # As in validation: `forward` may use gradients inside. Other tasks of Spark use this process after this one.
+        with torch.no_grad(), as_on_driver(spec.torch_settings):
             parts = [
                 usable(
                     spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move

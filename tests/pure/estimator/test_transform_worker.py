@@ -116,7 +116,9 @@ class Narrow(nn.Module):
         return nn.functional.linear(x.bfloat16(), self.weight)
 
 
-def transformed(model: nn.Module, rows: Tensor, link: str, precision: str) -> Tensor:
+def transformed(
+    model: nn.Module, rows: Tensor, link: str, precision: str = "32", **options: Any
+) -> Tensor:
     """Compute an output column as a worker does."""
     spec = PredictSpec(
         shell=Fitted(model).shell,
@@ -129,6 +131,7 @@ def transformed(model: nn.Module, rows: Tensor, link: str, precision: str) -> Te
         outputs=(Output("o", "probability" if link == heads.SOFTMAX else "output", 0, True),),
         use_gpu=False,
         precision=precision,
+        **options,
     )
     (batch,) = predict(
         spec, iter([pa.record_batch([to_arrow(rows.double().numpy())], names=["c0"])])

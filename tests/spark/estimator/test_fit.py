@@ -263,6 +263,35 @@ def test_params_of_training_reach_the_ranks(
         assert torch.equal(found, found.bfloat16().to(found.dtype)) is is_narrow
 
 
+class InDouble(nn.Module):
+    """Adds a tensor of torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.get_float32_matmul_precision() == "high"
+        return self.layer(x.float()) + torch.full((1,), 2.0**-40)
+
+
+def test_settings_of_torch_hold_in_ranks_and_in_transform(
+    spark: SparkSession, store: Store
+) -> None:
+    df = numbers(spark, 8, 2, 1).select(F.array("a0", "a1").alias("x"), "y")
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    try:
+        fitted = estimator(InDouble(), store, num_proc=1, loss=nn.MSELoss()).fit(df)
+        rows = fitted.transform(df).select("x", "y__output").collect()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    # No output in float32 would have what was added in float64.
+    found = torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    assert not torch.equal(found, found.float().double())
+
+
 @soak("pure/data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
     """Change the order of rows beyond `shuffle_bytes`, unless all of them are to be in memory."""
