@@ -187,12 +187,7 @@ class Store:
             return self._place.fs.open_input_file(self._place.full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List a folder, sorted; empty if it does not exist.
-
-        Args:
-            path: the folder.
-            recursive: list all files below it, instead of the files and folders directly in it.
-        """
+        """List a folder, sorted; empty if it does not exist: files and folders directly in it, or all files below it."""
         return listing.list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
