@@ -79,7 +79,7 @@ BELOW_DATAFRAMES = {
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
     "sparkhvd/runner/spark_log.py": "log4j of a classic driver's JVM",
     "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",
-    "sparkhvd/data/spark_plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
+    "sparkhvd/data/spark_plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse and the paths of its scans",
 }
 
 # Which files import modules of this package inside functions, how many, and why: nothing but the cost of starting, and functions that
@@ -88,7 +88,7 @@ LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
     "sparkhvd/horovod/__init__.py": (1, "the name horovod is there before what it stands for"),
     "sparkhvd/horovod/spark/common/model.py": (
-        1,
+        2,
         "the function of transform by rows, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/transform/stage.py": (

@@ -272,7 +272,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             model._name_no_outputs()
         if model._get("use_gpu"):  # of the ranks; a task of transform may have none
             model.clear(model.use_gpu)
-        model._set(store=request.store)
+        model._set(store=request.store, precision=request.options.precision)
         return model
 
 

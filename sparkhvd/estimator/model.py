@@ -43,6 +43,7 @@ from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
+from sparkhvd.training.torch_settings import settings_here
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -186,7 +187,10 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             return self
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
-        measured = output_widths(copied, fitted.inputs, fitted.columns) if is_known else None
+        measured = None
+        if is_known:
+            precision = self._get("precision")
+            measured = output_widths(copied, fitted.inputs, fitted.columns, precision=precision)
         widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
@@ -258,7 +262,9 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             output_fn=options.output_fn,
             functions=functions_of(fitted, options),
             thresholds=options.thresholds,
+            precision=options.precision,
             use_gpu=options.use_gpu,
+            torch_settings=settings_here(),
         )
         return add_outputs(dataset, spec)
 

@@ -46,6 +46,7 @@ from sparkhvd.keras.training import Order, Trained, train
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner import run
+from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import (
     Transformations,
     flat_columns,
@@ -124,6 +125,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
                 logs_epochs=following.followers.has_loggers,
                 **compiling,
                 **self._training(options, data),
+                torch_settings=settings_here(),
             )
             found = self._run_ranks(order, options, sources.training.spark, following)
         assert found[0] is not None  # rank 0's

@@ -25,6 +25,7 @@ from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.rank_messages import log_metrics
 from sparkhvd.training.run_timeline import RunTimeline
+from sparkhvd.training.torch_settings import TorchSettings, held
 from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Order", "Trained", "train"]
@@ -62,6 +63,7 @@ class Order:
         run_dir: folder of this fit, relative to the store.
         timeline: steps of a timeline; 0 for none.
         logs_epochs: whether rank 0 gives the metrics of epochs to the driver's loggers.
+        torch_settings: of the driver.
     """
 
     network: Network
@@ -91,6 +93,7 @@ class Order:
     run_dir: str
     timeline: int
     logs_epochs: bool
+    torch_settings: TorchSettings
 
     @property
     def has_split(self) -> bool:
@@ -101,6 +104,7 @@ class Order:
 Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 
 
+@held
 def train(order: Order) -> Trained | None:
     """Train on a rank; return variables and metrics by epoch on rank 0."""
     hvd.init()

@@ -9,6 +9,8 @@ Each module imports only those above it:
     hashing           SHA-256 of files
     together          seeds, and errors that all ranks raise together
     to_device         batches and modules to the rank's device
+    precision         mixed precision
+    torch_settings    settings of torch as on the driver
     modules           modules apart from their weights
     user_code         the user's callbacks, functions and loops
     early_stopping    best epoch, and early end
@@ -30,7 +32,6 @@ Each module imports only those above it:
     host_rows         rows that the ranks of a host read once and share
     batches           a rank's batches of an epoch
     device            the rank's device
-    precision         mixed precision
     compile           torch.compile
     waits             time in which the ranks of an epoch waited for each other
     run_timeline      timeline of the first steps, in the run's folder

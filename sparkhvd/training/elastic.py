@@ -48,6 +48,7 @@ from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import move_losses
+from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
 from sparkhvd.training.types import History
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
@@ -59,6 +60,7 @@ __all__ = ["train_elastically"]
 _NEVER_S = 1e9
 
 
+@held
 def train_elastically(spec: TrainSpec) -> TrainResult:
     """Train on every rank of an elastic job; all ranks must call it with the same spec. See `train`."""
     hvd.init()

@@ -13,6 +13,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.optimizer import Overrides
+from sparkhvd.training.torch_settings import TorchSettings
 from sparkhvd.training.types import Columns, History
 
 __all__ = ["TrainResult", "TrainSpec"]
@@ -71,6 +72,7 @@ class TrainSpec:
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
             None where it could.
         timeline: steps of a launch that the run's timeline shows; 0: there is none.
+        torch_settings: of the driver, see `torch_settings`.
         fingerprint: JSON object that a checkpoint of this run shares.
     """
 
@@ -121,6 +123,7 @@ class TrainSpec:
     transformed: DataSchema | None = None
     trial: Columns | None = None
     timeline: int = 0
+    torch_settings: TorchSettings = field(default_factory=dict)
     fingerprint: str = "{}"
 
     @property

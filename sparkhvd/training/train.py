@@ -58,6 +58,7 @@ from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.together import fail_together, seed_everything
+from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import History, Record
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
@@ -68,6 +69,7 @@ from sparkhvd.training.user_step import StepContext, UserStep
 __all__ = ["Hooks", "build", "returned_epoch", "train", "train_epochs", "tried_widths"]
 
 
+@held
 def train(spec: TrainSpec) -> TrainResult:
     """Train on every rank of a job; all ranks must call it with the same spec.
 
@@ -165,7 +167,10 @@ def tried_widths(
     schema = spec.transformed or data.schema
     model = program.model.eval()
     try:
-        widths = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+        move = Mover(device)
+        widths = output_widths(
+            model, spec.inputs, schema.features, spec.trial, move, spec.precision
+        )
     except InvalidArgumentError as e:  # the trained model must not be lost
         warnings.warn(str(e), stacklevel=2)
         return ()

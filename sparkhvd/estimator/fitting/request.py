@@ -272,7 +272,7 @@ def _check_columns(
             schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
-            try_model(model, inputs, schema, compared, metrics=metrics)
+            try_model(model, inputs, schema, compared, metrics=metrics, precision=options.precision)
     return schema
 
 

@@ -13,6 +13,7 @@ from sparkhvd.estimator.fitting.trial import try_model
 from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
 from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import bind_transformed
 
 __all__ = ["fingerprint", "specify"]
@@ -36,7 +37,13 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
-                program.model, inputs, schema, compared, data.examples, program.metrics
+                program.model,
+                inputs,
+                schema,
+                compared,
+                data.examples,
+                program.metrics,
+                options.precision,
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
@@ -75,6 +82,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
+        torch_settings=settings_here(),
         fingerprint=fingerprint(request, data),
     )
     return spec, widths

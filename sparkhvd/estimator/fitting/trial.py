@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def try_model(
     labels: LabelBinding | None,
     examples: Mapping[str, Any] | None = None,
     metrics: Sequence[AnyMetric] = (),
+    precision: str = "32",
 ) -> tuple[int, ...] | None:
     """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
@@ -39,6 +41,7 @@ def try_model(
         labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
         examples: columns that are collated, for two rows.
         metrics: of the fit.
+        precision: the Param.
 
     Raises:
         InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
@@ -46,7 +49,14 @@ def try_model(
     """
     trial = light_copy(model).eval()
     names = [c.name for c in schema.labels]
-    outputs = trial_outputs(trial, inputs, schema.features, examples, labels=names)
+    run = functools.partial(
+        trial_outputs,
+        inputs=inputs,
+        columns=schema.features,
+        examples=examples,
+        precision=precision,
+    )
+    outputs = run(trial, labels=names)
     if outputs is None:
         return None
     widths = [heads.rows(output).shape[1] for output in outputs]
@@ -58,7 +68,7 @@ def try_model(
         return fitted
     # Some models return something else in training.
     with torch.random.fork_rng(devices=[]):
-        trained = trial_outputs(trial.train(), inputs, schema.features, examples)
+        trained = run(trial.train())
     if trained is None or _mismatch(labels, trained, rows, metrics) is None:
         return fitted
     raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")

@@ -8,7 +8,7 @@ from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value, to_float, to_losses, to_optimizer
-from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, one_of, param
+from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, param
 
 __all__ = ["ModelParams"]
 
@@ -90,15 +90,6 @@ class ModelParams(TorchParams):
         "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
         default=[],
         annotation="Any",
-        train_fn=NOT_SEEN,
-    )
-    precision = model_param(
-        TypeConverters.toString,
-        "'32', 'bf16-mixed' or '16-mixed'",
-        default="32",
-        check=one_of("32", "bf16-mixed", "16-mixed"),
-        fingerprint=True,
-        to_ranks=True,
         train_fn=NOT_SEEN,
     )
     compile = model_param(

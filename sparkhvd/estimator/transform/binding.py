@@ -113,7 +113,7 @@ def bind_module(
     )
     bound = replace(fitted, columns=columns, inputs=inputs)
     decoded = {c.name: c.decoded for c in columns}
-    widths = fitted.widths or _widths(bound)
+    widths = fitted.widths or _widths(bound, options.precision)
     labels = _labels(options, widths)
     links = fitted.links * len(widths) if len(fitted.links) == 1 else fitted.links
     if len(links) != len(widths):
@@ -191,12 +191,12 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
     )
 
 
-def _widths(bound: Fitted) -> tuple[int, ...]:
+def _widths(bound: Fitted, precision: str) -> tuple[int, ...]:
     """Find the elements per row of each output by running the module on zeros."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:
         trial = light_copy(bound.module).eval()
-        widths = output_widths(trial, bound.inputs, bound.columns)
+        widths = output_widths(trial, bound.inputs, bound.columns, precision=precision)
         if widths is not None:
             return tuple(widths)
     reason = (

@@ -14,7 +14,7 @@ from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.modules.architecture import dump_shell, tensors_of
+from sparkhvd.training.modules.architecture import dump_shell, light_copy, tensors_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.training.types import History
 
@@ -50,6 +50,11 @@ class Fitted:
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def for_predict(self) -> torch.nn.Module:
+        """Copy of the module over the same parameters: `forward` may keep tensors or change buffers."""
+        return light_copy(self.module)
 
     @cached_property
     def weights(self) -> Weights:
