@@ -55,7 +55,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
+.PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -107,8 +107,9 @@ test: COMPILE = compiled
 test: export SPARKHVD_UNITY_BUILD = ON
 # Lint, the C++ tests and a JVM side by side: they wait for clocks as much as they compute.
 test: env
-	@tools/together.sh lint test-native test-races classes collected
+	@tools/together.sh lint test-native test-races classes collected torch-env
 	@$(MAKE) --no-print-directory test-python
+	@$(MAKE) --no-print-directory test-torch
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.
 QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_collectives.py \
@@ -191,6 +192,23 @@ fuzz-if-clang:
 
 test-python: env stand-in $(CLASSES)
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS)
+
+# The newest torch that is supported, in an environment of its own beside .venv: a cross-section of what calls torch. Skipped where pip
+# does not find it, as behind a constraint or without an index.
+TORCH_NEWEST ?= torch==2.14.1
+TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
+TORCH_TESTS := tests/processes/distributed/test_collectives.py tests/ranks/torch/test_optimizer.py tests/ranks/training/test_train.py \
+  'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
+
+$(TORCH_ENV)/.stamp: tools/torch_env.sh | $(PACKAGES)
+	@tools/torch_env.sh $(PY) $(TORCH_ENV) "$(TORCH_NEWEST)" || test $$? -eq 3
+	@test ! -x $(TORCH_ENV)/bin/python || touch $@
+
+torch-env: $(TORCH_ENV)/.stamp
+
+test-torch: env torch-env
+	@if test ! -f $(TORCH_ENV)/.stamp; then echo "test-torch: skipped, because pip finds no $(TORCH_NEWEST) here"; exit 0; fi; \
+	$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(TORCH_ENV)/bin/python -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS) $(TORCH_TESTS)
 
 # The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env

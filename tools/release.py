@@ -4,7 +4,8 @@
     python -m tools.release .venv/bin/python 3.12       one of them; the page stays as it is
 
 A fresh environment has a distribution, NumPy and cloudpickle, and neither torch nor pyspark. What this machine cannot try is written
-as "not tried", with the reason. A fit and the time of an installation are tried beside torch and pyspark of the main environment.
+as "not tried", with the reason. A fit and the time of an installation are tried beside torch and pyspark of the main environment. Other
+versions of torch are tried with the checkout, in environments by tools/torch_env.sh.
 """
 
 from __future__ import annotations
@@ -78,20 +79,53 @@ error = model.transform(df).selectExpr("avg(abs(prediction - label))").first()[0
 assert error < 0.1, error
 print(f"torch {torch.__version__}, pyspark {pyspark.__version__}, pyarrow {pyarrow.__version__}")
 """
+# By what they are, as pip is asked for them. What a constraint of pip forbids is not found.
+TORCHES = {"newest": "torch", "main": "", "between": "torch==2.9.*", "oldest": "torch==2.4.*"}
+TORCH_HEADER = ["torch", "version", "engine", "`hvd`", "`torch.distributed`", "fit", "Python tests"]
+NOT_FOUND = 3  # status of tools/torch_env.sh
+HVD = """
+import torch
+import sparkhvd.torch as hvd
+
+hvd.init()
+x = hvd.allreduce(torch.full((1000,), hvd.rank() + 1.0), op=hvd.Sum)
+assert (x == 3).all(), x
+hvd.shutdown()
+"""
+BACKEND = """
+import torch
+import torch.distributed as dist
+import sparkhvd.distributed
+
+dist.init_process_group("sparkhvd")
+alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+for group, expected in [(None, 3), (dist.new_group([0, 1]), 6), (alone, 6)]:
+    x = x if group else torch.full((1000,), dist.get_rank() + 1.0)
+    dist.all_reduce(x, group=group)
+    assert (x == expected).all(), x
+dist.destroy_process_group()
+"""
 
 
 class Failed(Exception):
     """Something did not work; the message is what the command printed."""
 
 
-def run(command: list[str | Path], folder: Path = WORK, **variables: str) -> str:
+def run(
+    command: list[str | Path],
+    folder: Path = WORK,
+    *,
+    timeout: float = 1800,
+    check: bool = True,
+    **variables: str,
+) -> str:
     """Run a command away from the checkout's package; return what it printed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SPARKHVD_"))}
     done = subprocess.run(
         command, cwd=folder, env={**clean, **variables}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False, timeout=1800,
+        stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
     )  # fmt: skip
-    if done.returncode != 0:
+    if check and done.returncode != 0:
         raise Failed(f"{' '.join(map(str, command[:4]))}:\n{done.stdout}")
     return done.stdout
 
@@ -109,10 +143,11 @@ def environment(name: str, version: str) -> Path:
     return folder / "bin" / "python"
 
 
-def two_ranks(python: Path) -> None:
+def two_ranks(python: Path, program: str = ENGINE) -> str:
     script = WORK / "two_ranks.py"
-    script.write_text(ENGINE)
-    run([python.parent / "sparkhvdrun", "-np", "2", python, script])
+    script.write_text(program)
+    run([python, "-m", "sparkhvd.runner.command", "-np", "2", python, script])
+    return "works"
 
 
 def try_engine(distribution: Path, version: str) -> str:
@@ -171,7 +206,7 @@ def attempt(what: str, action: Callable[[], str]) -> str:
     try:
         outcome = action()
     except Missing as e:
-        outcome = f"not tried: no such Python here ({str(e).split(',')[0]})"
+        outcome = f"not tried: {str(e).split(',')[0]}"
     except (Failed, subprocess.TimeoutExpired) as e:
         print(f"make release: {what} failed: {e}", file=sys.stderr)
         outcome = "**failed**"
@@ -222,11 +257,12 @@ def matrix(main: Path, chosen: list[str]) -> list[list[str]]:
     return rows
 
 
+def fit(python: Path) -> str:
+    return run([python, "-c", FIT], PYSPARK_PYTHON=str(python)).strip().splitlines()[-1]
+
+
 def fits(main: Path, wheel: Path) -> list[list[str]]:
     """Time an installation and fit something, with the newest and the oldest versions that are here."""
-
-    def fit(python: Path) -> str:
-        return run([python, "-c", FIT], PYSPARK_PYTHON=str(python)).strip().splitlines()[-1]
 
     def oldest() -> str:
         if not OLDEST.exists():
@@ -244,12 +280,67 @@ def fits(main: Path, wheel: Path) -> list[list[str]]:
     return [[what, attempt(what, action)] for what, action in actions.items()]
 
 
+def torch_environment(main: Path, name: str, requirement: str) -> Path:
+    """Make an environment with another torch; return its Python."""
+    folder = ROOT / "build" / f"torch-env-{name}"
+    command = [ROOT / "tools" / "torch_env.sh", main, folder, requirement]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=3600)
+    if done.returncode == NOT_FOUND:
+        raise Missing(done.stderr.strip().splitlines()[-1].removeprefix("torch-env: "))
+    if done.returncode != 0:
+        raise Failed(f"tools/torch_env.sh {requirement}:\n{done.stderr}")
+    return folder / "bin" / "python"
+
+
+def python_tests(python: Path) -> str:
+    """Run the whole Python suite; return pytest's closing line."""
+    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    output = run(command, ROOT, timeout=7200, check=False)
+    closing = output.strip().splitlines()[-1].strip("= ")
+    if "passed" in closing and not re.search("failed|error", closing):
+        return closing
+    print(output, file=sys.stderr)
+    return f"**failed**: {closing}"
+
+
+def torch_row(main: Path, name: str, requirement: str) -> list[str]:
+    """Try a version of torch; return its row of the table."""
+    made: list[Path] = [main]
+
+    def version() -> str:
+        if requirement:
+            made.append(torch_environment(main, name, requirement))
+        return run([made[-1], "-c", "import torch; print(torch.__version__)"]).strip()
+
+    tries: list[Callable[[], str]] = [
+        version,
+        lambda: two_ranks(made[-1]),
+        lambda: two_ranks(made[-1], HVD),
+        lambda: two_ranks(made[-1], BACKEND),
+        lambda: fit(made[-1]),
+    ]
+    if name == "newest":
+        tries.append(lambda: python_tests(made[-1]))
+    row = [name]
+    for action in tries:
+        row.append(attempt(f"{name} torch", action))
+        if len(row) == 2 and not row[1][0].isdigit():
+            break
+    return row + ["-"] * (len(TORCH_HEADER) - len(row))
+
+
+def torch_rows(main: Path) -> list[list[str]]:
+    return [torch_row(main, name, requirement) for name, requirement in TORCHES.items()]
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def page(chosen: list[str], rows: list[list[str]], beside_rows: list[list[str]]) -> str:
+def page(
+    chosen: list[str], rows: list[list[str]], beside_rows: list[list[str]], torches: list[list[str]]
+) -> str:
     version = re.search(
         r'"(.*)"', (ROOT / "sparkhvd" / "_version.py").read_text().split("__version__")[1]
     )
@@ -269,7 +360,11 @@ Beside torch and pyspark, with Python {platform.python_version()}:
 
 {table(["what", "outcome"], beside_rows)}
 
-`make test` runs with the newest of these; `make test-oldest` the tests of fits and files with pyspark 3.5, pyarrow 14 and numpy 1.26, `make test-wheels` the engine's tests
+With other versions of torch, from the checkout: the engine, `hvd.allreduce`, and the backend of `torch.distributed` with `new_group` on two ranks, a fit with two ranks, and with the newest version that pip finds all Python tests of `make test`.
+
+{table(TORCH_HEADER, torches)}
+
+`make test` runs with the main one, and a cross-section with `TORCH_NEWEST` of the Makefile; `make test-oldest` the tests of fits and files with pyspark 3.5, pyarrow 14 and numpy 1.26, `make test-wheels` the engine's tests
 under each Python, and `make test-aarch64` the C++ tests of the other machine, emulated.
 """
 
@@ -285,7 +380,8 @@ def main() -> int:
     rows = matrix(main_python, chosen)
     wheel = distributions().get(platform.machine())
     beside_rows = fits(main_python, wheel) if wheel else []
-    text = page(chosen, rows, beside_rows)
+    torches = [] if options.versions else torch_rows(main_python)
+    text = page(chosen, rows, beside_rows, torches)
     print(text)
     if not options.versions:
         PAGE.write_text(text)

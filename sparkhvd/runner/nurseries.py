@@ -14,6 +14,7 @@ fresh process does.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import errno
 import functools
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkhvd.rendezvous.loop import is_same_user
@@ -55,6 +56,14 @@ _GPU = Path("/dev/nvidiactl")
 Key = tuple[object, ...]
 
 
+class _LeftRunning(subprocess.Popen[bytes]):
+    """Process that outlives this object by design."""
+
+    def __del__(self, _warn: Callable[..., None] = lambda *_, **__: None) -> None:
+        # As Popen's, which lets a later Popen reap the process, but without the ResourceWarning.
+        super().__del__(_warn=_warn)  # type: ignore[call-arg]
+
+
 class Nursery:
     """Connection to a nursery process, which is started if there is none.
 
@@ -79,7 +88,7 @@ class Nursery:
         self._asked: set[str] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _LeftRunning | None = None
         self.socket = self._connect(
             f"\0sparkhvd-nursery-{name or secrets.token_hex(16)}", not name, belongs_to, environ
         )
@@ -201,12 +210,12 @@ class Nursery:
 
 def _start(
     listener: socket.socket, family: str, belongs_to: int, environ: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+) -> _LeftRunning:
     lifetime = os.pidfd_open(belongs_to)
     fds = (listener.fileno(), lifetime)
     program = [*python_of("sparkhvd.runner.nursery"), *map(str, fds), family]
     try:
-        return subprocess.Popen(
+        return _LeftRunning(
             program,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -228,6 +237,7 @@ class _Kept:
         self._useful: set[str] = set()
         self._shared_by = 0
         self._silent = 0
+        atexit.register(self._leave)
 
     def share(self, belongs_to: int) -> None:
         """Share one with the other children of a process, with which it ends."""
@@ -281,6 +291,12 @@ class _Kept:
         """End the nursery, if there is one."""
         with self._lock:
             self._close()
+
+    def _leave(self) -> None:
+        # Not behind a thread that waits for a nursery to listen.
+        if self._lock.acquire(blocking=False):
+            self._close()
+            self._lock.release()
 
     def _close(self) -> None:
         if self._nursery is not None:

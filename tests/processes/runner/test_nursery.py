@@ -176,11 +176,12 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
     )
     script = tmp_path.parent / f"{tmp_path.name}.py"
     script.write_text(code)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    assert "Warning" not in done.stderr  # of the nursery that the script leaves
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")

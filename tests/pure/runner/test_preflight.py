@@ -207,6 +207,25 @@ def test_need_of_address_space_counts_what_the_trainer_maps() -> None:
     assert address_space_needed(["json", "torchvision"], 0) == 0
 
 
+def test_need_of_address_space_counts_the_libraries_that_a_build_with_cuda_is_linked_against(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def library(path: str, mebibytes: int) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp_path / path, "wb") as file:
+            file.truncate(mebibytes << 20)
+
+    library("torch/__init__.py", 0)
+    library("torch/lib/libtorch_cpu.so", 400)
+    library("nvidia/cu13/lib/libcublas.so.13", 50)
+    library("nvidia/cudnn/lib/libcudnn_engines_precompiled.so.9", 250)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    cpu = address_space_needed(["torch"], 0)
+    library("torch/lib/libtorch_cuda.so", 500)
+    assert address_space_needed(["torch"], 0) - cpu == 550 << 20
+
+
 def test_need_of_address_space_is_about_what_torch_and_an_engine_take() -> None:
     """Train with little more than the need; with half of it torch cannot even be loaded."""
     needed = address_space_needed(["torch"], 0)

@@ -72,6 +72,30 @@ summary = classes.evaluate(df.selectExpr("x", "double(x[0] > 0) AS label").coale
 assert (summary.accuracy, summary.areaUnderROC) == (1.0, 1.0)
 """
 
+# Ranks of this host: optimizers, and torch.distributed on the engine.
+RANKS = """
+def average():
+    import torch.distributed as dist
+    import sparkhvd.distributed
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    net = nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dist.init_process_group("sparkhvd")
+    group = dist.new_group([0, 1])
+    dist.all_reduce(ones := torch.ones(1), group=group)
+    dist.destroy_process_group()
+    return ones.item()
+
+import sparkhvd
+assert sparkhvd.run_local(average, num_proc=2) == [2.0, 2.0]
+"""
+# As `python -W error`, in ranks too.
+STRICT = ("env", "PYTHONWARNINGS=error")
+
 
 def said(output: str) -> list[str]:
     """Return the program's lines about its model, without progress and Spark's log."""
@@ -95,9 +119,11 @@ def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
     for folder in folders:
         folder.mkdir()
     classic = cluster.run(with_folder(PRELUDE + PROGRAM, folders[0]), timeout_s=600)
-    program = with_folder(PRELUDE + PROGRAM + CLASSES, folders[1])
-    connect = run_client(cluster.remote, program, folders[1], timeout_s=600)
+    program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, folders[1])
+    connect = run_client(cluster.remote, program, folders[1], timeout_s=600, prefix=STRICT)
     assert said(classic) == said(connect)
+    # Python prints what is found when objects go, such as unclosed files, and goes on.
+    assert "Warning" not in connect
     for output in (classic, connect):
         check(output)
 
