@@ -43,6 +43,7 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.elastic import train_elastically
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -285,7 +286,7 @@ def _complete(
     fitted = model._require_fitted()
     model._fitted = replace(
         fitted,
-        module=module.eval(),
+        module=in_mode(module, is_training=False),
         widths=fitted.widths or result.widths,
         history=result.history,
         timings={

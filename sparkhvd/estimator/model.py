@@ -41,6 +41,7 @@ from sparkhvd.estimator.transform.worker import PredictSpec
 from sparkhvd.sessions import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import check_modes, in_mode
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
 
@@ -161,7 +162,7 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
-        return copy.deepcopy(self._require_fitted().module).eval()
+        return in_mode(copy.deepcopy(self._require_fitted().module), is_training=False)
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
@@ -179,7 +180,9 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             raise InvalidArgumentError(
                 f"setModel: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before."
             )
-        copied = copy.deepcopy(module).cpu().eval()
+        check_modes(module, "setModel")
+        copied = in_mode(copy.deepcopy(module), is_training=False)
+        copied.cpu()
         fitted = self._fitted or Fitted(copied)
         if not fitted.columns:
             self._fitted = replace(fitted, module=copied, widths=())

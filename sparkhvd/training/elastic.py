@@ -97,7 +97,8 @@ class _Training(State, Hooks):
         program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
         model = build_model(program.model, spec.seed)
         assert isinstance(model, nn.Module)
-        self.program = replace(program, model=model.to(self.device))
+        model.to(self.device)
+        self.program = replace(program, model=model)
         move_losses(program.losses, self.device)
         self.call = compile_model(model) if spec.compile else model
         self.checkpoints = Checkpoints(spec.store, spec.run_dir)

@@ -46,6 +46,7 @@ from sparkhvd.training.host_weights import share_frozen
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.precision import loss_scaler
@@ -86,7 +87,8 @@ def train(spec: TrainSpec) -> TrainResult:
     model = build_model(program.model, spec.seed)
     assert isinstance(model, nn.Module)
     # In place: an optimizer that the user made holds these parameters.
-    program = replace(program, model=model.to(device))
+    model.to(device)
+    program = replace(program, model=model)
     move_losses(program.losses, device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
@@ -163,7 +165,7 @@ def tried_widths(
     if spec.trial is None:
         return ()
     schema = spec.transformed or data.schema
-    model = program.model.eval()
+    model = in_mode(program.model, is_training=False)
     try:
         widths = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
     except InvalidArgumentError as e:  # the trained model must not be lost

@@ -15,6 +15,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import AnyMetric, try_metrics
 from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, trial_outputs, zeros
 
 __all__ = ["try_model"]
@@ -44,7 +45,7 @@ def try_model(
         InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
             output.
     """
-    trial = light_copy(model).eval()
+    trial = in_mode(light_copy(model), is_training=False)
     names = [c.name for c in schema.labels]
     outputs = trial_outputs(trial, inputs, schema.features, examples, labels=names)
     if outputs is None:
@@ -58,7 +59,8 @@ def try_model(
         return fitted
     # Some models return something else in training.
     with torch.random.fork_rng(devices=[]):
-        trained = trial_outputs(trial.train(), inputs, schema.features, examples)
+        in_mode(trial, is_training=True)
+        trained = trial_outputs(trial, inputs, schema.features, examples)
     if trained is None or _mismatch(labels, trained, rows, metrics) is None:
         return fitted
     raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")

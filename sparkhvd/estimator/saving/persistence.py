@@ -39,6 +39,7 @@ from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
 from sparkhvd.sessions import is_connect, is_dataframe, ml_context
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
 
 __all__ = [
     "FORMAT_VERSION",
@@ -279,7 +280,7 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
         arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
     columns = [Column.from_dict(c) for c in content["columns"]]
     return Fitted(
-        module=module.eval(),
+        module=in_mode(module, is_training=False),
         columns=tuple(columns),
         labels=tuple(content["labels"]),
         inputs=InputBinding(tuple(arguments)),

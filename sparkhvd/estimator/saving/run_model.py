@@ -14,7 +14,7 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
@@ -26,7 +26,6 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.modules import architecture
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +53,7 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
     code = {}
     for name, value in archive.code.items():
         try:
-            pickled = architecture.dump_shell(archive.module or nn.Module(), value)
+            pickled = archive.pickled(value)
         except Exception:  # noqa: BLE001 - a Param that the ranks do not get, such as output_fn; the fit needs no pickle of it
             continue
         code[name] = base64.b64encode(pickled).decode()

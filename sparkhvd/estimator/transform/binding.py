@@ -24,6 +24,7 @@ from sparkhvd.estimator.transform.columns import width_of
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _widths(bound: Fitted) -> tuple[int, ...]:
     """Find the elements per row of each output by running the module on zeros."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:
-        trial = light_copy(bound.module).eval()
+        trial = in_mode(light_copy(bound.module), is_training=False)
         widths = output_widths(trial, bound.inputs, bound.columns)
         if widths is not None:
             return tuple(widths)
