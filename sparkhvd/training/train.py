@@ -231,7 +231,7 @@ def train_epochs(
         hooks.after_checkpoint()
         position = Position(history)
         stopped = asked or reason_to_stop(history, spec.early_stopping)
-    callbacks.call("on_train_end", history)
+    callbacks.train_end(history, saver)
     return stopped if len(history) < spec.epochs else ""
 
 

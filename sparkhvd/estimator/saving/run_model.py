@@ -152,7 +152,7 @@ class _RunDecoder(Decoder):
                     "damaged. A fit with this run_id makes one."
                 )
             self.position, self.history = checkpoint.position, checkpoint.history
-            self.state = checkpoint.model
+            self.state = checkpoint.result
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
 
     def _read_code(self, what: str) -> dict[str, bytes]:

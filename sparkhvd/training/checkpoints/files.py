@@ -218,6 +218,10 @@ class Checkpoints:
         self._warn([*gone, *damaged], None, newest)
         return None
 
+    def note(self, text: str) -> None:
+        """Add a sentence to `warning`, which the driver shows."""
+        self.warning = f"{self.warning} {text}".strip()
+
     def _warn(self, lost: Sequence[str], start_at: Position | None, newest: Position) -> None:
         if not lost:
             return
@@ -239,7 +243,7 @@ class Checkpoints:
 
         Takes the model's size of memory: the optimizer's state, twice that with Adam, stays in the file.
         """
-        return self._load_or_advise(path, is_mapped=True).model
+        return self._load_or_advise(path, is_mapped=True).result
 
     def newest_whole(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None; its tensors but the model's stay in the file."""

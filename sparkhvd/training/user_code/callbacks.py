@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
 import numpy as np
@@ -107,7 +108,12 @@ class Callback:
         """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
-        """Run once, when all epochs are done or a callback has stopped the training; not after an error."""
+        """Run once, when all epochs are done or a callback has stopped the training; not after an error.
+
+        Weights and buffers that rank 0's model has afterwards, such as averages of them, are those of the model that
+        `fit` returns, with `return_model="last"`. With "best" it returns those that the best epoch was validated with, and warns:
+        change them in `on_epoch_end` there. The checkpoint keeps both, and a run that resumes calls this again.
+        """
 
 
 class Writer(Protocol):
@@ -115,6 +121,9 @@ class Writer(Protocol):
 
     def wait(self) -> str:
         """Wait until the last one is written; return its path on the rank that writes."""
+
+    def around_train_end(self, history: History) -> AbstractContextManager[None]:
+        """Add what happens inside to the weights to the last checkpoint."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -204,6 +213,12 @@ class Callbacks:
         if _overrides("on_checkpoint", self._all):
             path = saver.wait()  # on rank 0, which writes it in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
+
+    def train_end(self, history: History, saver: Writer) -> None:
+        """Call `on_train_end`, whose weights become the model's; every rank must call it."""
+        if _overrides("on_train_end", self._all):
+            with saver.around_train_end(history):
+                self.call("on_train_end", history)
 
     def epoch_end(self, record: Record) -> str:
         """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
