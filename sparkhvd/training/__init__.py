@@ -22,6 +22,7 @@ Each module imports only those above it:
     model             the user's model, built and checked
     optimizer         the user's optimizer, its groups, compression
     loss_functions    the user's losses, checked
+    row_pairs         losses and metrics tried on permuted labels
     program           model, optimizer, losses and metrics, pickled
     describe_program  the same, described for a checkpoint
     spec              input and result of a rank

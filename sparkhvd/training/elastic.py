@@ -276,6 +276,7 @@ def _train(training: _Training) -> TrainResult:
                 position,
                 training,
             )
+            training.checkpoints.note(step.warning)
         epoch = returned_epoch(spec, history, training.checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)

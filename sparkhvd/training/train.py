@@ -123,6 +123,7 @@ def train(spec: TrainSpec) -> TrainResult:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
+                checkpoints.note(step.warning)
         epoch = returned_epoch(spec, history, checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)

@@ -28,7 +28,7 @@ from sparkhvd.estimator.fitting.inputs import (
 )
 from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
-from sparkhvd.estimator.fitting.trial import try_model
+from sparkhvd.estimator.fitting.trial import Pairs, try_model
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.runner import preflight
@@ -58,6 +58,7 @@ class Request:
         program: the user's objects.
         pickled: the program as the ranks get it.
         sha256: of that.
+        pairs: check of losses and metrics.
         links: per label, how probabilities follow from outputs.
         losses: per label, as the user gave it.
         loss_weights: per label.
@@ -77,6 +78,7 @@ class Request:
     program: Program
     pickled: bytes
     sha256: str
+    pairs: Pairs
     links: tuple[str, ...]
     losses: tuple[Any, ...]
     loss_weights: tuple[float, ...]
@@ -136,7 +138,8 @@ def check_request(
     losses = _check_losses(options, model, user, len(labels))
     functions = row_functions(options)
     metrics = resolve_metrics(options.metrics, labels, losses.links)
-    schema = _check_columns(options, sources, model, user, losses, metrics, functions)
+    pairs = Pairs(losses.used, metrics, is_asked=options.pairs_rows and user.train_fn is None)
+    schema = _check_columns(options, sources, model, user, losses, metrics, functions, pairs)
     program = Program(
         model=model,
         optimizer=options.optimizer,
@@ -180,6 +183,7 @@ def check_request(
         program=program,
         pickled=pickled,
         sha256=sha256,
+        pairs=pairs,
         links=losses.links,
         losses=losses.given,
         loss_weights=loss_weights,
@@ -245,15 +249,16 @@ def _check_columns(
     losses: _Losses,
     metrics: Sequence[AnyMetric],
     functions: RowFunctions,
+    pairs: Pairs,
 ) -> DataSchema:
     """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
-    pairs = zip(options.label_cols or [], losses.given, strict=True)
+    named = zip(options.label_cols or [], losses.given, strict=True)
     schema = check_inputs(
         options,
         sources,
         functions=functions,
         model_dtype=model_dtype(model),
-        class_labels=[name for name, loss in pairs if is_class_index(loss)],
+        class_labels=[name for name, loss in named if is_class_index(loss)],
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
@@ -261,7 +266,7 @@ def _check_columns(
         schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
-            try_model(model, inputs, schema, compared, metrics=metrics)
+            try_model(model, inputs, schema, compared, metrics=metrics, compare=pairs)
     return schema
 
 

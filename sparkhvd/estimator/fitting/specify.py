@@ -36,7 +36,13 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
-                program.model, inputs, schema, compared, data.examples, program.metrics
+                program.model,
+                inputs,
+                schema,
+                compared,
+                data.examples,
+                program.metrics,
+                request.pairs,
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
@@ -72,6 +78,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
+        checks_pairs=request.pairs.is_left,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths

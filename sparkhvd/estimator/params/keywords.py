@@ -66,6 +66,7 @@ class EstimatorKeywords(TypedDict, total=False):
     gradient_compression: Any | None
     loss_weights: Sequence[float] | None
     metrics: Any | None
+    pairs_rows: bool | None
     precision: str | None
     compile: bool | None
     train_step: Callable[..., Any] | None

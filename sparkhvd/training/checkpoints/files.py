@@ -220,7 +220,8 @@ class Checkpoints:
 
     def note(self, text: str) -> None:
         """Add a sentence to `warning`, which the driver shows."""
-        self.warning = f"{self.warning} {text}".strip()
+        if text not in self.warning:
+            self.warning = f"{self.warning} {text}".strip()
 
     def _warn(self, lost: Sequence[str], start_at: Position | None, newest: Position) -> None:
         if not lost:
