@@ -41,7 +41,7 @@ from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.elastic import train_elastically
-from sparkhvd.training.modules.architecture import copy_with
+from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.program import store_program

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +39,7 @@ from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
 from sparkhvd.sessions import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
+from sparkhvd.training.modules.copies import copied
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import check_modes, in_mode
 from sparkhvd.training.modules.output_widths import output_widths
@@ -162,7 +162,7 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
-        return in_mode(copy.deepcopy(self._require_fitted().module), is_training=False)
+        return in_mode(copied(self._require_fitted().module), is_training=False)
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
@@ -181,22 +181,22 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
                 f"setModel: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before."
             )
         check_modes(module, "setModel")
-        copied = in_mode(copy.deepcopy(module), is_training=False)
-        copied.cpu()
-        fitted = self._fitted or Fitted(copied)
+        own = in_mode(copied(module), is_training=False)
+        own.cpu()
+        fitted = self._fitted or Fitted(own)
         if not fitted.columns:
-            self._fitted = replace(fitted, module=copied, widths=())
+            self._fitted = replace(fitted, module=own, widths=())
             return self
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
-        measured = output_widths(copied, fitted.inputs, fitted.columns) if is_known else None
+        measured = output_widths(own, fitted.inputs, fitted.columns) if is_known else None
         widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
                 f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
                 f"{fitted.widths}. Give a module with the same outputs, or fit it."
             )
-        self._fitted = replace(fitted, module=copied, widths=widths)
+        self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802

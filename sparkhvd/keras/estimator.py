@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,7 @@ from sparkhvd.keras.training import Order, Trained, train
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner import run
+from sparkhvd.training.modules.copies import copied
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.user_code.transformations import (
     Transformations,
@@ -300,7 +300,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         history: list[dict[str, float]],
     ) -> KerasModel:
         """Make the model of trained variables, with this estimator's uid and its Params."""
-        trained = copy.deepcopy(order.network)
+        trained = copied(order.network)
         with torch.no_grad():
             for variable, value in zip(trained.variables, values, strict=True):
                 variable.copy_(value)

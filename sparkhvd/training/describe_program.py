@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.modules.architecture import light_copy, module_texts
+from sparkhvd.training.modules.architecture import module_texts
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.program import Program
 from sparkhvd.training.schedulers import describe_scheduler, is_plain, plain

@@ -11,7 +11,7 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch import arguments
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.types import Compression, MakeOptimizer
 
 __all__ = ["Overrides", "build_optimizer", "check_compression", "check_optimizer"]

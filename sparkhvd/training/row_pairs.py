@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.class_mean import ClassMean
 from sparkhvd.training.metrics import AnyMetric, Metric, no_broadcast
+from sparkhvd.training.modules.copies import copy_function
 from sparkhvd.training.types import Loss
 
 __all__ = ["unpaired"]
@@ -148,25 +149,9 @@ def _copied(function: Function) -> Function:
             n: function.__globals__[n] for n in _names(function.__code__) & {*function.__globals__}
         }
         owned = {n: copy.deepcopy(v) for n, v in names.items() if isinstance(v, _CHANGEABLE)}
-        cells = tuple(
-            types.CellType(
-                _copied(c.cell_contents)
-                if callable(c.cell_contents)
-                else copy.deepcopy(c.cell_contents)
-            )
-            for c in function.__closure__ or ()
-        )
-        made = types.FunctionType(
-            function.__code__,
-            {**function.__globals__, **owned},
-            function.__name__,
-            copy.deepcopy(function.__defaults__),
-            cells,
-        )
-        made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__)
+        return copy_function(function, {}, {**function.__globals__, **owned})
     except Exception as e:
         raise _LeftAlone from e
-    return made
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -15,7 +15,7 @@ from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import AnyMetric, try_metrics
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, trial_outputs, zeros
 from sparkhvd.training.row_pairs import unpaired

@@ -22,7 +22,7 @@ from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.transform.columns import width_of
 from sparkhvd.training.loss_functions import construct_losses
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths

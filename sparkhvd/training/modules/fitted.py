@@ -68,7 +68,7 @@ class Fitted:
             InvalidArgumentError: it cannot be pickled.
         """
         try:
-            return dump_shell(self.module)
+            return dump_shell(self.module, with_hooks=False)
         except Exception as e:
             raise InvalidArgumentError(
                 f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed: {type(e).__name__}: {e}. Give a "

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
 
 __all__ = ["check_modes", "in_mode"]
 
