@@ -164,6 +164,17 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
         """Return a copy of the trained module, in eval mode."""
         return in_mode(copied(self._require_fitted().module), is_training=False)
 
+    def getLoss(self) -> Any:  # noqa: N802 - like the estimator's
+        """Return a copy of the loss of the training, with the parameters and buffers that were trained with the model.
+
+        A function, module, or list with one per label, as it was given; None where it is not known, and after `load` without trust of a
+        loss that needs it.
+        """
+        loss = self._require_fitted().loss
+        if isinstance(loss, (list, tuple)):
+            return [_copy_of(each) for each in loss]
+        return _copy_of(loss)
+
     # -- Horovod's names -----------------------------------------------------------------------------
 
     def setModel(self, module: nn.Module) -> Self:  # noqa: N802
@@ -366,6 +377,10 @@ def _opened(
     opened = store if isinstance(store, Store) else Store(fspath(store))
     seen = opened.direct if spark is None else as_seen_by(spark, opened)
     return seen, spark
+
+
+def _copy_of(loss: object) -> object:
+    return copied(loss) if isinstance(loss, nn.Module) else loss
 
 
 def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> Weights:

@@ -30,7 +30,9 @@ def describe_program(program: Program) -> dict[str, object]:
     if isinstance(program.optimizer, torch.optim.Optimizer):
         optimizer, kind = program.optimizer, type(program.optimizer)
     elif program.optimizer is not None:
-        optimizer = build_optimizer(program.optimizer, light_copy(program.model))
+        optimizer = build_optimizer(
+            program.optimizer, light_copy(program.model), program.others().trained
+        )
     groups = None if optimizer is None else [len(g["params"]) for g in optimizer.param_groups]
     return {
         "model": {

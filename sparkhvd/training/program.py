@@ -22,6 +22,7 @@ from sparkhvd.training.metrics import AnyMetric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
 from sparkhvd.training.modules.attached import hooks_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
+from sparkhvd.training.others import Others
 from sparkhvd.training.types import Compression, Loss, MakeOptimizer, MakeScheduler
 
 __all__ = ["PROGRAM_NAME", "Program", "dump_program", "load_program", "store_program"]
@@ -55,6 +56,11 @@ class Program:
     compression: Compression = hvd.Compression.none
     functions: RowFunctions = field(default_factory=RowFunctions)
     user: UserCode = field(default_factory=UserCode)
+
+    def others(self) -> Others:
+        """Find the state of losses and metrics, once the model is there."""
+        trains = not self.user.computes_loss
+        return Others(self.losses, self.metrics, self.model, trains=trains)
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:

@@ -38,6 +38,7 @@ from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import AnyMetric, resolve_metrics
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.others import Others
 from sparkhvd.training.program import Program, dump_program
 
 __all__ = ["Request", "bind_features", "check_request", "overrides"]
@@ -136,6 +137,7 @@ def check_request(
     labels = _required("label_cols", options.label_cols, "the columns with the labels")
     _required("feature_cols", options.feature_cols, "the columns that become the model's input")
     losses = _check_losses(options, model, user, len(labels))
+    _check_optimizer(options, model, user, losses)
     functions = row_functions(options)
     metrics = resolve_metrics(options.metrics, labels, losses.links)
     pairs = Pairs(losses.used, metrics, is_asked=options.pairs_rows and user.train_fn is None)
@@ -212,15 +214,25 @@ def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
 
 
 def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
-    """Check the module, the optimizer and the user's code; return the module and the code."""
+    """Check the module and the user's code; return both."""
     model = check_model(build_model(options.model))
     # Validation rows may come from files, which no Param names.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
-    if user.train_fn is None or options.optimizer is not None:
-        optimizer = check_optimizer(options.optimizer, options.model, model)
-        overrides(options).check(optimizer)
     return model, user
+
+
+def _check_optimizer(
+    options: FitOptions, model: torch.nn.Module, user: UserCode, losses: _Losses
+) -> None:
+    others = Others(losses.used, (), model, trains=not user.computes_loss)
+    if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
+        raise InvalidArgumentError(
+            f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."
+        )
+    if user.train_fn is None or options.optimizer is not None:
+        optimizer = check_optimizer(options.optimizer, options.model, model, others)
+        overrides(options).check(optimizer)
 
 
 def overrides(options: FitOptions) -> Overrides:

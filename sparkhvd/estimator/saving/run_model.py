@@ -26,6 +26,7 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.others import Others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -97,6 +98,9 @@ def load_run_model(
     state, finished = decoder.state, decoder.finished
     if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
         fitted.module.load_state_dict(state)
+    if fitted.loss is not None:
+        losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
+        Others(losses).load_state_dict(decoder.others, f"The state in {url} does")
     fitted = replace(fitted, history=decoder.history)
     if finished is None:
         warnings.warn(
@@ -129,6 +133,7 @@ class _RunDecoder(Decoder):
         self.position: Position = (0, 0)
         self.history: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}  # of losses and metrics
         self._checkpoints = Checkpoints(run.store, run.run_dir)
         self._pickles = code
 
@@ -138,21 +143,22 @@ class _RunDecoder(Decoder):
             self.history = self._checkpoints.history()
             path = self._checkpoints.path(self.finished.epoch)
             try:
-                self.state = self._checkpoints.load_weights(path)
+                checkpoint = self._checkpoints.load_start(path)
             except FileNotFoundError:
                 raise InvalidArgumentError(
                     f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
                     "Restore it from a copy, or fit anew with another run_id."
                 ) from None
         else:
-            checkpoint = self._checkpoints.newest_whole()
-            if checkpoint is None:
+            newest = self._checkpoints.newest_whole()
+            if newest is None:
                 raise InvalidArgumentError(
                     f"{self.path} has no whole checkpoint: its fit was interrupted before the first was written, or they are "
                     "damaged. A fit with this run_id makes one."
                 )
+            checkpoint = newest
             self.position, self.history = checkpoint.position, checkpoint.history
-            self.state = checkpoint.result
+        self.state, self.others = checkpoint.result, checkpoint.others
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
 
     def _read_code(self, what: str) -> dict[str, bytes]:

@@ -64,9 +64,11 @@ def described(
     run_id: str | None = None,
 ) -> Fitted:
     """Return a module with facts of its training."""
+    made = construct_losses(to_losses(loss), loss_constructors, fitted.module)
     return replace(
         fitted,
-        links=_links_of(construct_losses(to_losses(loss), loss_constructors, fitted.module), link),
+        loss=made,
+        links=_links_of(made, link),
         history=[dict(record) for record in history or ()],
         run_id=run_id or "",
     )

@@ -246,6 +246,10 @@ class Checkpoints:
         """
         return self._load_or_advise(path, is_mapped=True).result
 
+    def load_start(self, path: str) -> Checkpoint:
+        """Return a checkpoint of any run for its weights; its tensors but the model's stay in the file. Raises as `load`."""
+        return self._load_or_advise(path, is_mapped=True)
+
     def newest_whole(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None; its tensors but the model's stay in the file."""
         position = self._newest_whole()

@@ -78,7 +78,10 @@ class Saver:
         callbacks = self._state.callbacks
         stop_reason = callbacks.ctx.stop_reason if callbacks is not None else ""
         sums = None if totals is None else totals.state_dict()
-        ranks = gather_rank_states(self._state.model, sums, seconds, stop_reason=stop_reason)
+        own = self._state.others.rank_state()
+        ranks = gather_rank_states(
+            self._state.model, sums, seconds, stop_reason=stop_reason, others=own
+        )
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History) -> None:

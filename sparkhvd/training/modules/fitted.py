@@ -37,6 +37,7 @@ class Fitted:
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
+        loss: of its training, with trained parameters; or a list with one per label; None where it is not known.
         report: document of its report, see `sparkhvd.observe.report`; {} where no fit of this process has made it.
     """
 
@@ -49,6 +50,7 @@ class Fitted:
     history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""
+    loss: Any = field(default=None, repr=False)
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property

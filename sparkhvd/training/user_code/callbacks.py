@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
-__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks"]
+__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks", "unreadable"]
 
 
 # Methods outside an epoch, with no record for a number, and the advice of the error.
@@ -249,7 +249,7 @@ class Callbacks:
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
         for key, state in states.items():
-            if kind := _unreadable(state):
+            if kind := unreadable(state):
                 raise InvalidArgumentError(
                     f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), which a checkpoint cannot "
                     "be read with. It may hold numbers, texts, lists, dicts and tensors."
@@ -272,12 +272,12 @@ def _key(index: int, callback: Callback) -> str:
     return f"{index}:{type(callback).__qualname__}"
 
 
-def _unreadable(value: object) -> str:
+def unreadable(value: object) -> str:
     """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
-        return next((kind for v in value if (kind := _unreadable(v))), "")
+        return next((kind for v in value if (kind := unreadable(v))), "")
     plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
     return "" if isinstance(value, plain) else type(value).__name__
 
