@@ -10,6 +10,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import cloudpickle
@@ -42,6 +43,7 @@ class Others:
         losses: Sequence[object] = (),
         metrics: Sequence[AnyMetric] = (),
         model: nn.Module | None = None,
+        steps: Mapping[str, object] = MappingProxyType({}),
         *,
         trains: bool = True,
     ) -> None:
@@ -51,10 +53,12 @@ class Others:
             losses: one per label.
             metrics: those of functions count; torchmetrics begin anew with each pass.
             model: of the fit.
+            steps: the user's functions that compute losses, by name.
             trains: the losses train the model.
         """
         functions = {f"loss{i}": loss for i, loss in enumerate(losses)}
         functions |= {f"metric {m.name}": m.function for m in metrics if isinstance(m, Metric)}
+        functions.update({name: step for name, step in steps.items() if step is not None})
         self._of_model = _ids(model)
         self._roots: list[tuple[str, nn.Module]] = []
         self._objects: dict[str, Stateful] = {}

@@ -59,8 +59,9 @@ class Program:
 
     def others(self) -> Others:
         """Find the state of losses and metrics, once the model is there."""
-        trains = not self.user.computes_loss
-        return Others(self.losses, self.metrics, self.model, trains=trains)
+        user = self.user
+        trains = not user.computes_loss
+        return Others(self.losses, self.metrics, self.model, user.steps, trains=trains)
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:

@@ -225,7 +225,7 @@ def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Mod
 def _check_optimizer(
     options: FitOptions, model: torch.nn.Module, user: UserCode, losses: _Losses
 ) -> None:
-    others = Others(losses.used, (), model, trains=not user.computes_loss)
+    others = Others(losses.used, (), model, user.steps, trains=not user.computes_loss)
     if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
         raise InvalidArgumentError(
             f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."

@@ -75,7 +75,7 @@ def case(store: Store, loss: Any, optimizer: Any = adam, **fields: Any) -> Case:
     )
 
 
-@pytest.mark.parametrize("kind", ["function", "instance", "closure", "partial method"])
+@pytest.mark.parametrize("kind", ["function", "instance", "closure", "method", "train_step"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_parameters_of_a_loss_are_trained_as_in_one_process(
     store: Store, kind: str, size: int
@@ -84,11 +84,18 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
     optimizer: Any = adam
     if kind != "function":
         optimizer = adam([*model.parameters(), loss.log_var])
-    given: Any = {"closure": lambda o, t: loss(o, t), "partial method": loss.forward}.get(
-        kind, loss
-    )
+    given: Any = {"closure": lambda o, t: loss(o, t), "method": loss.forward}.get(kind, loss)
     used = case(store, given, optimizer, model=model)
-    assert check_optimizer(optimizer, model, model, Others([given], (), model))
+    if kind == "train_step":
+
+        def step(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
+            result: Tensor = loss(model(batch["x"]), batch["y"][:, None])
+            return result
+
+        used.loss, used.user = None, {"train_step": step}
+    losses = [] if kind == "train_step" else [given]
+    steps = used.user
+    assert check_optimizer(optimizer, model, model, Others(losses, (), model, steps))
     used.train(size)
 
     # Plain PyTorch, in one process, on batches of all ranks.
@@ -101,17 +108,20 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
         plain.step()
     assert criterion.log_var.abs() > 0.05
     found = used.checkpoint(2)
-    name = {"closure": "loss0.loss.log_var"}.get(kind, "loss0.log_var")
+    names = {"closure": "loss0.loss.log_var", "train_step": "train_step.loss.log_var"}
+    name = names.get(kind, "loss0.log_var")
     assert set(found.others["parameters"]) == {name}  # and none that nobody changes
     torch.testing.assert_close(found.others["parameters"][name], criterion.log_var.detach())
     torch.testing.assert_close(found.model, dict(expected.state_dict()))
+    assert loss.log_var == 0  # what was given is not changed
+    if kind == "train_step":
+        return
     made: Any = returned_loss([given], model, model, found.others)
     back = (
         made.__closure__[0].cell_contents if kind == "closure" else getattr(made, "__self__", made)
     )
     assert torch.equal(back.log_var, found.others["parameters"][name])
     assert torch.equal(back.fixed, torch.ones(3))
-    assert loss.log_var == 0  # what was given is not changed
 
 
 def batches(used: Case, size: int, epochs: int) -> list[Any]:
