@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
@@ -41,8 +44,10 @@ from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.elastic import train_elastically
-from sparkhvd.training.modules.architecture import copy_with
+from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.others import returned_loss
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -266,6 +271,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             links=request.links,
             widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),
+            loss=returned_loss(request.losses, request.program.model, request.program.model, {}),
         )
         self._copyValues(model)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
@@ -286,14 +292,15 @@ def _complete(
     """Give the model the trained weights, history and timings."""
     result: TrainResult = report.results[0]
     checkpoints = Checkpoints(request.store, spec.run_dir)
-    state = checkpoints.load_weights(checkpoints.path(result.epoch))
-    module = copy_with(request.program.model, state)
+    checkpoint = checkpoints.load_start(checkpoints.path(result.epoch))
+    module = copy_with(request.program.model, checkpoint.result)
     for parameter in module.parameters():
         parameter.grad = None
     fitted = model._require_fitted()
     model._fitted = replace(
         fitted,
-        module=module.eval(),
+        module=in_mode(module, is_training=False),
+        loss=_trained_loss(request, module, checkpoint.others),
         widths=fitted.widths or result.widths,
         history=result.history,
         timings={
@@ -302,3 +309,15 @@ def _complete(
             "train": report.run_s,
         },
     )
+
+
+def _trained_loss(request: Request, module: nn.Module, state: Mapping[str, Any]) -> object:
+    """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
+    try:
+        return returned_loss(request.losses, request.program.model, module, state)
+    except Exception as e:  # noqa: BLE001 - the user's own code
+        warnings.warn(
+            f"getLoss() will give None: the loss cannot be copied: {type(e).__name__}: {e}. The model is whole.",
+            stacklevel=2,
+        )
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,8 @@ from sparkhvd.keras.training import Order, Trained, train
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner import run
+from sparkhvd.training.modules.copies import copied
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import (
     Transformations,
@@ -306,16 +307,18 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         history: list[dict[str, float]],
     ) -> KerasModel:
         """Make the model of trained variables, with this estimator's uid and its Params."""
-        trained = copy.deepcopy(order.network)
+        trained = copied(order.network)
         with torch.no_grad():
             for variable, value in zip(trained.variables, values, strict=True):
                 variable.copy_(value)
         features, labels, _ = self._columns()
-        loss = order.compiling.get("loss") or (order.compiled or {}).get("loss")
+        loss = order.compiling.get("loss")
+        if loss is None:
+            loss = (order.compiled or {}).get("loss")
         outputs: Sequence[Any] = getattr(trained.model, "outputs", None) or ()
         links = [link_of(loss, outputs[0].shape)] if len(outputs) == 1 else None
         model = KerasModel.from_module(
-            trained.eval(),
+            in_mode(trained, is_training=False),
             link=links,
             history=history,
             run_id=order.run_id,

@@ -21,9 +21,11 @@ Each module imports only those above it:
     user_step         the user's own forward and loss
     check_user_code   the user's functions and objects, checked on the driver
     schedulers        the user's learning-rate scheduler
+    others            state of losses and metrics
     model             the user's model, built and checked
     optimizer         the user's optimizer, its groups, compression
     loss_functions    the user's losses, checked
+    row_pairs         losses and metrics tried on permuted labels
     program           model, optimizer, losses and metrics, pickled
     describe_program  the same, described for a checkpoint
     spec              input and result of a rank

@@ -44,6 +44,11 @@ class UserCode:
         return Transformations(self.transformation_fn, self.batch_transform_fn)
 
     @property
+    def steps(self) -> dict[str, object]:
+        """The functions that compute losses in our loop, by name."""
+        return {"train_step": self.train_step, "validation_step": self.validation_step}
+
+    @property
     def computes_loss(self) -> bool:
         """True if the user's function computes the training loss, so that `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None

@@ -71,6 +71,7 @@ class TrainSpec:
         transformed: the columns as the user's transformations return them; None without these.
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
             None where it could.
+        checks_pairs: rank 0 looks whether loss and metrics pair rows, because the driver could not.
         timeline: steps of a launch that the run's timeline shows; 0: there is none.
         torch_settings: of the driver, see `torch_settings`.
         fingerprint: JSON object that a checkpoint of this run shares.
@@ -122,6 +123,7 @@ class TrainSpec:
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
     trial: Columns | None = None
+    checks_pairs: bool = False
     timeline: int = 0
     torch_settings: TorchSettings = field(default_factory=dict)
     fingerprint: str = "{}"

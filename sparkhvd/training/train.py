@@ -46,8 +46,10 @@ from sparkhvd.training.host_weights import share_frozen
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
+from sparkhvd.training.others import Others
 from sparkhvd.training.precision import loss_scaler
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import Program, load_program
@@ -88,8 +90,11 @@ def train(spec: TrainSpec) -> TrainResult:
     model = build_model(program.model, spec.seed)
     assert isinstance(model, nn.Module)
     # In place: an optimizer that the user made holds these parameters.
-    program = replace(program, model=model.to(device))
+    model.to(device)
+    program = replace(program, model=model)
     move_losses(program.losses, device)
+    others = program.others()
+    others.to(device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
     is_cuda = device.type == "cuda"
@@ -99,10 +104,10 @@ def train(spec: TrainSpec) -> TrainResult:
         profile.timeline,
         Data(spec, program.functions, pin_memory=is_cuda, spans=profile.spans) as data,
     ):
-        start = find_start(spec, checkpoints, program.model)
+        start = find_start(spec, checkpoints, program.model, others=others)
         data.prepare(*start.position)
         load_compression(program.compression, start.compression, device)
-        state, schedule = build(spec, program, data, profile)
+        state, schedule = build(spec, program, data, profile, others)
         moment = Moment()
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
         state.callbacks = callbacks
@@ -123,6 +128,7 @@ def train(spec: TrainSpec) -> TrainResult:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
+                checkpoints.note(step.warning)
         epoch = returned_epoch(spec, history, checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
@@ -165,7 +171,7 @@ def tried_widths(
     if spec.trial is None:
         return ()
     schema = spec.transformed or data.schema
-    model = program.model.eval()
+    model = in_mode(program.model, is_training=False)
     try:
         move = Mover(device)
         widths = output_widths(
@@ -222,7 +228,10 @@ def train_epochs(
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)
         with step.state.profile.phase("validate"):
+            step.state.others.share()
             record |= validate(step, data)
+            if data.validation is not None:
+                step.state.others.share()
         asked = callbacks.epoch_end(record)
         # Decisions by the record must be equal, and ranks may compute on different machines.
         record = hvd.broadcast_object(record, 0, name="record")
@@ -234,23 +243,23 @@ def train_epochs(
         hooks.after_checkpoint()
         position = Position(history)
         stopped = asked or reason_to_stop(history, spec.early_stopping)
-    callbacks.call("on_train_end", history)
+    callbacks.train_end(history, saver)
     return stopped if len(history) < spec.epochs else ""
 
 
 def build(
-    spec: TrainSpec, program: Program, data: Data, profile: Profile
+    spec: TrainSpec, program: Program, data: Data, profile: Profile, others: Others
 ) -> tuple[TrainingState, Schedule]:
     """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
     optimizer: Distributed | None = None
     if program.optimizer is not None:  # else train_fn makes its own
-        plain = build_optimizer(program.optimizer, model)
+        plain = build_optimizer(program.optimizer, model, others.trained)
         spec.overrides.apply(plain, hvd.size())
         move_optimizer(plain)
         distributed = hvd.DistributedOptimizer(
             plain,
-            model.named_parameters(),
+            [*model.named_parameters(), *others.stepped_by(plain)],
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,
             # The user's loop calls `backward` on plain means.
@@ -276,6 +285,7 @@ def build(
         scaler,
         compression=program.compression,
         profile=profile,
+        others=others,
     )
     return state, schedule
 

@@ -32,6 +32,7 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.frozen import Sums, weight_sums
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 from sparkhvd.training.checkpoints.rank_state import load_rng
 from sparkhvd.training.checkpoints.resume import Position, TrainingState
@@ -173,6 +174,7 @@ class TrainFnContext(Context):
         self._rows = 0  # of this rank, since the last record
         self._rank_state = position.rank_state
         self._is_saved = False
+        self._saved_sums: Sums = {}  # on rank 0
         self._began = time.monotonic()
         self._share = 1.0
         self._has_batch = False  # of a loader
@@ -274,6 +276,14 @@ class TrainFnContext(Context):
         broadcast_module_state(self.model)
         self._saver.after_epoch(self.history)
         self._is_saved = True
+        if self.rank == 0:
+            self._saved_sums = weight_sums(self.model)
+
+    def _must_save(self) -> bool:
+        """Return True if the model is not as its last checkpoint has it: trained on, or changed on rank 0, whose weights count."""
+        is_best = self._spec.return_best  # the result is what was saved
+        is_changed = not is_best and self.rank == 0 and weight_sums(self.model) != self._saved_sums
+        return not self._is_saved or is_changed
 
 
 def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
@@ -308,7 +318,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
         raise
     except Exception as e:
         raise RuntimeError(f"train_fn raised {type(e).__name__}: {e}") from e
-    # A function that trained on after its last checkpoint, or wrote none, still gets the model as it left it.
-    unsaved = torch.tensor([0.0 if ctx._is_saved else 1.0])
+    # A function that trained on or changed weights after its last checkpoint, or wrote none, still gets the model as it left it.
+    unsaved = torch.tensor([float(ctx._must_save())])
     if float(hvd.allreduce(unsaved, name="train_fn.unsaved", op=hvd.Max)):
         ctx.save_checkpoint()

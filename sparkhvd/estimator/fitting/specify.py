@@ -44,6 +44,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
                 data.examples,
                 program.metrics,
                 options.precision,
+                request.pairs,
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
@@ -83,6 +84,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
         torch_settings=settings_here(),
+        checks_pairs=request.pairs.is_left,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths

@@ -68,6 +68,7 @@ class EstimatorKeywords(TypedDict, total=False):
     gradient_compression: Any | None
     loss_weights: Sequence[float] | None
     metrics: Any | None
+    pairs_rows: bool | None
     compile: bool | None
     train_step: Callable[..., Any] | None
     validation_step: Callable[..., Any] | None

@@ -44,7 +44,7 @@ class ModelParams(TorchParams):
     )
     loss = model_param(
         to_losses,
-        "(output, label) -> scalar mean or (scalar mean, weight), or 'mse', 'cross_entropy', ...; or one per label",
+        "(output, label) -> mean or (mean, weight), or 'mse', ...; or one per label; a scalar label is (rows, 1) if its output is",
         annotation="Callable[..., Any] | str | Sequence[Callable[..., Any] | str]",
     )
     loss_constructors = model_param(
@@ -87,9 +87,15 @@ class ModelParams(TorchParams):
     )
     metrics = model_param(
         any_value,
-        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
+        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) as for loss, or torchmetrics; or a dict",
         default=[],
         annotation="Any",
+        train_fn=NOT_SEEN,
+    )
+    pairs_rows = model_param(
+        TypeConverters.toBoolean,
+        "False: no warning where loss or metrics do not compare each row's output with its label",
+        default=True,
         train_fn=NOT_SEEN,
     )
     compile = model_param(
@@ -102,7 +108,7 @@ class ModelParams(TorchParams):
     )
     train_step = model_param(
         any_value,
-        "(model, batch, ctx) -> loss of a batch; instead of forward and loss",
+        "(model, batch, ctx) -> loss of a batch; instead of forward and loss; a scalar label is (rows,)",
         annotation="Callable[..., Any]",
         train_fn=NOT_SEEN,
     )

@@ -66,6 +66,7 @@ class FitOptions(PredictOptions):
     gradient_compression: Any | None = None
     loss_weights: list[float] | None = None
     metrics: Any = field(default_factory=list)
+    pairs_rows: bool = True
     compile: bool = False
     train_step: Callable[..., Any] | None = None
     validation_step: Callable[..., Any] | None = None

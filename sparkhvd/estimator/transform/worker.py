@@ -31,6 +31,7 @@ from sparkhvd.estimator.transform.computation import Computation, Output, column
 from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.training.modules.architecture import load_shell
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.to_device import Mover
@@ -90,7 +91,9 @@ class ModelCache:
         if key not in self._models:
             # One thread per task: Spark runs as many tasks as there are cores.
             torch.set_num_threads(1)
-            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval().to(device)
+            model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
+            model.to(device)
+            self._models[key] = model
             while len(self._models) > self._size:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)

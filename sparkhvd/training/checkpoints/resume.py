@@ -27,6 +27,7 @@ from sparkhvd.training.checkpoints.module_state import (
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
 from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.metrics import Totals, TotalsState
+from sparkhvd.training.others import Others
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
@@ -57,6 +58,7 @@ class TrainingState:
         compression: of gradients; some have a state.
         kept: objects of a `train_fn`, by name.
         profile: where the time goes; beside checkpoints, not in them.
+        others: state of losses and metrics.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class TrainingState:
     compression: Compression | None = None
     kept: dict[str, Stateful] = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)
+    others: Others = field(default_factory=Others)
 
 
 class Resumed(TypedDict):
@@ -144,9 +147,13 @@ class Position:
 
 
 def find_start(
-    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, held: Checkpoint | None = None
+    spec: TrainSpec,
+    checkpoints: Checkpoints,
+    model: nn.Module,
+    held: Checkpoint | None = None,
+    others: Others | None = None,
 ) -> Start:
-    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights.
+    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights, and `others` their state.
 
     All ranks must call it, before the optimizer is built. With one that rank 0 holds in memory the store is not asked.
 
@@ -159,9 +166,10 @@ def find_start(
         problem = ""
         try:
             if held is None:
-                checkpoint = _load_start(spec, checkpoints, model)
+                checkpoint = _load_start(spec, checkpoints, model, others or Others())
             else:
                 load_weights(model, held.model, "The state in memory does")
+                (others or Others()).load_state_dict(held.others, "The state in memory does")
                 checkpoint = held
         except InvalidArgumentError as e:
             problem = str(e)
@@ -191,8 +199,10 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
     }
 
 
-def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Checkpoint | None:
-    """Load the weights of rank 0's model; return the checkpoint, if there is one.
+def _load_start(
+    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: Others
+) -> Checkpoint | None:
+    """Load the weights of rank 0's model, and the state of others; return the checkpoint, if there is one.
 
     Raises:
         InvalidArgumentError: it does not fit this run, or no checkpoint is whole.
@@ -202,9 +212,14 @@ def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> 
         if problem := _misfit(spec, checkpoint):
             raise InvalidArgumentError(problem)
         load_weights(model, checkpoint.model, f"The checkpoint in {spec.run_dir} does")
+        others.load_state_dict(checkpoint.others, f"The checkpoint in {spec.run_dir} does")
     elif spec.start_from:
-        weights = checkpoints.load_weights(spec.start_from)
-        load_weights(model, weights, f"warm_start: the weights of {spec.start_from} do")
+        start, what = (
+            checkpoints.load_start(spec.start_from),
+            f"warm_start: the weights of {spec.start_from} do",
+        )
+        load_weights(model, start.result, what)
+        others.load_state_dict(start.others, what)
     return checkpoint
 
 
@@ -214,6 +229,7 @@ def resume(start: Start, state: TrainingState) -> Position:
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
     sent = broadcast_weights(model)
+    state.others.begin(state.optimizer)
     if not resumed["is_new"]:
         give_back()  # what rank 0 has read of the checkpoint
     if state.optimizer is not None:
@@ -230,6 +246,8 @@ def resume(start: Start, state: TrainingState) -> Position:
     if state.callbacks is not None:
         state.callbacks.ctx.stop_reason = rank_state["stop_reason"] if rank_state else ""
     load_extra_states(model, resumed["extra"] | (rank_state["extra"] if rank_state else {}))
+    if rank_state is not None:
+        state.others.load_rank_state(rank_state.get("others", {}))
     if not resumed["is_new"]:
         # Buffers that did not exist then are emptied.
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
@@ -292,4 +310,5 @@ def take(
         step=step,
         ranks=list(ranks),
         kept=kept,
+        others=state.others.state_dict(),
     )
