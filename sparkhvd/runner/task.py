@@ -29,10 +29,11 @@ from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, chunks, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.rank_output import RankOutput, log
+from sparkhvd.runner.results import OUTCOME_PART, is_of_rest
 from sparkhvd.runner.trainer import Trainer, inherited
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ if TYPE_CHECKING:
 
     from sparkhvd.runner.payload import Payload
 
-__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
+__all__ = ["ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
 
 ROW_SCHEMA = "rank int, part int, data binary"
-# The row with this part number holds the outcome; parts 0, 1, ... are the result.
-OUTCOME_PART = -1
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class TaskSpec:
         live: `Way.to_dict()` of live output; None for none.
         is_quiet: whether the ranks' lines stay off this task's stderr.
         elastic: `Terms.to_dict()` of ranks that come and go; None for a barrier stage.
+        piece_bytes: most bytes of a row of a result.
     """
 
     size: int
@@ -93,6 +93,12 @@ class TaskSpec:
     live: dict[str, Any] | None = None
     is_quiet: bool = False
     elastic: dict[str, Any] | None = None
+    piece_bytes: int = CHUNK_BYTES
+
+    @property
+    def tag(self) -> str:
+        """Tag of the Spark job."""
+        return f"sparkhvd-{self.job_id}"
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -162,9 +168,12 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files = files_of(shared)
     rank = barrier.partitionId()
+    if is_of_rest(barrier.getLocalProperty("spark.job.tags"), spec.tag):
+        raise _lost(rank, spec)
     share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
-    outcome = replace(outcome, job_id=spec.job_id)
+    num_parts = -(-len(result) // spec.piece_bytes)
+    outcome = replace(outcome, job_id=spec.job_id, num_parts=num_parts)
     is_stored = stored.write(files, spec.run_dir, outcome)
     if outcome.kind != Kind.OK:
         cause = stored.await_cause(files, spec.run_dir, spec.size, outcome)
@@ -172,10 +181,26 @@ def run_task(
         is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
-    parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
+    parts = [
+        (OUTCOME_PART, outcome.to_json().encode()),
+        *enumerate(chunks(result, spec.piece_bytes)),
+    ]
     for part, data in parts:
         columns = [int32_array(rank), int32_array(part), binary_array(data)]
         yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
+
+
+def _lost(rank: int, spec: TaskSpec) -> RankError:
+    """Return the error about a result that the driver wanted to have from an executor which is gone."""
+    outcome = Outcome(
+        rank,
+        Kind.LOST,
+        attempt=spec.attempt,
+        exit="lost",
+        message="it had ended, and its result was on an executor that is gone",
+        job_id=spec.job_id,
+    )
+    return RankError(f"{describe(outcome, spec.size)}\n{embed(outcome)}", rank=rank, exit="lost")
 
 
 def files_of(shared: bytes) -> SharedFiles | None:
