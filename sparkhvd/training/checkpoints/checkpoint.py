@@ -32,9 +32,9 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT_VERSION = 4
-# Version 3 had all parameters in it.
-_READ_VERSIONS = (3, FORMAT_VERSION)
+FORMAT_VERSION = 5
+# Version 3 had all parameters in it, version 4 nothing of `changes`.
+_READ_VERSIONS = (3, 4, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
@@ -65,6 +65,7 @@ class Checkpoint:
         compression: the state of the compression of gradients, see `gather_compression`.
         kept: states of the objects that a `train_fn` keeps, by name.
         frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
+        changes: of model and optimizer since they were built, see `Changes`; {} if it is not known.
     """
 
     epoch: int
@@ -81,6 +82,7 @@ class Checkpoint:
     compression: State = field(default_factory=dict, repr=False)
     kept: State = field(default_factory=dict, repr=False)
     frozen: Frozen | None = None
+    changes: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def position(self) -> Position:
