@@ -7,18 +7,31 @@ disks of the executors (`persist`) until the driver has them: their outcomes and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.runner.outcomes import CHUNK_BYTES, Outcome
+from sparkhvd.arrow_buffers import binary_array, int32_array
+from sparkhvd.errors import RankError
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, chunks, describe, embed
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, Row
 
-__all__ = ["LIMIT_KEY", "OUTCOME_PART", "Pieces", "collect", "is_of_rest", "pieces_for"]
+__all__ = [
+    "LIMIT_KEY",
+    "OUTCOME_PART",
+    "Pieces",
+    "collect",
+    "is_of_rest",
+    "lost",
+    "pieces_for",
+    "rows_of",
+]
 
 LIMIT_KEY = "spark.driver.maxResultSize"
 _DEFAULT_LIMIT = 1 << 30
@@ -53,6 +66,17 @@ def pieces_for(conf: Mapping[str, str], size: int) -> Pieces:
     room = limit // 2 - size * _TASK_BYTES
     num_bytes = min(CHUNK_BYTES, max(_LEAST_PIECE_BYTES, room))
     return Pieces(num_bytes, max(1, room // num_bytes))
+
+
+def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a rank that has ended well: its outcome, then its result in pieces of at most `num_bytes`."""
+    import pyarrow as pa
+
+    outcome = replace(outcome, num_parts=-(-len(result) // num_bytes))
+    parts = [(OUTCOME_PART, outcome.to_json().encode())]
+    for part, data in itertools.chain(parts, enumerate(chunks(result, num_bytes))):
+        columns = [int32_array(rank), int32_array(part), binary_array(data)]
+        yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
 
 
 def collect(
@@ -93,6 +117,13 @@ def is_of_rest(tags: str | None, tag: str) -> bool:
         tag: of the ranks' job.
     """
     return _tag_of_rest(tag) in (tags or "")
+
+
+def lost(rank: int, size: int, attempt: int, job_id: str) -> RankError:
+    """Return the error about a result that the driver wanted to have from an executor which is gone."""
+    message = "it had ended, and its result was on an executor that is gone"
+    outcome = Outcome(rank, Kind.LOST, "", attempt, "lost", message=message, job_id=job_id)
+    return RankError(f"{describe(outcome, size)}\n{embed(outcome)}", rank=rank, exit="lost")
 
 
 def _tag_of_rest(tag: str) -> str:

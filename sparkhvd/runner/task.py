@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, preflight, stored
+from sparkhvd.runner import launching, preflight, results, stored
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.head_start import share_nursery, task_prologue
@@ -29,11 +28,10 @@ from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
-from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, chunks, describe, embed, refer
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.rank_output import RankOutput, log
-from sparkhvd.runner.results import OUTCOME_PART, is_of_rest
 from sparkhvd.runner.trainer import Trainer, inherited
 
 if TYPE_CHECKING:
@@ -159,7 +157,6 @@ def run_task(
     Raises:
         RankError: the rank failed; its text embeds the outcome.
     """
-    import pyarrow as pa
     from pyspark import BarrierTaskContext
 
     for _ in batches:  # a task that leaves input unread costs Spark the Python worker
@@ -168,12 +165,11 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files = files_of(shared)
     rank = barrier.partitionId()
-    if is_of_rest(barrier.getLocalProperty("spark.job.tags"), spec.tag):
-        raise _lost(rank, spec)
+    if results.is_of_rest(barrier.getLocalProperty("spark.job.tags"), spec.tag):
+        raise results.lost(rank, spec.size, spec.attempt, spec.job_id)
     share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
-    num_parts = -(-len(result) // spec.piece_bytes)
-    outcome = replace(outcome, job_id=spec.job_id, num_parts=num_parts)
+    outcome = replace(outcome, job_id=spec.job_id)
     is_stored = stored.write(files, spec.run_dir, outcome)
     if outcome.kind != Kind.OK:
         cause = stored.await_cause(files, spec.run_dir, spec.size, outcome)
@@ -181,26 +177,7 @@ def run_task(
         is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
-    parts = [
-        (OUTCOME_PART, outcome.to_json().encode()),
-        *enumerate(chunks(result, spec.piece_bytes)),
-    ]
-    for part, data in parts:
-        columns = [int32_array(rank), int32_array(part), binary_array(data)]
-        yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
-
-
-def _lost(rank: int, spec: TaskSpec) -> RankError:
-    """Return the error about a result that the driver wanted to have from an executor which is gone."""
-    outcome = Outcome(
-        rank,
-        Kind.LOST,
-        attempt=spec.attempt,
-        exit="lost",
-        message="it had ended, and its result was on an executor that is gone",
-        job_id=spec.job_id,
-    )
-    return RankError(f"{describe(outcome, spec.size)}\n{embed(outcome)}", rank=rank, exit="lost")
+    yield from results.rows_of(rank, outcome, result, spec.piece_bytes)
 
 
 def files_of(shared: bytes) -> SharedFiles | None:
