@@ -13,6 +13,7 @@ from torch import nn
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
+from sparkhvd.data.store.contents import TIMELINE_NAME
 from sparkhvd.estimator.base import RankEstimator
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
@@ -37,6 +38,7 @@ from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME
 from sparkhvd.runner.elastic.job import launch_elastic
 from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.head_start import HeadStart
@@ -97,33 +99,44 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         options = request.options
         recorder.settled(options, request.cluster.settings.values, request.store)
         with self._followers(request, recorder) as followers:
+            model = self._train_or_explain(request, recorder, followers)
+            if not request.num_checkpoints:
+                # At last: until here the run has the weights if anything goes wrong.
+                stays = [TIMELINE_NAME] if options.timeline else []
+                if options.keep_checkpoints != 0:
+                    stays += [JSON_NAME, HTML_NAME]
+                request.run.delete(stays)
+        return model
+
+    def _train_or_explain(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> TorchModel:
+        """Train, and end the run; of an error say where the weights are, and tell report and loggers."""
+        options, verbose = request.options, request.cluster.verbose
+        try:
             with request.held:
-                model, epoch = self._train_or_explain(request, recorder, followers)
+                if verbose and request.outlives_process:
+                    request.run.announce(options.epochs)
+                model, epoch = self._train(request, recorder, followers)
                 if request.num_checkpoints:
                     fitted = model._require_fitted()
                     finished = Finished(epoch, fitted.widths, fitted.timings)
                     request.run.finish(finished, request.num_checkpoints)
-            if not request.num_checkpoints:
-                request.run.delete(keeps_timeline=bool(options.timeline))
             fitted = model._require_fitted()
             is_kept = options.keep_checkpoints != 0
             history = recorder.with_changes(fitted.history)
             recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
             model._fitted = replace(fitted, history=history, report=recorder.document)
             followers.finished(model, recorder.document)
-        return model
-
-    def _train_or_explain(
-        self, request: Request, recorder: Recorder, followers: Followers
-    ) -> tuple[TorchModel, int]:
-        """Train; of an error say how the run goes on, and tell report and loggers."""
-        options, verbose = request.options, request.cluster.verbose
-        try:
-            if verbose and request.outlives_process:
-                request.run.announce(options.epochs)
-            return self._train(request, recorder, followers)
+            return model
         except BaseException as e:
-            request.run.explain_failure(e, options.run_id, epochs=options.epochs, verbose=verbose)
+            request.run.explain_failure(
+                e,
+                options.run_id,
+                epochs=options.epochs,
+                verbose=verbose,
+                is_trained=recorder.is_trained,
+            )
             recorder.write_failure(request.store, request.run.run_dir, e)
             followers.failed(e, recorder.document)
             raise
@@ -230,6 +243,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         )
         with reporter:
             report = self._run_ranks(request, spec, options)
+            recorder.is_trained = True
         followers.load(report.results[0].profile)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         if request.options.timeline and cluster.verbose:

@@ -18,6 +18,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.data.reading.source import open_source
 from sparkhvd.data.source import ParquetFiles, Target
+from sparkhvd.data.store.contents import TIMELINE_NAME
 from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.base import RankEstimator
@@ -95,13 +96,20 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         store = default_store(sources.training.spark, options.store)
         name = options.run_id or f"{self.uid}-{os.urandom(4).hex()}"
         with self._following(options, store, name) as following:
+            run = Run(store, f"keras_runs/{name}")
+            stays = [TIMELINE_NAME] if options.timeline else []
             try:
-                model = self._train(sources, options, network, compiling, store, name, following)
+                model = self._train(sources, options, network, compiling, run, following)
+                following.ended(model.history)
+                following.followers.finished(model, {})
             except BaseException as e:
+                has_state = Progress(store, name).explain_failure(e, options.epochs)
+                if not (has_state or options.run_id or isinstance(e, KeyboardInterrupt)):
+                    run.delete(stays)
                 following.followers.failed(e, {})
                 raise
-            following.ended(model.history)
-            following.followers.finished(model, {})
+            if options.run_id is None:
+                run.delete(stays)
         return model
 
     def _train(
@@ -110,25 +118,23 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         options: FitOptions,
         network: Network,
         compiling: Mapping[str, Any],
-        store: Store,
-        name: str,
+        run: Run,
         following: Following,
     ) -> KerasModel:
-        run = Run(store, f"keras_runs/{name}")
-        with self._prepared(sources, options, network, run) as data:
-            order = Order(
-                network=network,
-                dataset=data.training,
-                held_out=data.validation,
-                split=None if isinstance(sources.split, str) else sources.split,
-                run_dir=run.run_dir,
-                timeline=options.timeline,
-                logs_epochs=following.followers.has_loggers,
-                **compiling,
-                **self._training(options, data),
-                torch_settings=settings_here(),
-            )
-            found = self._run_ranks(order, options, sources.training.spark, following)
+        data = self._prepared(sources, options, network, run)
+        order = Order(
+            network=network,
+            dataset=data.training,
+            held_out=data.validation,
+            split=None if isinstance(sources.split, str) else sources.split,
+            run_dir=run.run_dir,
+            timeline=options.timeline,
+            logs_epochs=following.followers.has_loggers,
+            **compiling,
+            **self._training(options, data),
+            torch_settings=settings_here(),
+        )
+        found = self._run_ranks(order, options, sources.training.spark, following)
         assert found[0] is not None  # rank 0's
         if options.timeline and options.verbose:
             of_this_process.print(f"timeline: {run.timeline_url} (open it in ui.perfetto.dev)")
@@ -187,11 +193,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         """Return the columns of features, of labels, and that of weights."""
         return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
 
-    @contextlib.contextmanager
     def _prepared(
         self, sources: FitSources, options: FitOptions, network: Network, run: Run
-    ) -> Iterator[_FitData]:
-        """Make the rows readable for ranks while the context lasts: write them into the store, find them there, or list the files."""
+    ) -> _FitData:
+        """Make the rows readable for ranks: write them into the store, find them there, or list the files."""
         functions = RowFunctions(options.decoders or {})
         store = run.store
         features, labels, weight = self._columns()
@@ -221,14 +226,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             keep_data=options.keep_data,
             num_partitions=options.num_partitions,
         )
-        try:
-            made = prepare_sources(sources, schema, target)
-            check_split(made.manifest, sources.split, self._full_step(options))
-            report_skipped(made.skipped, options.verbose)
-            yield self._data_of(made, store, options, functions, model_dtype(network))
-        finally:
-            if is_read_in_place and options.run_id is None:
-                run.delete(keeps_timeline=bool(options.timeline))
+        made = prepare_sources(sources, schema, target)
+        check_split(made.manifest, sources.split, self._full_step(options))
+        report_skipped(made.skipped, options.verbose)
+        return self._data_of(made, store, options, functions, model_dtype(network))
 
     def _data_of(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
@@ -152,6 +153,10 @@ def _train(order: Order, timeline: RunTimeline) -> Trained | None:
             return None
         if best and os.path.exists(best):
             model.load_weights(best)
+        if best or progress is None:
+            # Until the driver has the model; a store that fails now costs no result.
+            with contextlib.suppress(OSError, SparkhvdError):
+                Progress.of(order.dataset.store, order.run_dir).save(model, records)
     return [variable.value.detach().cpu() for variable in model.variables], records
 
 

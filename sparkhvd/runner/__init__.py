@@ -42,6 +42,7 @@ Each module imports only those above it:
     spark_log   Spark's log on the driver without failures of ranks
     tracebacks  tracebacks of ranks as the driver shows them
     outcomes    values and errors of ranks as data
+    results     results of ranks by pieces, below Spark's limit
     host_names  hosts, their slots, and who runs where
     forwarding  variables that ranks on other hosts get
     config_file  flags of `sparkhvdrun` from a file

@@ -181,6 +181,7 @@ class _Training(State, Hooks):
             self._scaled_by = hvd.size()
         elif held is not None and self.state.optimizer is not None:
             load_weights(model, held.model, "The state in memory does")
+            self.state.changes.regroup(held.changes.get("groups"))
             self.state.optimizer.load_state_dict(held.optimizer)
         # Which of them a rank calls depends on its number.
         ctx = CallbackContext(self.spec, self.state, self.moment)

@@ -34,6 +34,7 @@ from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data, StepPlan
+from sparkhvd.training.checkpoints.changes import set_modes
 from sparkhvd.training.checkpoints.compression_state import load_compression
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
@@ -122,6 +123,8 @@ def train(spec: TrainSpec) -> TrainResult:
         stopped = ""
         with Saver(spec, checkpoints, state) as saver:
             if program.user.train_fn is not None:
+                if position.changes:
+                    set_modes(program.model, position.changes["evaluating"])
                 ctx = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
                 run_train_fn(program.user, ctx, data)
             else:
@@ -216,7 +219,9 @@ def train_epochs(
     hooks = hooks or Hooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
-    callbacks.call("on_train_begin")
+    changes, watch = step.state.changes, callbacks.watch
+    with changes.repeated(position.changes, watch, "on_train_begin"):
+        callbacks.call("on_train_begin")
     stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
@@ -224,7 +229,9 @@ def train_epochs(
         # Before the callbacks, which may draw, log, and put parts of the model in another mode.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
-        callbacks.call("on_epoch_begin")
+        continued = position.changes if position.is_inside else {}
+        with changes.repeated(continued, watch, "on_epoch_begin"):
+            callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)
         with step.state.profile.phase("validate"):

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 5
-# Version 3 had all parameters in it, version 4 nothing of `final` and `others`.
+# Version 3 had all parameters in it, version 4 nothing of `final`, `others` and `changes`.
 _READ_VERSIONS = (3, 4, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
@@ -67,6 +67,7 @@ class Checkpoint:
         frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
         final: entries of the model's state dict that `on_train_end` has changed; a run that resumes calls it again.
         others: state of losses and metrics, see `Others`.
+        changes: of model and optimizer since they were built, see `Changes`; {} if it is not known.
     """
 
     epoch: int
@@ -85,6 +86,7 @@ class Checkpoint:
     frozen: Frozen | None = None
     final: State = field(default_factory=dict, repr=False)
     others: State = field(default_factory=dict, repr=False)
+    changes: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def position(self) -> Position:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Done
+from sparkhvd.training.checkpoints.changes import Changes
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
@@ -59,6 +60,7 @@ class TrainingState:
         kept: objects of a `train_fn`, by name.
         profile: where the time goes; beside checkpoints, not in them.
         others: state of losses and metrics.
+        changes: of model and optimizer; made with them.
     """
 
     model: nn.Module
@@ -70,6 +72,10 @@ class TrainingState:
     kept: dict[str, Stateful] = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)
     others: Others = field(default_factory=Others)
+    changes: Changes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changes = Changes(self.model, self.optimizer)
 
 
 class Resumed(TypedDict):
@@ -84,6 +90,7 @@ class Resumed(TypedDict):
     callbacks: State | None
     extra: State
     kept: State
+    changes: dict[str, Any]
     problem: str
     is_new: bool
 
@@ -120,6 +127,7 @@ class Position:
         sums: of these ranks, on one of those that go on; else None.
         seconds: that they have taken.
         sent: names of frozen parameters that rank 0 has sent to the others.
+        changes: of model and optimizer that are loaded, see `Changes.repeated`.
     """
 
     history: History
@@ -129,6 +137,12 @@ class Position:
     sums: TotalsState | None = None
     seconds: float = 0.0
     sent: frozenset[str] = frozenset()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a part of the epoch is done."""
+        return bool(self.step or self.done.steps)
 
     def begin(self, totals: Totals) -> float:
         """Set random numbers and totals of a run that resumes inside an epoch.
@@ -194,6 +208,7 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
         "callbacks": source.callbacks,
         "extra": extra,
         "kept": source.kept,
+        "changes": source.changes,
         "problem": problem,
         "is_new": checkpoint is None,
     }
@@ -225,7 +240,11 @@ def _load_start(
 
 def resume(start: Start, state: TrainingState) -> Position:
     """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
-    resumed, model = start.resumed, state.model
+    resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
+    watch = state.callbacks.watch if state.callbacks is not None else None
+    if changes:
+        state.changes.load(changes, watch)
+        state.changes.regroup(changes["groups"])
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
     sent = broadcast_weights(model)
@@ -234,14 +253,7 @@ def resume(start: Start, state: TrainingState) -> Position:
         give_back()  # what rank 0 has read of the checkpoint
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
-    parts: list[tuple[Stateful | None, State | None]] = [
-        (state.scheduler, resumed["scheduler"]),
-        (state.scaler, resumed["scaler"]),
-        (state.callbacks, resumed["callbacks"]),
-    ]
-    for part, saved in parts:
-        if part is not None and saved is not None:
-            part.load_state_dict(saved)
+    _load_parts(state, resumed)
     rank_state = resumed["ranks"][hvd.rank()] if resumed["step"] else None
     if state.callbacks is not None:
         state.callbacks.ctx.stop_reason = rank_state["stop_reason"] if rank_state else ""
@@ -253,7 +265,25 @@ def resume(start: Start, state: TrainingState) -> Position:
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
         of_rank = rank_state["buffers"] if rank_state else {}
         load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
-    return Position(resumed["history"], resumed["step"], rank_state, sent=sent)
+    return Position(
+        resumed["history"],
+        resumed["step"],
+        rank_state,
+        sent=sent,
+        changes=changes,
+    )
+
+
+def _load_parts(state: TrainingState, resumed: Resumed) -> None:
+    """Load the states of scheduler, scaler and callbacks."""
+    parts: list[tuple[Stateful | None, State | None]] = [
+        (state.scheduler, resumed["scheduler"]),
+        (state.scaler, resumed["scaler"]),
+        (state.callbacks, resumed["callbacks"]),
+    ]
+    for part, saved in parts:
+        if part is not None and saved is not None:
+            part.load_state_dict(saved)
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
@@ -311,4 +341,5 @@ def take(
         ranks=list(ranks),
         kept=kept,
         others=state.others.state_dict(),
+        changes=state.changes.state_dict(state.callbacks.watch if state.callbacks else None),
     )

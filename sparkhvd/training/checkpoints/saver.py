@@ -76,6 +76,8 @@ class Saver:
         if not self._is_due():
             return
         callbacks = self._state.callbacks
+        if callbacks is not None:
+            callbacks.watch.check(callbacks.ctx.moment.epoch)
         stop_reason = callbacks.ctx.stop_reason if callbacks is not None else ""
         sums = None if totals is None else totals.state_dict()
         own = self._state.others.rank_state()

@@ -20,6 +20,7 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.types import History, Record, State
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.logs import Logs, combined
+from sparkhvd.training.user_code.watch import Watch
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
@@ -183,6 +184,7 @@ class Callbacks:
         self._all = tuple(callbacks)
         self.ctx = ctx
         self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
+        self.watch = Watch(ctx.model, ctx.optimizer)
         # The reason why training ends with the last epoch; equal on all ranks, "" if it continues.
         self.stopped = ""
 
@@ -194,14 +196,22 @@ class Callbacks:
         """
         self.ctx.method = hook
         for callback in self._called:
-            try:
-                getattr(callback, hook)(self.ctx, *values)
-            except CollectiveError:
-                raise  # another rank was lost: not this callback's doing
-            except Exception as e:
-                raise RuntimeError(
-                    f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
-                ) from e
+            method = getattr(callback, hook)
+            if getattr(method, "__func__", None) is not getattr(Callback, hook):
+                with self.watch.during(callback, hook, self.ctx.epoch):
+                    self._call(callback, hook, values)
+        if hook == "on_epoch_begin":
+            self.watch.check(self.ctx.epoch)
+
+    def _call(self, callback: Callback, hook: str, values: Sequence[object]) -> None:
+        try:
+            getattr(callback, hook)(self.ctx, *values)
+        except CollectiveError:
+            raise  # another rank was lost: not this callback's doing
+        except Exception as e:
+            raise RuntimeError(
+                f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
+            ) from e
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
         """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
