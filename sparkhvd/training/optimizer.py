@@ -76,8 +76,8 @@ def _check_instance(
             if id(parameter) not in parameters:
                 raise InvalidArgumentError(
                     f"optimizer: parameter group {number} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that neither model nor loss has: it is tied to another model. Build "
-                    "it from this model's parameters() and those of the loss, or give a function of the parameters."
+                    f"{tuple(parameter.shape)} that the model does not have: it is tied to another model. Build "
+                    "it from this model's parameters(), or give a function of the parameters. Those of the loss may be in it, too."
                 )
 
 
