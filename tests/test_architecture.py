@@ -170,18 +170,6 @@ def test_imports_point_downwards() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_class_has_more_than_300_lines_and_no_file_more_than_400() -> None:
-    lengths = {
-        f"{relative(path)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in SOURCES
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
-    files = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
-    assert {name: length for name, length in files.items() if length > 400} == {}
-
-
 @dataclass(frozen=True)
 class Import:
     """Import of a module of this package.

@@ -200,12 +200,11 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             self._fitted = replace(fitted, module=own, widths=())
             return self
         # What a collate function makes is known only when there are rows.
-        is_known = not any(c.is_collated for c in fitted.columns)
-        measured = None
-        if is_known:
+        widths = fitted.widths
+        if not any(c.is_collated for c in fitted.columns):
             precision = self._get("precision")
             measured = output_widths(own, fitted.inputs, fitted.columns, precision=precision)
-        widths = fitted.widths if measured is None else tuple(measured)
+            widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
                 f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
