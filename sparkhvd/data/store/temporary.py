@@ -61,8 +61,12 @@ class TemporaryFolders:
             return
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name not in kept:
+                if entry.name in kept:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
 
 
 def _make() -> str:
