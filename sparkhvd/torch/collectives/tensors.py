@@ -76,8 +76,11 @@ def _is_dtensor(tensor: Tensor) -> bool:
     """Check whether each rank holds a part of the tensor, as with FSDP2; imports nothing for it."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
+    # torch 2.4 has it in the second place only.
+    for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
+        if kind := getattr(sys.modules.get(module), "DTensor", None):
+            return isinstance(tensor, kind)
+    return False
 
 
 def _refusal(what: str, tensor: object) -> str:

@@ -87,8 +87,23 @@ def clip_parts_(division: Division, max_norm: float, norm_type: float) -> Tensor
     return total
 
 
+def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    norm: Tensor
+    # Since torch 2.6; on a GPU for many gradients at a time.
+    if get_total_norm := getattr(torch.nn.utils, "get_total_norm", None):
+        norm = get_total_norm(gradients, norm_type)
+    elif gradients:
+        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients]
+        norm = torch.linalg.vector_norm(
+            torch.stack([each.to(norms[0].device) for each in norms]), norm_type
+        )
+    else:
+        norm = torch.zeros(())
+    return norm
+
+
 def _total_norm(division: Division, gradients: list[Tensor], norm_type: float) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
+    norm = _local_norm(gradients, norm_type).double()
     is_max = math.isinf(norm_type)
     # On a GPU if any rank's is there, also for a rank without a part.
     place = next((p for p in division.shards if not p.is_cpu), None)

@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
 from tests.ranks.torch.on_ranks import on_ranks
+
+try:
+    from torch.distributed.tensor import Shard, distribute_tensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import Shard, distribute_tensor
 
 
 def ones(count: int = 2) -> Tensor:

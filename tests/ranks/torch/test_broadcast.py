@@ -145,9 +145,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ASGD": torch.optim.ASGD,
     "Adagrad": torch.optim.Adagrad,
     "Adadelta": torch.optim.Adadelta,
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
     "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3, history_size=4),
 }
+if hasattr(torch.optim, "Adafactor"):  # not before torch 2.5
+    OPTIMIZERS["Adafactor"] = lambda p: torch.optim.Adafactor(p)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

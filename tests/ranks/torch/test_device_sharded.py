@@ -63,7 +63,7 @@ NOT_HERE = ("ASGD", "Rprop")
 
 
 # Moments of each element, and of whole matrices.
-CROSS_SECTION = ("AdamW", "Adafactor")
+CROSS_SECTION = ("AdamW", *{"Adafactor"}.intersection(OPTIMIZERS))
 OTHERS = [name for name in OPTIMIZERS if name not in (*NOT_HERE, *CROSS_SECTION)]
 
 
