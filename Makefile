@@ -306,7 +306,7 @@ soak-packaging: env
 
 # Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random; executors that come and go.
 soak-launchers: env
-	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark
+	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark tests/soak/distributed
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
