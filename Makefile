@@ -223,15 +223,17 @@ test-oldest: env $(OLDEST_ENV)/.stamp
 	@test ! -x $(OLDEST_ENV)/bin/python || { $(WITH_JAVA) $(OLDEST_ENV)/bin/python -c "import petastorm" && \
 	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(OLDEST_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(OLDEST_TESTS); }
 
-# Libraries that run on torch.distributed, in an environment of their own.
-USERS_ENV := build/users-env
+# Libraries that run on torch.distributed, in an environment of their own; with another torch than .venv's: make test-users USERS_TORCH=2.14.1
+USERS_TORCH ?=
+USERS_ENV := build/users-env$(USERS_TORCH:%=-%)
 
 $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
-	@tools/users_env.sh $(PY) $(USERS_ENV)
+	@tools/users_env.sh $(PY) $(USERS_ENV) $(USERS_TORCH)
 	@touch $@
 
+# Accelerate's scripts alone start twenty processes.
 test-users: env $(USERS_ENV)/.stamp
-	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
+	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
 
 # Wheels are compiled by zig for old and other machines; it has an environment of its own.
 WHEEL_ENV := build/wheel-env
@@ -304,7 +306,7 @@ soak-packaging: env
 
 # Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random; executors that come and go.
 soak-launchers: env
-	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark
+	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark tests/soak/distributed
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"

@@ -55,7 +55,6 @@ _ABSENT = {
     "horovod.spark.tensorflow": f"{_PYTORCH_ONLY}; horovod.spark.torch has an estimator",
     "horovod.spark.keras.bare": _OLD_KERAS,
     "horovod.spark.keras.tensorflow": _OLD_KERAS,
-    "horovod.spark.conf": "Its settings of Spark are for a number of ranks that changes, which this version has not on Spark. Leave them out",
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
@@ -110,7 +109,7 @@ STUBS = {
     "horovod.spark.lightning.legacy": _OWN_LOOP,
     "horovod.spark.lightning.remote": _OWN_LOOP,
     "horovod.spark.lightning.util": _OWN_LOOP,
-    "horovod.spark.task": "a rank has the GPU that Spark gave its task. Call torch.cuda.set_device(hvd.local_rank())",
+    "horovod.spark.task": _LAUNCHER,
     "horovod.spark.torch.datamodule": _BATCHES,
     "horovod.spark.torch.remote": _OWN_LOOP,
     "horovod.spark.torch.util": _OWN_LOOP,

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-__all__ = ["conf", "is_served_here", "noticing_tasks", "register_profile", "server_host"]
+__all__ = [
+    "conf",
+    "file_roots",
+    "is_served_here",
+    "noticing_tasks",
+    "register_profile",
+    "server_host",
+]
 
 
 def server_host(session: Any) -> str:
@@ -39,6 +46,25 @@ def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
     names = list(keys)
     values = session.client.get_config_with_defaults(*((name, None) for name in names))
     return list(zip(names, values, strict=True))
+
+
+def file_roots(df: Any) -> list[str]:
+    """List paths that the scans of a DataFrame were given, two of each scan; asks no server."""
+    roots: list[str] = []
+    messages = [df._plan.to_proto(df.sparkSession.client)]
+    while messages:
+        message = messages.pop()
+        if message.DESCRIPTOR.name == "DataSource":
+            # Spark's default is Parquet; other formats are no data files of tables, or tables with their logs.
+            if message.format in ("", "parquet", "orc", "avro"):
+                by_option = [v for k, v in message.options.items() if k.lower() == "path"]
+                roots += [*message.paths, *by_option][:2]
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is None or field.message_type.GetOptions().map_entry:
+                continue
+            messages += [value] if hasattr(value, "DESCRIPTOR") else value
+    return roots
 
 
 def register_profile(session: Any, profile: ResourceProfile) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.knobs import variables_of
 from sparkhvd.settings import Settings, read_variables
 
-__all__ = ["JobSettings", "RankSettings"]
+__all__ = ["JobSettings", "RankSettings", "setting_variables"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class RankSettings:
 
     Args:
         job: settings of the job.
+        before: variables that were set when the rank began; None for those of now.
     """
 
     # Settings that have had their effect before the function begins.
@@ -53,9 +56,9 @@ class RankSettings:
         "start_timeout_s",
     )
 
-    def __init__(self, job: JobSettings) -> None:
+    def __init__(self, job: JobSettings, before: Mapping[str, str] | None = None) -> None:
         self._job = job
-        self._before = dict(os.environ)
+        self._before = dict(os.environ if before is None else before)
 
     def current(self) -> Settings:
         """Return the current settings.
@@ -75,3 +78,9 @@ class RankSettings:
                     "the driver's environment."
                 )
         return settings
+
+
+def setting_variables() -> dict[str, str]:
+    """Return the variables of settings that are set in this process."""
+    names = {name for f in fields(Settings) for name in variables_of(f)}
+    return {name: os.environ[name] for name in names if name in os.environ}

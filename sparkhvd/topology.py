@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Topology", "topology"]
+__all__ = ["HOROVOD_NAMES", "Topology", "horovod_variables", "topology"]
+
+# Horovod's variables of a rank's place.
+HOROVOD_NAMES = tuple(
+    f"HOROVOD_{name}"
+    for name in (
+        "HOSTNAME",
+        "RANK",
+        "SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -69,3 +83,19 @@ def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
         cross_size=len(peers),
         hosts=indices,
     )
+
+
+def horovod_variables(place: Topology, host: str) -> dict[str, str]:
+    """Return Horovod's variables of a rank.
+
+    Args:
+        place: of the rank.
+        host: name of its host.
+    """
+    values = (
+        host,
+        *(place.rank, place.size),
+        *(place.local_rank, place.local_size),
+        *(place.cross_rank, place.cross_size),
+    )
+    return {name: str(value) for name, value in zip(HOROVOD_NAMES, values, strict=True)}

@@ -75,7 +75,7 @@ NAMES: dict[str, str] = {
     "horovod.runner.util": "all",
     "horovod.spark": "run run_elastic",
     "horovod.spark.runner": "run run_elastic",
-    "horovod.spark.conf": "all",
+    "horovod.spark.conf": "SPARK_CONF_ALWAYS_RESTART_FAILED_TASK SPARK_CONF_BLACKLIST_DISABLED SPARK_CONF_BLACKLIST_ENABLED",
     "horovod.spark.task": "get_available_devices",
     "horovod.spark.task.task_service": "SparkTaskService SparkTaskClient",
     "horovod.spark.driver": "all",
@@ -87,16 +87,18 @@ NAMES: dict[str, str] = {
     "horovod.spark.mpi_run": "mpi_run",
     "horovod.spark.elastic": "run_elastic",
     "horovod.spark.torch": "TorchEstimator TorchModel",
+    "horovod.spark.torch.estimator": "TorchEstimator TorchModel EstimatorParams",
     "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
     "horovod.spark.torch.util": "all",
     "horovod.spark.torch.remote": "RemoteTrainer",
     "horovod.spark.lightning": "TorchEstimator TorchModel",
+    "horovod.spark.lightning.estimator": "TorchEstimator TorchModel EstimatorParams MIN_PL_VERSION",
     "horovod.spark.lightning.datamodule": "PetastormDataModule",
     "horovod.spark.lightning.legacy": "all",
     "horovod.spark.lightning.remote": "RemoteTrainer",
     "horovod.spark.lightning.util": "all",
     "horovod.spark.keras": "KerasEstimator KerasModel",
-    "horovod.spark.keras.estimator": "KerasEstimator KerasModel",
+    "horovod.spark.keras.estimator": "KerasEstimator KerasModel EstimatorParams",
     "horovod.spark.keras.datamodule": "PetastormDataModule NVTabularDataModule",
     "horovod.spark.keras.bare": "all",
     "horovod.spark.keras.optimizer": "all",
@@ -111,6 +113,7 @@ NAMES: dict[str, str] = {
     "get_data_metadata_path saving_runs get_runs_path get_run_path get_checkpoint_path get_checkpoints get_logs_path get_checkpoint_filename "
     "get_logs_subdir exists read write_text read_serialized_keras_model get_local_output_dir_fn sync_fn to_remote fs get_localized_path "
     "get_full_path get_full_path_fn copy",
+    "horovod.spark.common.store.DBFSLocalStore": "normalize_path matches_dbfs",
     "horovod.spark.common.params": "EstimatorParams ModelParams",
     "horovod.spark.common.estimator": "HorovodEstimator HorovodModel",
     "horovod.spark.common.constants": "ARRAY BYTES_PER_GIB CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER TOTAL_BUFFER_MEMORY_CAP_GIB "
@@ -132,14 +135,16 @@ NAMES: dict[str, str] = {
 
 # What to know of a name, or of all names of a module.
 NOTES: dict[str, str] = {
-    "horovod.run": "a number of ranks that changes is for this host alone; `output_filename` is an error",
+    "horovod.run": "`output_filename` is an error",
     "horovod.runner.run": "as `horovod.run`",
-    "horovod.torch.elastic.ElasticSampler": "also `batches(size)`, which repeats no row",
+    "horovod.torch.elastic.ElasticSampler": "also `batches(size)`, which repeats no row; `processed_num` counts as there, and a commit adds what other ranks have done more or less; `state_dict()` has the rows themselves, too",
     "horovod.torch.elastic.sampler.ElasticSampler": "the same",
     "horovod.spark.run_elastic": _ELASTIC,
     "horovod.spark.runner.run_elastic": _ELASTIC,
     "horovod.spark.elastic": _ELASTIC,
-    "horovod.spark.conf": "a process that dies fails no task, so nothing need be set: leave them out",
+    "horovod.spark.conf": "pairs as there, by Spark's names since 3.1; nothing here needs them, because a rank that dies fails no task",
+    "horovod.spark.task.get_available_devices": "the number by which CUDA knows the rank's GPU in its process, not Spark's address",
+    "horovod.spark.lightning.estimator.MIN_PL_VERSION": "Horovod's, 1.3.8; sparkhvd needs 2.4",
     "horovod.torch.HorovodInternalError": "of `PeerLostError` and its like; a mismatch between ranks is a `MismatchError`",
     "horovod.torch.synchronize": "a handle is a `Handle`; a second call gives the result again",
     "horovod.torch.reducescatter": "also Min, Max, Product",
@@ -169,11 +174,12 @@ NOTES: dict[str, str] = {
 
 
 def _found(module: str, name: str) -> Any:
-    """Return what a name of a module or of the class `Store` is; None if it is not there, True if what a frontend needs is not installed here."""
-    home = module.removesuffix(".Store")
+    """Return what a name of a module or of a class is; None if it is not there, True if what a frontend needs is not installed here."""
+    home, _, last = module.rpartition(".")
+    is_class = last[:1].isupper()
     try:
-        value = importlib.import_module(home)
-        return getattr(value if home == module else value.Store, name, None)
+        value = importlib.import_module(home if is_class else module)
+        return getattr(getattr(value, last) if is_class else value, name, None)
     except ImportError as error:
         needs = (error.name or "").partition(".")[0]
         return needs not in ("", "horovod", "sparkhvd") or None

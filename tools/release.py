@@ -81,7 +81,10 @@ print(f"torch {torch.__version__}, pyspark {pyspark.__version__}, pyarrow {pyarr
 """
 # By what they are, as pip is asked for them. What a constraint of pip forbids is not found.
 TORCHES = {"newest": "torch", "main": "", "between": "torch==2.9.*", "oldest": "torch==2.4.*"}
-TORCH_HEADER = ["torch", "version", "engine", "`hvd`", "`torch.distributed`", "fit", "Python tests"]
+TORCH_HEADER = [
+    *("torch", "version", "engine", "`hvd`", "`torch.distributed`", "fit"),
+    *("PyTorch's backend tests", "Python tests"),
+]
 NOT_FOUND = 3  # status of tools/torch_env.sh
 HVD = """
 import torch
@@ -303,6 +306,16 @@ def python_tests(python: Path) -> str:
     return f"**failed**: {closing}"
 
 
+def backend_tests(python: Path) -> str:
+    """Run PyTorch's own tests of a backend on Gloo and on ours; return how many of Gloo's pass on ours."""
+    command = [python, "-m", "pytest", "-q", "-s", "tests/soak/distributed"]
+    output = run(command, ROOT, timeout=3600, check=False)
+    found = re.search(r"(\d+ of \d+) that pass on Gloo", output)
+    if found is None:
+        raise Failed(output)
+    return f"{found[1]} that pass on Gloo"
+
+
 def torch_row(main: Path, name: str, requirement: str) -> list[str]:
     """Try a version of torch; return its row of the table."""
     made: list[Path] = [main]
@@ -319,6 +332,8 @@ def torch_row(main: Path, name: str, requirement: str) -> list[str]:
         lambda: two_ranks(made[-1], BACKEND),
         lambda: fit(made[-1]),
     ]
+    if name in ("newest", "main"):
+        tries.append(lambda: backend_tests(made[-1]))
     if name == "newest":
         tries.append(lambda: python_tests(made[-1]))
     row = [name]
@@ -360,7 +375,7 @@ Beside torch and pyspark, with Python {platform.python_version()}:
 
 {table(["what", "outcome"], beside_rows)}
 
-With other versions of torch, from the checkout: the engine, `hvd.allreduce`, and the backend of `torch.distributed` with `new_group` on two ranks, a fit with two ranks, and with the newest version that pip finds all Python tests of `make test`.
+With other versions of torch, from the checkout: the engine, `hvd.allreduce`, and the backend of `torch.distributed` with `new_group` on two ranks, a fit with two ranks, PyTorch's own tests of a backend, and with the newest version that pip finds all Python tests of `make test`.
 
 {table(TORCH_HEADER, torches)}
 

@@ -1,24 +1,29 @@
 #!/usr/bin/env bash
-# Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder>.
+# Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder> [version of torch].
 #
-# Lightning, Accelerate, transformers, PEFT, MLflow, TensorBoard and ONNX are installed here; torch and all else comes from the main environment, by a path
-# that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
+# Lightning, Accelerate, transformers, PEFT, TRL, MLflow, TensorBoard and ONNX are installed here, and torch if a version is given; all else comes from the
+# main environment, by a path that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
+# Takes from the Makefile: TORCH_INDEX.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
+torch=${3-}
 
-echo "test-users: installing lightning, accelerate, transformers, peft, mlflow, tensorboard and onnx into $folder"
+echo "test-users: installing ${torch:+torch $torch, }lightning, accelerate, transformers, peft, trl, mlflow, tensorboard and onnx into $folder"
 rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
+if [ -n "$torch" ]; then
+  pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$torch"
+fi
 pip install "huggingface-hub>=0.30" "safetensors>=0.4.3" "tokenizers>=0.21" "tqdm>=4.60" regex typer
 pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning-utilities>=0.10" "accelerate>=1,<2" \
-  "transformers>=4.50,<6" "peft>=0.15,<1"
+  "transformers>=4.50,<6" "peft>=0.15,<1" "trl>=0.20,<2" "torchdata>=0.8"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # The checkout, too: the main environment's own path to it is a file that is not read from here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
 # What these want besides is mostly there now.
-pip install "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2"
+pip install "datasets>=3,<6" "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2"

@@ -25,6 +25,7 @@ Each module imports only those above it:
     parquet       Parquet of other writers, petastorm's included
     reading       a rank's batches
     spark_plan    a DataFrame's analyzed plan, for the key of reuse
+    tables        a warning for files of tables that are read without their logs
     materialize   writes a DataFrame as packed files
     ownership     leases of materialized data, and their deletion
     reuse         materialized data found again

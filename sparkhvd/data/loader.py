@@ -164,7 +164,10 @@ class Loader(IterableDataset[Any]):
         batch_size: rows per rank and step.
         epoch: that comes next, or goes on.
         num_broken: rows of this rank that decoders have left out of its batches since the epoch began.
+        as_stored: set before the first batch: tensors have the types in which the data hold their numbers.
     """
+
+    as_stored = False
 
     def __init__(
         self,
@@ -380,7 +383,7 @@ class Loader(IterableDataset[Any]):
                 column.name: Argument(
                     None,
                     (column.name,),
-                    column.tensor_dtype,
+                    column.row_dtype.name if self.as_stored else column.tensor_dtype,
                     None,
                     is_joined=False,
                     is_whole=column.is_collated,

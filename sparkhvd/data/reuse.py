@@ -38,6 +38,7 @@ from sparkhvd.data.ownership import (
 )
 from sparkhvd.data.spark_plan import OTHER_VALUES, plan_facts
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.tables import warn_of_tables
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def prepare(
         InvalidArgumentError: the data cannot be used; see `materialize`.
     """
     started = time.monotonic()
+    warn_of_tables(df, store)
     shim = SparkShim(df.sparkSession)
     if app_id is None:
         app_id = shim.application()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from py4j.java_gateway import JavaObject, JavaPackage, JVMView
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["OTHER_VALUES", "PlanFacts", "plan_facts"]
+__all__ = ["OTHER_VALUES", "PlanFacts", "file_roots", "plan_facts"]
 
 # The obstacle of a plan with rand(), or with the clock.
 OTHER_VALUES = "the plan gives other values each time"
@@ -137,6 +137,17 @@ def plan_facts(df: DataFrame) -> PlanFacts:
             files.append((url, *state))
     has_functions = plan.containsPattern(patterns.SCALA_UDF())
     return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
+
+
+def file_roots(df: DataFrame) -> list[str]:
+    """List paths that the scans of a classic DataFrame were given, two of each scan; starts no job, lists no files."""
+    roots = []
+    for leaf in _items(df._jdf.queryExecution().analyzed().collectLeaves()):
+        if _is_relation(leaf) and _leaf(leaf) == (_FILE_RELATION, True):
+            given = leaf.relation().location().rootPaths()
+            # Several paths of one scan are mostly parts of one table.
+            roots += [str(given.apply(i).toString()) for i in range(min(2, given.size()))]
+    return roots
 
 
 def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[object]:

@@ -13,7 +13,7 @@ from sparkhvd.distributed.launcher import Team
 from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, forget, meet
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-from sparkhvd.launchers.handover import receive
+from sparkhvd.launchers.place import receive
 from sparkhvd.torch import context
 from sparkhvd.torch.joining import way_to_join
 from sparkhvd.torch.process_sets import add_process_set

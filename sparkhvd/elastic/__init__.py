@@ -20,7 +20,7 @@ Each module imports only those above it:
     interrupt    signal to a training loop that the ranks should change
 """
 
-from sparkhvd.elastic.coordinator import Coordinator, Formed
+from sparkhvd.elastic.coordinator import Coordinator, Decided, Formed
 from sparkhvd.elastic.member import Invitation
 from sparkhvd.elastic.membership import Change, Limits
 from sparkhvd.elastic.rendezvous import ElasticRendezvous, Standing
@@ -29,6 +29,7 @@ from sparkhvd.elastic.service import Service
 __all__ = [
     "Change",
     "Coordinator",
+    "Decided",
     "ElasticRendezvous",
     "Formed",
     "Invitation",

@@ -24,7 +24,7 @@ from sparkhvd.rendezvous.handshake import Turn
 from sparkhvd.rendezvous.loop import Task, Wait, send
 from sparkhvd.rendezvous.reception import Reception
 
-__all__ = ["Coordinator", "Formed"]
+__all__ = ["Coordinator", "Decided", "Formed"]
 
 _READ_BYTES = 1 << 16
 
@@ -44,6 +44,17 @@ class Formed:
     has_met: bool
 
 
+@dataclass(frozen=True)
+class Decided:
+    """Decision on the members of a generation, before they learn of it.
+
+    Attributes:
+        members: their numbers, by rank.
+    """
+
+    members: tuple[int, ...]
+
+
 class Coordinator:
     """Serves the members of a job; a context manager.
 
@@ -52,6 +63,7 @@ class Coordinator:
         job_id: of the job.
         listener: where members reach this process; closed at the end.
         limits: of the job.
+        on_decided: called from the thread before each change.
         on_formed: called from the thread after each change.
         on_refused: called from the thread when a member is told that it takes no part.
     """
@@ -63,11 +75,13 @@ class Coordinator:
         listener: Listener,
         limits: Limits,
         *,
+        on_decided: Callable[[Decided], None] = lambda _: None,
         on_formed: Callable[[Formed], None] = lambda _: None,
         on_refused: Callable[[int, Refusal], None] = lambda _, __: None,
     ) -> None:
         self._listener = listener
         self._membership = Membership(limits)
+        self._on_decided = on_decided
         self._on_formed = on_formed
         self._on_refused = on_refused
         self._side = party(key, job_id, None)
@@ -211,6 +225,8 @@ class Coordinator:
     def _tell(self) -> None:
         """Send what the membership has to say."""
         membership = self._membership
+        for change in membership.changes:
+            self._on_decided(Decided(change.members))
         while membership.outbox:
             number, message = membership.outbox.pop(0)
             if isinstance(message, Refusal):

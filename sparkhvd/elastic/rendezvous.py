@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from sparkhvd.elastic.messages import Ask, Decision
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
-from sparkhvd.topology import Topology, topology
+from sparkhvd.topology import Topology, horovod_variables, topology
 
 __all__ = ["ElasticRendezvous", "Standing"]
 
@@ -227,6 +229,8 @@ class ElasticRendezvous:
         )
 
     def _install(self, place: Topology) -> None:
+        known = horovod_variables(place, socket.gethostname())
+        os.environ.update(known)  # noqa: TID251 - for what reads Horovod's, and programs that this one starts
         made = rank_context.RankContext(
             place.rank,
             place.size,

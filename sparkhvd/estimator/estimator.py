@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
+from sparkhvd.data.store.contents import TIMELINE_NAME
 from sparkhvd.estimator.base import RankEstimator
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
@@ -34,6 +38,7 @@ from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
+from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME
 from sparkhvd.runner.elastic.job import launch_elastic
 from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.head_start import HeadStart
@@ -41,8 +46,10 @@ from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.elastic import train_elastically
-from sparkhvd.training.modules.architecture import copy_with
+from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.others import returned_loss
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -70,6 +77,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     """
 
     _model_class: type[TorchModel] = TorchModel
+    # With `drop_last`, whether the last step of an epoch may have fewer batches than `accumulate`.
+    _short_steps = False
 
     def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
@@ -79,38 +88,55 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Train on sources of rows; errors as in `fit`."""
         recorder = Recorder()
         options = self._options()
-        request = check_request(options, sources, self.uid, takes_slots=self._takes_slots())
+        request = check_request(
+            options,
+            sources,
+            self.uid,
+            takes_slots=self._takes_slots(),
+            short_steps=self._short_steps,
+        )
         recorder.lap("check")
         options = request.options
         recorder.settled(options, request.cluster.settings.values, request.store)
         with self._followers(request, recorder) as followers:
+            model = self._train_or_explain(request, recorder, followers)
+            if not request.num_checkpoints:
+                # At last: until here the run has the weights if anything goes wrong.
+                stays = [TIMELINE_NAME] if options.timeline else []
+                if options.keep_checkpoints != 0:
+                    stays += [JSON_NAME, HTML_NAME]
+                request.run.delete(stays)
+        return model
+
+    def _train_or_explain(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> TorchModel:
+        """Train, and end the run; of an error say where the weights are, and tell report and loggers."""
+        options, verbose = request.options, request.cluster.verbose
+        try:
             with request.held:
-                model, epoch = self._train_or_explain(request, recorder, followers)
+                if verbose and request.outlives_process:
+                    request.run.announce(options.epochs)
+                model, epoch = self._train(request, recorder, followers)
                 if request.num_checkpoints:
                     fitted = model._require_fitted()
                     finished = Finished(epoch, fitted.widths, fitted.timings)
                     request.run.finish(finished, request.num_checkpoints)
-            if not request.num_checkpoints:
-                request.run.delete(keeps_timeline=bool(options.timeline))
             fitted = model._require_fitted()
             is_kept = options.keep_checkpoints != 0
             history = recorder.with_changes(fitted.history)
             recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
             model._fitted = replace(fitted, history=history, report=recorder.document)
             followers.finished(model, recorder.document)
-        return model
-
-    def _train_or_explain(
-        self, request: Request, recorder: Recorder, followers: Followers
-    ) -> tuple[TorchModel, int]:
-        """Train; of an error say how the run goes on, and tell report and loggers."""
-        options, verbose = request.options, request.cluster.verbose
-        try:
-            if verbose and request.outlives_process:
-                request.run.announce(options.epochs)
-            return self._train(request, recorder, followers)
+            return model
         except BaseException as e:
-            request.run.explain_failure(e, options.run_id, epochs=options.epochs, verbose=verbose)
+            request.run.explain_failure(
+                e,
+                options.run_id,
+                epochs=options.epochs,
+                verbose=verbose,
+                is_trained=recorder.is_trained,
+            )
             recorder.write_failure(request.store, request.run.run_dir, e)
             followers.failed(e, recorder.document)
             raise
@@ -217,6 +243,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         )
         with reporter:
             report = self._run_ranks(request, spec, options)
+            recorder.is_trained = True
         followers.load(report.results[0].profile)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         if request.options.timeline and cluster.verbose:
@@ -252,19 +279,20 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             module=request.program.model,
             columns=flat_columns(spec.transformed.features, data.schema.features)
             if spec.transformed
-            else data.schema.features,
+            else tuple(c.for_model() for c in data.schema.features),
             labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,
             widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),
+            loss=returned_loss(request.losses, request.program.model, request.program.model, {}),
         )
         self._copyValues(model)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
             model._name_no_outputs()
         if model._get("use_gpu"):  # of the ranks; a task of transform may have none
             model.clear(model.use_gpu)
-        model._set(store=request.store)
+        model._set(store=request.store, precision=request.options.precision)
         return model
 
 
@@ -278,14 +306,15 @@ def _complete(
     """Give the model the trained weights, history and timings."""
     result: TrainResult = report.results[0]
     checkpoints = Checkpoints(request.store, spec.run_dir)
-    state = checkpoints.load_weights(checkpoints.path(result.epoch))
-    module = copy_with(request.program.model, state)
+    checkpoint = checkpoints.load_start(checkpoints.path(result.epoch))
+    module = copy_with(request.program.model, checkpoint.result)
     for parameter in module.parameters():
         parameter.grad = None
     fitted = model._require_fitted()
     model._fitted = replace(
         fitted,
-        module=module.eval(),
+        module=in_mode(module, is_training=False),
+        loss=_trained_loss(request, module, checkpoint.others),
         widths=fitted.widths or result.widths,
         history=result.history,
         timings={
@@ -294,3 +323,15 @@ def _complete(
             "train": report.run_s,
         },
     )
+
+
+def _trained_loss(request: Request, module: nn.Module, state: Mapping[str, Any]) -> object:
+    """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
+    try:
+        return returned_loss(request.losses, request.program.model, module, state)
+    except Exception as e:  # noqa: BLE001 - the user's own code
+        warnings.warn(
+            f"getLoss() will give None: the loss cannot be copied: {type(e).__name__}: {e}. The model is whole.",
+            stacklevel=2,
+        )
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,9 +39,12 @@ from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
 from sparkhvd.sessions import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
+from sparkhvd.training.modules.copies import copied
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import check_modes, in_mode
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
+from sparkhvd.training.torch_settings import settings_here
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -161,7 +163,18 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
 
     def getModel(self) -> nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
-        return copy.deepcopy(self._require_fitted().module).eval()
+        return in_mode(copied(self._require_fitted().module), is_training=False)
+
+    def getLoss(self) -> Any:  # noqa: N802 - like the estimator's
+        """Return a copy of the loss of the training, with the parameters and buffers that were trained with the model.
+
+        A function, module, or list with one per label, as it was given; None where it is not known, and after `load` without trust of a
+        loss that needs it.
+        """
+        loss = self._require_fitted().loss
+        if isinstance(loss, (list, tuple)):
+            return [_copy_of(each) for each in loss]
+        return _copy_of(loss)
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
@@ -179,21 +192,25 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             raise InvalidArgumentError(
                 f"setModel: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before."
             )
-        copied = copy.deepcopy(module).cpu().eval()
-        fitted = self._fitted or Fitted(copied)
+        check_modes(module, "setModel")
+        own = in_mode(copied(module), is_training=False)
+        own.cpu()
+        fitted = self._fitted or Fitted(own)
         if not fitted.columns:
-            self._fitted = replace(fitted, module=copied, widths=())
+            self._fitted = replace(fitted, module=own, widths=())
             return self
         # What a collate function makes is known only when there are rows.
-        is_known = not any(c.is_collated for c in fitted.columns)
-        measured = output_widths(copied, fitted.inputs, fitted.columns) if is_known else None
-        widths = fitted.widths if measured is None else tuple(measured)
+        widths = fitted.widths
+        if not any(c.is_collated for c in fitted.columns):
+            precision = self._get("precision")
+            measured = output_widths(own, fitted.inputs, fitted.columns, precision=precision)
+            widths = fitted.widths if measured is None else tuple(measured)
         if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
                 f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
                 f"{fitted.widths}. Give a module with the same outputs, or fit it."
             )
-        self._fitted = replace(fitted, module=copied, widths=widths)
+        self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
@@ -258,7 +275,9 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             output_fn=options.output_fn,
             functions=functions_of(fitted, options),
             thresholds=options.thresholds,
+            precision=options.precision,
             use_gpu=options.use_gpu,
+            torch_settings=settings_here(),
         )
         return add_outputs(dataset, spec)
 
@@ -363,6 +382,10 @@ def _opened(
     opened = store if isinstance(store, Store) else Store(fspath(store))
     seen = opened.direct if spark is None else as_seen_by(spark, opened)
     return seen, spark
+
+
+def _copy_of(loss: object) -> object:
+    return copied(loss) if isinstance(loss, nn.Module) else loss
 
 
 def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> Weights:

@@ -25,6 +25,7 @@ from sparkhvd.estimator.transform.binding import bind_module
 from sparkhvd.estimator.transform.computation import Computation, column_tensor
 from sparkhvd.estimator.transform.outputs import named_outputs
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import zeros
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class OnnxExport:
             fitted, options = bind_module(fitted, options, dataset.schema)
         self._check_outputs(fitted)
         _check_columns(fitted)
-        _save(_exported(copy.deepcopy(fitted.module).eval(), fitted, options), fspath(path))
+        module = in_mode(copy.deepcopy(fitted.module), is_training=False)
+        _save(_exported(module, fitted, options), fspath(path))
 
 
 class _OutputColumns(nn.Module):

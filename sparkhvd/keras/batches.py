@@ -64,6 +64,7 @@ class Batches(IterableDataset[Any]):
         self._features, self._labels, self._weight = columns
         self._transformed, self._is_training = transformed, is_training
         self._loader = dataset.loader(batch_size=batch_size, **options)
+        self._loader.as_stored = transformed is not None
         self._max_steps = max_steps
         self.skips = RowFunctions(options.get("decoders") or {}).skips
         self.is_uneven = self.skips or dataset.schema.group is not None

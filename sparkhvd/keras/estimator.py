@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
 from sparkhvd.data.reading.source import open_source
 from sparkhvd.data.source import ParquetFiles, Target
+from sparkhvd.data.store.contents import TIMELINE_NAME
 from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.base import RankEstimator
@@ -46,6 +46,9 @@ from sparkhvd.keras.training import Order, Trained, train
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.loggers.logger import Fit
 from sparkhvd.runner import run
+from sparkhvd.training.modules.copies import copied
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import (
     Transformations,
     flat_columns,
@@ -93,13 +96,20 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         store = default_store(sources.training.spark, options.store)
         name = options.run_id or f"{self.uid}-{os.urandom(4).hex()}"
         with self._following(options, store, name) as following:
+            run = Run(store, f"keras_runs/{name}")
+            stays = [TIMELINE_NAME] if options.timeline else []
             try:
-                model = self._train(sources, options, network, compiling, store, name, following)
+                model = self._train(sources, options, network, compiling, run, following)
+                following.ended(model.history)
+                following.followers.finished(model, {})
             except BaseException as e:
+                has_state = Progress(store, name).explain_failure(e, options.epochs)
+                if not (has_state or options.run_id or isinstance(e, KeyboardInterrupt)):
+                    run.delete(stays)
                 following.followers.failed(e, {})
                 raise
-            following.ended(model.history)
-            following.followers.finished(model, {})
+            if options.run_id is None:
+                run.delete(stays)
         return model
 
     def _train(
@@ -108,24 +118,23 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         options: FitOptions,
         network: Network,
         compiling: Mapping[str, Any],
-        store: Store,
-        name: str,
+        run: Run,
         following: Following,
     ) -> KerasModel:
-        run = Run(store, f"keras_runs/{name}")
-        with self._prepared(sources, options, network, run) as data:
-            order = Order(
-                network=network,
-                dataset=data.training,
-                held_out=data.validation,
-                split=None if isinstance(sources.split, str) else sources.split,
-                run_dir=run.run_dir,
-                timeline=options.timeline,
-                logs_epochs=following.followers.has_loggers,
-                **compiling,
-                **self._training(options, data),
-            )
-            found = self._run_ranks(order, options, sources.training.spark, following)
+        data = self._prepared(sources, options, network, run)
+        order = Order(
+            network=network,
+            dataset=data.training,
+            held_out=data.validation,
+            split=None if isinstance(sources.split, str) else sources.split,
+            run_dir=run.run_dir,
+            timeline=options.timeline,
+            logs_epochs=following.followers.has_loggers,
+            **compiling,
+            **self._training(options, data),
+            torch_settings=settings_here(),
+        )
+        found = self._run_ranks(order, options, sources.training.spark, following)
         assert found[0] is not None  # rank 0's
         if options.timeline and options.verbose:
             of_this_process.print(f"timeline: {run.timeline_url} (open it in ui.perfetto.dev)")
@@ -184,11 +193,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         """Return the columns of features, of labels, and that of weights."""
         return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
 
-    @contextlib.contextmanager
     def _prepared(
         self, sources: FitSources, options: FitOptions, network: Network, run: Run
-    ) -> Iterator[_FitData]:
-        """Make the rows readable for ranks while the context lasts: write them into the store, find them there, or list the files."""
+    ) -> _FitData:
+        """Make the rows readable for ranks: write them into the store, find them there, or list the files."""
         functions = RowFunctions(options.decoders or {})
         store = run.store
         features, labels, weight = self._columns()
@@ -198,7 +206,12 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             options, feature_cols=columns, label_cols=[], sample_weight_col=None, input_shapes=None
         )
         schema = check_inputs(
-            plain, sources, functions=functions, model_dtype="float32", class_labels=[]
+            plain,
+            sources,
+            functions=functions,
+            model_dtype="float32",
+            class_labels=[],
+            keeps_types=options.transformation_fn is not None,
         )
         is_read_in_place = isinstance(sources.training, ParquetFiles)
         if is_read_in_place and any(c.invalid[0] == "skip" for c in schema.columns):
@@ -213,14 +226,10 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             keep_data=options.keep_data,
             num_partitions=options.num_partitions,
         )
-        try:
-            made = prepare_sources(sources, schema, target)
-            check_split(made.manifest, sources.split, self._full_step(options))
-            report_skipped(made.skipped, options.verbose)
-            yield self._data_of(made, store, options, functions, model_dtype(network))
-        finally:
-            if is_read_in_place and options.run_id is None:
-                run.delete(keeps_timeline=bool(options.timeline))
+        made = prepare_sources(sources, schema, target)
+        check_split(made.manifest, sources.split, self._full_step(options))
+        report_skipped(made.skipped, options.verbose)
+        return self._data_of(made, store, options, functions, model_dtype(network))
 
     def _data_of(
         self,
@@ -299,16 +308,18 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         history: list[dict[str, float]],
     ) -> KerasModel:
         """Make the model of trained variables, with this estimator's uid and its Params."""
-        trained = copy.deepcopy(order.network)
+        trained = copied(order.network)
         with torch.no_grad():
             for variable, value in zip(trained.variables, values, strict=True):
                 variable.copy_(value)
         features, labels, _ = self._columns()
-        loss = order.compiling.get("loss") or (order.compiled or {}).get("loss")
+        loss = order.compiling.get("loss")
+        if loss is None:
+            loss = (order.compiled or {}).get("loss")
         outputs: Sequence[Any] = getattr(trained.model, "outputs", None) or ()
         links = [link_of(loss, outputs[0].shape)] if len(outputs) == 1 else None
         model = KerasModel.from_module(
-            trained.eval(),
+            in_mode(trained, is_training=False),
             link=links,
             history=history,
             run_id=order.run_id,

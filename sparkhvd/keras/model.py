@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from sparkhvd.estimator import TorchModel
 from sparkhvd.keras.network import Network
+from sparkhvd.training.modules.copies import copied
 
 __all__ = ["KerasModel"]
 
@@ -19,7 +19,7 @@ class KerasModel(TorchModel):
 
     def getModel(self) -> Any:  # noqa: N802 - Horovod's name
         """Return a copy of the trained model of Keras; not compiled."""
-        network = copy.deepcopy(self._require_fitted().module)
+        network = copied(self._require_fitted().module)
         assert isinstance(network, Network)
         return network.model
 

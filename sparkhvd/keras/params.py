@@ -28,6 +28,7 @@ _NOT_HERE = {
     "input_shapes": "the model's inputs have them",
     "collate_fn": "make rows of one length, or use TorchEstimator",
     "sparse_cols": "make vectors dense, or use TorchEstimator",
+    "precision": "call keras.mixed_precision.set_global_policy, or give layers a dtype",
 }
 
 model_param = functools.partial(param, group="model")
@@ -121,7 +122,7 @@ class KerasParams(IgnoredParams, PredictParams):
     def _check_values(self) -> None:
         super()._check_values()
         for name, instead in _NOT_HERE.items():
-            if self._get(name) is not None:
+            if self.isSet(name) and self._get(name) is not None:
                 raise InvalidArgumentError(
                     f"KerasEstimator: {name} is not used with a model of Keras: {instead}."
                 )

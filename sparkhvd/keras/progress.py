@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from sparkhvd.data.store.default import is_temporary_store, keep_temporary_store
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.training.modules import weights
 
 __all__ = ["Progress"]
@@ -29,6 +33,11 @@ class Progress:
 
     store: Store
     run_id: str
+
+    @classmethod
+    def of(cls, store: Store, run_dir: str) -> Progress:
+        """Return that of a run's folder."""
+        return cls(store, run_dir.removeprefix("keras_runs/"))
 
     @property
     def path(self) -> str:
@@ -49,6 +58,32 @@ class Progress:
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()
         return len(json.loads(bytes(found[_RECORDS].tolist())))
+
+    def explain_failure(self, error: BaseException, epochs: int) -> bool:
+        """Say in a note at an error, before Python 3.11 on stderr, how the run goes on; return False if it is known to have no state.
+
+        A temporary store with the state of a training that is over stays.
+        """
+        if not self.store.is_seen:
+            return True
+        with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
+            if not (done := self.num_epochs()):
+                return False
+            stays = "stays"
+            if is_temporary_store(self.store):
+                stays = "stays while this process lives"
+                if done >= epochs:
+                    keep_temporary_store(self.store)
+                    stays = f"stays until you delete {urlsplit(self.store.url).path}"
+            note = (
+                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} goes on "
+                "from there."
+            )
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:
+                sys.stderr.write(f"sparkhvd: {note}\n")
+        return True
 
     def restore(self, model: Any) -> list[dict[str, float]]:
         """Give the model the state of the run; return the records of its epochs, none where the run is new.

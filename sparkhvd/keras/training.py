@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
@@ -25,6 +26,7 @@ from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.rank_messages import log_metrics
 from sparkhvd.training.run_timeline import RunTimeline
+from sparkhvd.training.torch_settings import TorchSettings, held
 from sparkhvd.training.user_code.transformations import Transformations
 
 __all__ = ["Order", "Trained", "train"]
@@ -62,6 +64,7 @@ class Order:
         run_dir: folder of this fit, relative to the store.
         timeline: steps of a timeline; 0 for none.
         logs_epochs: whether rank 0 gives the metrics of epochs to the driver's loggers.
+        torch_settings: of the driver.
     """
 
     network: Network
@@ -91,6 +94,7 @@ class Order:
     run_dir: str
     timeline: int
     logs_epochs: bool
+    torch_settings: TorchSettings
 
     @property
     def has_split(self) -> bool:
@@ -101,6 +105,7 @@ class Order:
 Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 
 
+@held
 def train(order: Order) -> Trained | None:
     """Train on a rank; return variables and metrics by epoch on rank 0."""
     hvd.init()
@@ -148,6 +153,10 @@ def _train(order: Order, timeline: RunTimeline) -> Trained | None:
             return None
         if best and os.path.exists(best):
             model.load_weights(best)
+        if best or progress is None:
+            # Until the driver has the model; a store that fails now costs no result.
+            with contextlib.suppress(OSError, SparkhvdError):
+                Progress.of(order.dataset.store, order.run_dir).save(model, records)
     return [variable.value.detach().cpu() for variable in model.variables], records
 
 

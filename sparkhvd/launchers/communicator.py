@@ -25,9 +25,9 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
 from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
 from sparkhvd.launchers import network
 from sparkhvd.launchers.environment import place_in
-from sparkhvd.launchers.handover import receive
 from sparkhvd.launchers.lifetime import end_with_launcher
 from sparkhvd.launchers.meeting import mark
+from sparkhvd.launchers.place import receive
 from sparkhvd.rendezvous import (
     Endpoint,
     Job,

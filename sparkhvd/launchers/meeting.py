@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,20 +25,22 @@ __all__ = ["mark", "meet"]
 
 # Tells a rank's children that they are none.
 _MARK = "SPARKHVD_RANK_PROCESS"
+_BY_VARIABLES = "/variables"
 _LOOPBACK = "127.0.0.1"
 _NUM_PORTS = 8
 
 
-def mark(job: str = "") -> None:
+def mark(job: str = "", *, by_variables: bool = False) -> None:
     """Note in the environment that this process is a rank: its children, which inherit its variables, are none.
 
     Args:
         job: of its place; empty for the one that torch's variables tell, which other launchers set, too.
+        by_variables: whether the job's variables have made it one.
     """
     variables = os.environ  # noqa: TID251 - the launcher's
     if not job and "MASTER_ADDR" in variables:
         job = f"{PLAIN}/{variables.get('MASTER_ADDR', variables.get('PET_MASTER_ADDR'))}/{variables.get('MASTER_PORT', '')}"
-    variables[_MARK] = f"{os.getpid()} {job}"
+    variables[_MARK] = f"{os.getpid()}{_BY_VARIABLES if by_variables else ''} {job}"
 
 
 def meet() -> Rendezvous | None:
@@ -53,9 +56,11 @@ def meet() -> Rendezvous | None:
     if place is None:
         return None
     rank_process, _, job_of_rank = variables.get(_MARK, "").partition(" ")
+    rank_process, by_variables, _ = rank_process.partition(_BY_VARIABLES)
     if job_of_rank == place.job and rank_process != str(os.getpid()):
-        # Mostly of `run` or sparkhvdrun, which set them for torch.distributed.
-        if place.launcher == PLAIN:
+        # `run` and sparkhvdrun set torch's, too: for torch.distributed.
+        is_torchs = not by_variables or multiprocessing.parent_process() is not None
+        if place.launcher == PLAIN and is_torchs:
             return None
         raise InvalidArgumentError(
             f"init(): this process inherited the variables of {place.launcher} from process {rank_process}, which is rank "
@@ -84,7 +89,7 @@ def meet() -> Rendezvous | None:
     except BaseException:
         listener.close()
         raise
-    mark(place.job)
+    mark(place.job, by_variables=True)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)
     # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.

@@ -1,22 +1,24 @@
-"""Lightning on sparkhvd: `import sparkhvd.lightning`, then `Trainer(strategy="sparkhvd")`.
+"""Lightning on sparkhvd: `import sparkhvd.lightning`, then `Trainer(strategy="sparkhvd")` or `Fabric(strategy="sparkhvd")`.
 
-The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", with each of the packages `lightning` and `pytorch_lightning` that is
-imported already, or else with the one that is installed. How to use it, and what it does not do: docs/lightning.md.
+The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", and `FabricStrategy` as "sparkhvd" for Fabric, with each of the packages
+`lightning`, `pytorch_lightning` and `lightning_fabric` that is imported already, or else with the one that is installed. How to use it, and what it
+does not do: docs/lightning.md.
 
-Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` is made, and makes the default group of torch.distributed when a
-run begins; both last until the process ends, so that one function may run several trainers.
+Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` or the `Fabric` is made, and makes the default group of
+torch.distributed when a run begins; both last until the process ends, so that one function may run several trainers.
 
 Failure: an exception in a run ends this rank's part in the job, so the others get a `PeerLostError` that names it instead of waiting.
 
 Each module imports only those above it:
 
-    packages       the two packages of Lightning
+    packages       the packages of Lightning
     process_group  the default group of torch.distributed, over the job's engine
     environment    ranks and hosts, as Lightning asks for them
     devices        this rank's device, and checks of `Trainer(devices=, num_nodes=)`
     layers         batch normalization over all ranks
     optimizers     optimizers and schedulers of a module, distributed
     strategy       `SparkhvdStrategy`
+    fabric         `FabricStrategy`
     batches        a rank's batches, through a function on rows
     checkpoints    Lightning's state, and its files in a run's folder
     bridge         between the trainer and the run of a fit
@@ -30,16 +32,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.lightning.packages import find
+from sparkhvd.lightning import fabric
+from sparkhvd.lightning.packages import FABRICS, find
 from sparkhvd.lightning.strategy import register
 
 if TYPE_CHECKING:
     from sparkhvd.lightning.estimator import TorchEstimator as TorchEstimator
 
-__all__ = ["SparkhvdStrategy", "TorchEstimator"]
+__all__ = ["FabricStrategy", "SparkhvdStrategy", "TorchEstimator"]
 
-# A class for each package; this one is that of the first.
+# A class for each package; these are those of the first.
 SparkhvdStrategy: Any = [register(package) for package in find()][0]
+FabricStrategy: Any = [fabric.register(package) for package in find(FABRICS)][0]
 
 
 def __getattr__(name: str) -> Any:

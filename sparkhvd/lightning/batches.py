@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkhvd.data.columns.binding import model_dtype
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.train_fn import Loader, TrainFnContext
 from sparkhvd.training.types import TensorBatch
 
@@ -32,7 +34,7 @@ class RowFunction:
     """Function of the user's on a row's values by column, which is run in threads, ahead of the training.
 
     Attributes:
-        function: a dict of one row's values in, the same out; numbers are numpy's.
+        function: a dict of one row's values in, the same out; numbers are numpy's, in the types of the columns.
         fields: name, numpy type, shape and whether it may be missing, of fields that it changes or adds.
         removed: fields of its result that no batch has.
         texts: columns whose values are text.
@@ -70,6 +72,31 @@ class RowFunction:
         """Stack rows: tensors where all are arrays or numbers of one shape, else lists."""
         return {name: _stacked([row[name] for row in rows]) for name in rows[0]}
 
+    def cast(
+        self, made: Mapping[str, Any], given: Mapping[str, Any], wanted: Mapping[str, torch.dtype]
+    ) -> dict[str, Any]:
+        """Give numbers the types that the model takes, but for those of `fields`.
+
+        Args:
+            made: fields of a batch, as the function returned them.
+            given: fields as the function got them.
+            wanted: types of the columns' tensors by name; that of other fields of float64 is under "".
+
+        Raises:
+            InvalidArgumentError: a number is out of the range of its type, or not whole.
+        """
+        kept = {name for name, dtype, *_ in self.fields if not isinstance(dtype, str)}
+        result = dict(made)
+        for name, value in made.items():
+            if not isinstance(value, Tensor) or name in kept:
+                continue
+            column = given.get(name)
+            if isinstance(column, Tensor) and value.dtype == column.dtype:
+                result[name] = _cast(name, value, wanted.get(name, value.dtype))
+            elif value.dtype == torch.float64:
+                result[name] = _cast(name, value, wanted[""])
+        return result
+
 
 def _stacked(values: list[Any]) -> Any:
     if isinstance(values[0], Tensor):
@@ -77,6 +104,21 @@ def _stacked(values: list[Any]) -> Any:
     if isinstance(values[0], (str, bytes)) or values[0] is None:
         return values
     return torch.from_numpy(np.stack(values))
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    made = value.to(dtype)
+    if dtype.is_floating_point:
+        fits = int(made.isinf().sum()) == int(value.isinf().sum())
+    else:
+        fits = not value.is_floating_point() or torch.equal(made.to(value.dtype), value)
+    if not fits:
+        shown = str(dtype).removeprefix("torch.")
+        raise InvalidArgumentError(
+            f"transformation_fn returned {name!r} with numbers that {shown} cannot hold, and the model takes it as {shown}. Return others, or "
+            "name the field and its type in transformation_edit_fields."
+        )
+    return made
 
 
 class Batches:
@@ -121,29 +163,33 @@ class Batches:
         if function is None:
             yield from self._loader.ahead()
             return
+        floating: torch.dtype = getattr(torch, model_dtype(self._ctx.model))
+        wanted = {**self._loader.dtypes, "": floating}
         running: deque[tuple[Callable[[], None], TensorBatch, list[Future[Any]]]] = deque()
         with ThreadPoolExecutor(function.num_workers, "sparkhvd-rows") as pool:
             try:
-                for begin, batch in self._loader.ahead():
+                for begin, batch in self._loader.ahead(as_stored=True):
                     count = len(next(iter(batch.values())))
                     rows = [pool.submit(function.row, batch, number) for number in range(count)]
                     running.append((begin, batch, rows))
                     if len(running) > _AHEAD:
-                        yield self._finished(function, *running.popleft())
+                        yield self._finished(function, wanted, *running.popleft())
                 while running:
-                    yield self._finished(function, *running.popleft())
+                    yield self._finished(function, wanted, *running.popleft())
             finally:
                 pool.shutdown(cancel_futures=True)
 
     def _finished(
         self,
         function: RowFunction,
+        wanted: Mapping[str, torch.dtype],
         begin: Callable[[], None],
         batch: TensorBatch,
         rows: list[Future[Any]],
     ) -> tuple[Callable[[], None], TensorBatch]:
         results = [each.result() for each in rows]
         made = function.batch(results) if results else batch
+        made = function.cast(made, batch, wanted)
         return begin, {n: _moved(value, self._ctx.device) for n, value in made.items()}
 
 

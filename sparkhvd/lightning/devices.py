@@ -13,7 +13,9 @@ from sparkhvd.topology import Topology
 __all__ = ["check_size", "own_device"]
 
 
-def check_size(num_devices: int, num_hosts: int, is_gpu: bool, place: Topology) -> None:
+def check_size(
+    num_devices: int, num_hosts: int, is_gpu: bool, place: Topology, asker: str = "Trainer"
+) -> None:
     """Refuse numbers that are not those of the job.
 
     Lightning does not tell a strategy whether the user gave a number. One device is what it makes of "auto" on a CPU, all that
@@ -24,6 +26,7 @@ def check_size(num_devices: int, num_hosts: int, is_gpu: bool, place: Topology) 
         num_hosts: `Trainer(num_nodes=)`.
         is_gpu: whether the devices are GPUs.
         place: this rank's, in the job.
+        asker: class of Lightning's that has the numbers.
 
     Raises:
         InvalidArgumentError: the user asks for more or fewer ranks than were started.
@@ -32,7 +35,7 @@ def check_size(num_devices: int, num_hosts: int, is_gpu: bool, place: Topology) 
     hosts = len(set(place.hosts))
     if num_devices * num_hosts == place.size or (is_any and num_hosts in (1, hosts)):
         return
-    asked = f"Trainer(devices={num_devices}, num_nodes={num_hosts}, strategy='sparkhvd')"
+    asked = f"{asker}(devices={num_devices}, num_nodes={num_hosts}, strategy='sparkhvd')"
     if place.size == 1:
         raise InvalidArgumentError(
             f"{asked}: this process was started alone, and the strategy starts no others. Start {num_devices * num_hosts} ranks: "

@@ -21,6 +21,7 @@ from sparkhvd.lightning.params import (
     OF_THE_LOOP,
     LightningParams,
 )
+from sparkhvd.training.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from sparkhvd.training.train_fn import TrainFnContext
@@ -56,7 +57,16 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         # What the loop takes by itself is not refused as unseen by it.
         explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER, *OF_THE_LOOP} | {"train_fn"}
         loop = replace(self._loop(options), wrap=wrap)
-        return replace(options, train_fn=loop, callbacks=None, explicit=explicit)
+        # For the trial and `transform`, which have no trainer.
+        given = str((self._get("trainer_args") or {}).get("precision"))
+        precision = {"16": "16-mixed", "bf16": "bf16-mixed"}.get(given, given)
+        return replace(
+            options,
+            train_fn=loop,
+            callbacks=None,
+            precision=precision if precision in PRECISIONS else "32",
+            explicit=explicit,
+        )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
         """Return what makes the LightningModule of a rank from its module; None where the module is one.

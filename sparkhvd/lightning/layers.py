@@ -43,4 +43,5 @@ def _with_state_of(new: nn.Module, layer: nn.Module) -> nn.Module:
     layer._buffers.update(
         new._buffers
     )  # a module that moves to another device or type has new ones
-    return layer.train(new.training)
+    layer.train(new.training)
+    return layer

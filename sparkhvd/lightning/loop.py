@@ -65,6 +65,11 @@ class LightningLoop:
         """True if batches are not those that the data have."""
         return self.rows is not None or self.data_module is not None
 
+    @property
+    def takes_rows(self) -> bool:
+        """True if a function gets the values of each row before the module."""
+        return self.rows is not None
+
     def __call__(self, ctx: TrainFnContext) -> None:
         """Train on a rank; every rank must call it."""
         module = ctx.model if self.wrap is None else self.wrap(ctx)

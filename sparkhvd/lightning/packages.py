@@ -1,4 +1,4 @@
-"""The two packages of Lightning: `lightning.pytorch` and `pytorch_lightning`, with classes of their own each."""
+"""The two packages of Lightning: `lightning.pytorch` and `pytorch_lightning`, with classes of their own each; and their Fabrics."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["NAMES", "find", "is_module", "package_of"]
+__all__ = ["FABRICS", "NAMES", "find", "is_module", "package_of"]
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")  # each comes with the package above it
 
 
-def find() -> list[Any]:
-    """Return the packages of Lightning that are imported, or else the first that is installed.
+def find(names: tuple[str, ...] = NAMES) -> list[Any]:
+    """Return the packages of these names that are imported, or else the first that is installed.
 
     Raises:
-        ImportError: neither is installed.
+        ImportError: no package is installed.
     """
-    if imported := [sys.modules[name] for name in NAMES if name in sys.modules]:
+    if imported := [sys.modules[name] for name in names if name in sys.modules]:
         return imported
-    for name in NAMES:
+    for name in names:
         try:
             return [importlib.import_module(name)]
         except ModuleNotFoundError as error:
             if error.name not in (name, name.partition(".")[0]):
                 raise
     raise ImportError(
-        f"sparkhvd.lightning: neither of {' and '.join(NAMES)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
+        f"sparkhvd.lightning: neither of {' and '.join(names)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
         name="lightning",
     )
 

@@ -40,7 +40,7 @@ MODULE_OR_TRAINER = {
         "configure_optimizers of the module decides it",
     ),
     **dict.fromkeys(
-        ("loss", "loss_constructors", "loss_weights"),
+        ("loss", "loss_constructors", "loss_weights", "pairs_rows"),
         "training_step of the module returns the loss",
     ),
     **dict.fromkeys(

@@ -30,7 +30,7 @@ def current() -> Rendezvous | None:
     if os.getpid() != pid:
         raise NotInitializedError(
             f"init(): process {os.getpid()} was forked by rank {rendezvous.rank} (process {pid}) and is not a rank itself. "
-            "Let the rank communicate and hand the results over, start more ranks with num_proc, or start the process with "
-            "spawn if it is to be a job of its own."
+            "Let the rank communicate and hand the results over, start more ranks with num_proc, or let the rank start a program: without "
+            "SPARKHVD_PLACE in its environment that is a job of its own."
         )
     return rendezvous

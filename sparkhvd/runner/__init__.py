@@ -42,6 +42,7 @@ Each module imports only those above it:
     spark_log   Spark's log on the driver without failures of ranks
     tracebacks  tracebacks of ranks as the driver shows them
     outcomes    values and errors of ranks as data
+    results     results of ranks by pieces, below Spark's limit
     host_names  hosts, their slots, and who runs where
     forwarding  variables that ranks on other hosts get
     config_file  flags of `sparkhvdrun` from a file
@@ -71,8 +72,8 @@ Each module imports only those above it:
     local       launches on this host: `run_local`
     doctor      what this machine can do and lacks
     screen      lines of ranks on this process's streams
+    script_ranks  what processes of the user's command are given
     crew        processes of the user's command on this host
-    script_ranks  what these processes are given
     watching    wait for them, and end them together
     scripts     the user's command on this host
     hosts       the user's command, or a function, on several hosts: `run_hosts`

@@ -32,10 +32,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sparkhvd import as_horovod, rank_context, rank_messages, rendezvous
-from sparkhvd.elastic import ElasticRendezvous, Invitation
-from sparkhvd.launchers import mark
-from sparkhvd.rank_settings import JobSettings, RankSettings
+from sparkhvd import as_horovod, rank_messages
+from sparkhvd.launchers.handover import Handover
+from sparkhvd.launchers.place import hold
+from sparkhvd.rank_settings import setting_variables
 from sparkhvd.runner import allocator, blas, spawning
 from sparkhvd.runner.frames import (
     USEFUL_MODULES,
@@ -55,6 +55,7 @@ from sparkhvd.runner.reports import (
     report_of_exit,
     traceback_of,
 )
+from sparkhvd.topology import HOROVOD_NAMES
 
 __all__ = ["end", "load", "main"]
 
@@ -198,24 +199,24 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     env, gpu = _visible(frame, prologue.cuda_library)
-    os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
-    mark()
-    settings = RankSettings(JobSettings.from_json(frame.settings))
-    endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
-    listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
-    if frame.is_elastic:  # its rank is known when it meets the others
-        invitation = Invitation.from_dict(json.loads(frame.job))
-        member = ElasticRendezvous(
-            invitation, listener, settings.current, prologue.num_threads, frame.local_rank, gpu
-        )
-        rendezvous.install(member)
-    else:
-        job = rendezvous.Job.from_json(frame.job)
-        rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings.current))
-        place = rank_context.RankContext(
-            job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
-        )
-        rank_context.install(place)
+    variables = os.environ  # noqa: TID251 - Horovod's, torch's and CUDA's own
+    for name in HOROVOD_NAMES:  # of a rank that has started this job
+        variables.pop(name, None)
+    variables.update(env)
+    handover = Handover(
+        frame.job,
+        prologue.endpoint,
+        prologue.listener,
+        frame.local_rank,
+        prologue.num_threads,
+        is_elastic=frame.is_elastic,
+        settings=frame.settings,
+        before=setting_variables(),
+        gpu=gpu,
+    )
+    listener = handover.listen()
+    handover.enter(listener)
+    hold(handover, listener)
     if prologue.spark_files:
         with contextlib.suppress(ImportError):
             from pyspark import SparkFiles

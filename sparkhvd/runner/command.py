@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparkhvd.runner.host_names import (
     PLAIN_SSH,
     Host,
     is_here,
+    merged,
     parse_hosts,
     place_ranks,
     read_hostfile,
@@ -216,7 +218,8 @@ def _run(parsed: argparse.Namespace) -> int:
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
     check_seconds("--start-timeout", parsed.start_timeout, 30)
-    places = place_ranks(_hosts(parsed, parsed.num_proc), parsed.num_proc)
+    hosts = _hosts(parsed, parsed.num_proc)
+    places = place_ranks(hosts, parsed.num_proc)
     command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
@@ -227,7 +230,8 @@ def _run(parsed: argparse.Namespace) -> int:
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
     settings = Settings.resolve({**environ, **given})
     ssh = (settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file)
-    if all(is_here(place.host, by_ssh=ssh != PLAIN_SSH) for place in places):
+    here = partial(is_here, by_ssh=ssh != PLAIN_SSH)
+    if all(here(place.host) for place in places):
         if parsed.network_interfaces:
             address_on(settings.interfaces)
             sys.stderr.write(
@@ -243,6 +247,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
     reach = Reach(*ssh, parsed.start_timeout)
     env = {**forwarded(environ), **given}
+    places = place_ranks(merged(hosts, here), parsed.num_proc)
     return run_script_on_hosts(command, places, env, settings, reach, output)
 
 

@@ -3,7 +3,7 @@
 **Ownership**: each rank leads a session and process group of its own, which ends with it, and so does all that has its mark in its
 variables. A `Guard` ends them if this process is killed.
 
-**Threads**: three per rank, one for each stream of its output and one that waits for its end.
+**Threads**: three per rank, one for each stream of its output and one that waits for its end; one more of its place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from sparkhvd.runner import leftovers
 from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.lines import LineReader
+from sparkhvd.runner.script_ranks import HandedOver
 
 __all__ = ["Crew"]
 
@@ -54,22 +55,28 @@ class Crew:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._waiting: list[threading.Thread] = []
 
-    def start(
-        self, rank: int, command: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
-    ) -> None:
-        """Start a rank, which inherits the descriptors.
+    def start(self, given: HandedOver, command: Sequence[str]) -> None:
+        """Start a rank with what it is given, whose place is closed behind the rank's end.
 
         Raises:
             OSError: the program cannot be started.
         """
+        try:
+            self._start(given, command)
+        except BaseException:
+            given.place.close()
+            raise
+
+    def _start(self, given: HandedOver, command: Sequence[str]) -> None:
+        rank = given.rank
         # It begins when the guard knows of it: if this process is killed before, its standard input ends without a line.
         process = subprocess.Popen(
             [*_GATE, *command],
-            env=leftovers.marked(env, f"{self._mark}.{rank}"),
+            env=leftovers.marked(given.variables, f"{self._mark}.{rank}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=descriptors,
+            pass_fds=given.descriptors,
             start_new_session=True,
         )
         self._guard.add(process.pid)
@@ -82,7 +89,7 @@ class Crew:
             _thread(self._read, rank, name, pipe)
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
         ]
-        self._waiting.append(_thread(self._wait, rank, process, readers))
+        self._waiting.append(_thread(self._wait, given, process, readers))
 
     def send(self, number: int, rank: int | None = None) -> None:
         """Send a signal to the groups of all ranks that run, or of one; SIGKILL goes to all that they have started."""
@@ -101,9 +108,14 @@ class Crew:
             ).run()
 
     def _wait(
-        self, rank: int, process: subprocess.Popen[bytes], readers: Sequence[threading.Thread]
+        self,
+        given: HandedOver,
+        process: subprocess.Popen[bytes],
+        readers: Sequence[threading.Thread],
     ) -> None:
+        rank = given.rank
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        given.place.close()  # to the other ranks the rank is gone
         with self._lock:
             del self._running[rank]
             with contextlib.suppress(ProcessLookupError):

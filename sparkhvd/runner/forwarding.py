@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.topology import HOROVOD_NAMES
 
 __all__ = ["forwarded", "given_variables"]
 
@@ -20,7 +21,10 @@ _NAMES = {
     "VIRTUAL_ENV",
 }
 # Of this process alone.
-_OWN = {"SPARKHVD_LAUNCHED_BY", "SPARKHVD_LAUNCHER_FD", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"}
+_OWN = {
+    *("SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"),
+    *HOROVOD_NAMES,
+}
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:

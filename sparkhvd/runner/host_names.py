@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import interfaces
 
-__all__ = ["PLAIN_SSH", "Host", "Place", "is_here", "parse_hosts", "place_ranks", "read_hostfile"]
+__all__ = [
+    "PLAIN_SSH",
+    "Host",
+    "Place",
+    "is_here",
+    "merged",
+    "parse_hosts",
+    "place_ranks",
+    "read_hostfile",
+]
 
 # Command, port and key file of ssh where the user has named none.
 PLAIN_SSH = ("ssh", None, None)
@@ -108,7 +117,7 @@ def _hosts_of(path: str, lines: Sequence[str]) -> Iterator[Host]:
 def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
     found: dict[str, Host] = {}
     for host in hosts:
-        key = "localhost" if is_here(host.name) else host.name.rpartition("@")[2]
+        key = host.name.rpartition("@")[2]
         if key in found:
             names = " and ".join(dict.fromkeys((found[key].name, host.name)))
             raise InvalidArgumentError(
@@ -118,6 +127,24 @@ def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
     if not found:
         raise InvalidArgumentError(f"{what} has no host; it must have {_FORM}.")
     return list(found.values())
+
+
+def merged(hosts: Sequence[Host], is_here: Callable[[str], bool] = is_here) -> list[Host]:
+    """Return hosts with all names of this one under the first of them, with all of their slots.
+
+    Args:
+        hosts: with different names.
+        is_here: whether a name is of this host.
+    """
+    here = [host for host in hosts if is_here(host.name)]
+    if len(here) < 2:
+        return list(hosts)
+    slots = sum(host.slots for host in here)
+    return [
+        Host(host.name, slots) if host is here[0] else host
+        for host in hosts
+        if host is here[0] or host not in here
+    ]
 
 
 def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[Place]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
-from sparkhvd.runner import launching, preflight, spark_log, stored, task
+from sparkhvd.runner import launching, preflight, results, spark_log, stored, task
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import share_of
@@ -190,7 +190,6 @@ def _run_stage(
 ) -> JobReport[Any] | _Failure:
     options, attempt, job_id = plan.options, spec.attempt, spec.job_id
     submitted_at = time.time()
-    tag = f"sparkhvd-{job_id}"
     description = f"sparkhvd: {plan.size} ranks, attempt {attempt + 1}"
     try:
         with (
@@ -203,8 +202,10 @@ def _run_stage(
             body = task.make_task(spec, program, plan.shared)
             stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
             interrupt = None if interrupter is None else interrupter.interrupt
-            with announce_slot_wait(plan, tag):
-                rows = plan.shim.collect(stage, tag, description, interrupt)
+            with announce_slot_wait(plan, spec.tag):
+                rows = results.collect(
+                    plan.shim, stage, plan.pieces, plan.size, spec.tag, description, interrupt
+                )
     except SparkhvdError:  # Spark itself is gone
         raise
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text has the cause
@@ -216,13 +217,13 @@ def _report(plan: Plan, attempt: int, rows: Sequence[Row], submitted_at: float) 
     parts: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
     for row in rows:
         parts[row["rank"]][row["part"]] = bytes(row["data"])
-    outcomes, results = [], []
+    outcomes, values = [], []
     for rank in range(plan.size):
         own = parts.get(rank, {})
-        if task.OUTCOME_PART not in own:
+        if results.OUTCOME_PART not in own:
             raise RankError(f"Spark returned no row of rank {rank}.", rank=rank, exit="lost")
-        outcomes.append(Outcome.from_json(own.pop(task.OUTCOME_PART).decode()))
-        results.append(launching.load_result(b"".join(own[part] for part in sorted(own))))
+        outcomes.append(Outcome.from_json(own.pop(results.OUTCOME_PART).decode()))
+        values.append(launching.load_result(b"".join(own[part] for part in sorted(own))))
     if not all_ok(outcomes, plan.size):
         raise AssertionError("a task with another outcome raises")
     for outcome in outcomes:
@@ -230,7 +231,7 @@ def _report(plan: Plan, attempt: int, rows: Sequence[Row], submitted_at: float) 
             warnings.warn(text, stacklevel=2)
     started_at = max(outcome.started_at for outcome in outcomes)
     return JobReport(
-        results=results,
+        results=values,
         attempts=attempt + 1,
         launch_s=max(0.0, started_at - submitted_at),
         run_s=max(outcome.run_s for outcome in outcomes),

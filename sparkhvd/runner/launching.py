@@ -21,7 +21,7 @@ from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.pickling import dump_program
 from sparkhvd.settings import Settings
-from sparkhvd.topology import topology
+from sparkhvd.topology import horovod_variables, topology
 
 __all__ = [
     "ERASE",
@@ -181,6 +181,7 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
             "LOCAL_WORLD_SIZE": str(place.local_size),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
+            **horovod_variables(place, socket.gethostname()),
             **({} if gpu.visible is None else {"CUDA_VISIBLE_DEVICES": gpu.visible}),
         },
     )

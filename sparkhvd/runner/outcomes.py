@@ -91,6 +91,7 @@ class Outcome:
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
         unsent: numbers, texts and lines of records of live output that the driver may not have shown; see `live.frames.Record`.
+        num_parts: rows of its result.
     """
 
     rank: int | None
@@ -111,6 +112,7 @@ class Outcome:
     job_id: str = ""
     warnings: tuple[str, ...] = ()
     unsent: tuple[tuple[int, str, int], ...] = ()
+    num_parts: int = 0
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` rebuilds this outcome."""
@@ -256,8 +258,6 @@ def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
 
 
 _FRAME = re.compile(r"^\s+at [\w$.<>/]+\(.*\)$|^Driver stacktrace:|^\s*\.\.\. \d+ more$")
-
-
 _PREAMBLE = re.compile(r".*?finished unsuccessfully\.\s*", re.DOTALL)
 
 

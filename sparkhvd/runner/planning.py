@@ -15,6 +15,7 @@ from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus
 from sparkhvd.runner.live_output import Attempt, LiveOutput
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.pickling import dumps
+from sparkhvd.runner.results import LIMIT_KEY, Pieces, pieces_for
 from sparkhvd.settings import Settings, conf_keys
 from sparkhvd.spark import SparkShim
 
@@ -47,6 +48,7 @@ class Plan:
         shared: the pickled shared files; empty for none.
         is_local: whether all tasks are children of one process.
         is_dynamic: whether executors come and go by themselves.
+        pieces: pieces in which results travel.
     """
 
     shim: SparkShim
@@ -60,6 +62,7 @@ class Plan:
     shared: bytes = field(repr=False)
     is_local: bool
     is_dynamic: bool
+    pieces: Pieces = Pieces()
 
     @property
     def is_terminal(self) -> bool:
@@ -102,6 +105,7 @@ class Plan:
             timestamps=options.timestamps,
             live=None if live.way is None else live.way.to_dict(),
             is_quiet=self.is_terminal and options.verbose <= 0,
+            piece_bytes=self.pieces.num_bytes,
         )
 
     def live_output(self, attempt: Attempt) -> LiveOutput:
@@ -128,7 +132,7 @@ def make_plan(
         is_barrier: whether all ranks start together; else there may be fewer slots than ranks.
     """
     env = launching.check_env(options.env)
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
+    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, LIMIT_KEY))
     settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf, is_barrier=is_barrier)
     preflight.check_databricks(shim.is_connect)
@@ -153,6 +157,8 @@ def make_plan(
         shared=b"" if options.shared is None else dumps(options.shared),
         is_local=placement.is_local(conf.get("spark.master", "")),
         is_dynamic=preflight.is_dynamic(conf),
+        # What matters of a launch with files is in these; keeping its rows would cost it 30 ms.
+        pieces=pieces_for(conf, size) if options.shared is None else Pieces(),
     )
 
 

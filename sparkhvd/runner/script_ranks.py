@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,45 @@ from pathlib import Path
 from sparkhvd import processors
 from sparkhvd.elastic import Invitation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers.handover import VARIABLE, Handover
+from sparkhvd.launchers.handover import Handover
+from sparkhvd.launchers.place import Place
 from sparkhvd.rendezvous import Job, Listener
-from sparkhvd.topology import Topology, topology
+from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
-__all__ = ["HandedOver", "check_command", "hand_over", "hand_over_member", "words_of"]
+__all__ = [
+    "HandedOver",
+    "check_command",
+    "hand_over",
+    "hand_over_member",
+    "member_variables",
+    "words_of",
+]
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A rank's variables, and the descriptors that it inherits."""
+    """What a rank is started with.
+
+    Attributes:
+        rank: its number.
+        variables: of its environment.
+        descriptors: that it inherits.
+        place: which it takes by one of them, or a program that it starts; whoever starts the rank closes it behind the rank's end.
+    """
 
     rank: int
     variables: dict[str, str]
     descriptors: list[int]
+    place: Place
+
+
+def _handed_over(
+    rank: int, handover: Handover, listener: Listener, variables: Mapping[str, str]
+) -> HandedOver:
+    place = Place(handover, listener, is_own=False)
+    sockets = [fd for fd in listener.filenos() if fd >= 0]
+    found = {**variables, **place.variables(variables, is_inherited=True)}
+    return HandedOver(rank, found, [place.descriptor, *sockets], place)
 
 
 def words_of(command: Sequence[str]) -> list[str]:
@@ -70,93 +95,79 @@ def hand_over(
     env: Mapping[str, str],
     master: tuple[str, int],
 ) -> Iterator[HandedOver]:
-    """Yield what each rank of this host gets; it is closed when the next is asked for.
+    """Yield what each rank of this host gets.
 
     Args:
-        listeners: of these ranks, in their order; they are closed here.
+        listeners: of these ranks, in their order; each is closed with its place.
         job: of the first of them; the others follow it.
         env: variables of all ranks.
         master: address for torch.distributed.
     """
     threads = max(1, int(processors.allowed() / len(listeners)))
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
-    with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener)
-        for rank, listener in enumerate(listeners, job.rank):
-            place = topology(rank, hosts)
-            own = Job(job.key, job.job_id, job.attempt, rank, job.size, job.endpoints)
-            handover = Handover(
-                own.to_json(),
-                listener.endpoint().to_dict(),
-                listener.filenos(),
-                place.local_rank,
-                threads,
-            )
-            descriptor = handover.to_descriptor()
-            sockets = [fd for fd in listener.filenos() if fd >= 0]
-            variables = {**_variables(place, master), VARIABLE: str(descriptor)}
-            variables = {"OMP_NUM_THREADS": str(threads), **env, **variables}
-            try:
-                yield HandedOver(rank, variables, [descriptor, *sockets])
-            finally:
-                os.close(descriptor)
-                listener.close()
+    for rank, listener in enumerate(listeners, job.rank):
+        here = topology(rank, hosts)
+        own = Job(job.key, job.job_id, job.attempt, rank, job.size, job.endpoints)
+        handover = Handover(
+            own.to_json(),
+            listener.endpoint().to_dict(),
+            listener.filenos(),
+            here.local_rank,
+            threads,
+        )
+        variables = {"OMP_NUM_THREADS": str(threads), **env, **_variables(here, master)}
+        yield _handed_over(rank, handover, listener, variables)
 
 
-@contextlib.contextmanager
 def hand_over_member(
     listener: Listener,
     invitation: Invitation,
     env: Mapping[str, str],
     slot: int,
     num_threads: int,
-) -> Iterator[HandedOver]:
-    """Give what a member of an elastic job gets, for the block; its listener is closed here behind it.
+) -> HandedOver:
+    """Return what a member of an elastic job gets.
 
     Args:
-        listener: of the member.
+        listener: of the member; closed with its place.
         invitation: to the job.
         env: variables of all members.
         slot: of its host, from 0 on; no other living member has it.
         num_threads: threads that it may use.
     """
-    with listener:
-        handover = Handover(
-            json.dumps(invitation.to_dict()),
-            listener.endpoint().to_dict(),
-            listener.filenos(),
-            slot,
-            num_threads,
-            is_elastic=True,
-        )
-        descriptor = handover.to_descriptor()
-        try:
-            # Its rank changes with the others; its slot, and so its GPU, does not.
-            variables = {
-                **{"OMP_NUM_THREADS": str(num_threads), **env},
-                **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
-                **{"PYTHONUNBUFFERED": "1", VARIABLE: str(descriptor)},
-            }
-            sockets = [fd for fd in listener.filenos() if fd >= 0]
-            yield HandedOver(invitation.number, variables, [descriptor, *sockets])
-        finally:
-            os.close(descriptor)
+    handover = Handover(
+        json.dumps(invitation.to_dict()),
+        listener.endpoint().to_dict(),
+        listener.filenos(),
+        slot,
+        num_threads,
+        is_elastic=True,
+    )
+    others = {name: value for name, value in env.items() if name not in HOROVOD_NAMES}
+    variables = {
+        **{"OMP_NUM_THREADS": str(num_threads), **others},
+        **member_variables(slot),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return _handed_over(invitation.number, handover, listener, variables)
+
+
+def member_variables(slot: int) -> dict[str, str]:
+    """Return what is known of a member before it has met the others: its rank changes with them; its slot, and so its GPU, does not."""
+    return {
+        **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+    }
 
 
 def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
     """Return what Horovod and torch.distributed call a rank's place."""
-    horovod = {
-        **{"RANK": place.rank, "SIZE": place.size},
-        **{"LOCAL_RANK": place.local_rank, "LOCAL_SIZE": place.local_size},
-        **{"CROSS_RANK": place.cross_rank, "CROSS_SIZE": place.cross_size},
-    }
     torch = {
         **{"RANK": place.rank, "WORLD_SIZE": place.size},
         **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},
     }
     return {
-        **{f"HOROVOD_{name}": str(value) for name, value in horovod.items()},
+        **horovod_variables(place, socket.gethostname()),
         **{name: str(value) for name, value in torch.items()},
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),

@@ -49,5 +49,5 @@ def run_script(
         key = secrets.token_bytes(32)
         job = Job(key, secrets.token_hex(8), 0, 0, num_proc, endpoints)
         for each in hand_over(listeners, job, env, (LOOPBACK, port)):
-            crew.start(each.rank, command, each.variables, each.descriptors)
+            crew.start(each, command)
         return watch(events, num_proc, crew.send, screen)

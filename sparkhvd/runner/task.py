@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, preflight, stored
+from sparkhvd.runner import launching, preflight, results, stored
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.head_start import share_nursery, task_prologue
@@ -29,7 +28,7 @@ from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, describe, embed, refer
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.rank_output import RankOutput, log
@@ -41,11 +40,9 @@ if TYPE_CHECKING:
 
     from sparkhvd.runner.payload import Payload
 
-__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
+__all__ = ["ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
 
 ROW_SCHEMA = "rank int, part int, data binary"
-# The row with this part number holds the outcome; parts 0, 1, ... are the result.
-OUTCOME_PART = -1
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class TaskSpec:
         live: `Way.to_dict()` of live output; None for none.
         is_quiet: whether the ranks' lines stay off this task's stderr.
         elastic: `Terms.to_dict()` of ranks that come and go; None for a barrier stage.
+        piece_bytes: most bytes of a row of a result.
     """
 
     size: int
@@ -93,6 +91,12 @@ class TaskSpec:
     live: dict[str, Any] | None = None
     is_quiet: bool = False
     elastic: dict[str, Any] | None = None
+    piece_bytes: int = CHUNK_BYTES
+
+    @property
+    def tag(self) -> str:
+        """Tag of the Spark job."""
+        return f"sparkhvd-{self.job_id}"
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -153,7 +157,6 @@ def run_task(
     Raises:
         RankError: the rank failed; its text embeds the outcome.
     """
-    import pyarrow as pa
     from pyspark import BarrierTaskContext
 
     for _ in batches:  # a task that leaves input unread costs Spark the Python worker
@@ -162,6 +165,8 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files = files_of(shared)
     rank = barrier.partitionId()
+    if results.is_of_rest(barrier.getLocalProperty("spark.job.tags"), spec.tag):
+        raise results.lost(rank, spec.size, spec.attempt, spec.job_id)
     share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
@@ -172,10 +177,7 @@ def run_task(
         is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
-    parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
-    for part, data in parts:
-        columns = [int32_array(rank), int32_array(part), binary_array(data)]
-        yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
+    yield from results.rows_of(rank, outcome, result, spec.piece_bytes)
 
 
 def files_of(shared: bytes) -> SharedFiles | None:

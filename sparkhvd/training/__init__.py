@@ -9,6 +9,8 @@ Each module imports only those above it:
     hashing           SHA-256 of files
     together          seeds, and errors that all ranks raise together
     to_device         batches and modules to the rank's device
+    precision         mixed precision
+    torch_settings    settings of torch as on the driver
     modules           modules apart from their weights
     user_code         the user's callbacks, functions and loops
     early_stopping    best epoch, and early end
@@ -19,9 +21,11 @@ Each module imports only those above it:
     user_step         the user's own forward and loss
     check_user_code   the user's functions and objects, checked on the driver
     schedulers        the user's learning-rate scheduler
+    others            state of losses and metrics
     model             the user's model, built and checked
     optimizer         the user's optimizer, its groups, compression
     loss_functions    the user's losses, checked
+    row_pairs         losses and metrics tried on permuted labels
     program           model, optimizer, losses and metrics, pickled
     describe_program  the same, described for a checkpoint
     spec              input and result of a rank
@@ -30,7 +34,6 @@ Each module imports only those above it:
     host_rows         rows that the ranks of a host read once and share
     batches           a rank's batches of an epoch
     device            the rank's device
-    precision         mixed precision
     compile           torch.compile
     waits             time in which the ranks of an epoch waited for each other
     run_timeline      timeline of the first steps, in the run's folder

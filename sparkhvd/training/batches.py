@@ -246,7 +246,7 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
     """Group the batches of an epoch into optimizer steps of `accumulate` batches.
 
     They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
-    be smaller, and `drop_last` leaves it out.
+    be smaller, and `drop_last` leaves it out, or with `short_steps` batches of it that are not full.
     """
     plan = reader.plan(epoch, done.rows)
     starts = range(0, plan.num_steps, spec.accumulate)
@@ -255,7 +255,7 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
     plans = []
     for number, start in enumerate(starts, done.steps):
         stop = min(start + spec.accumulate, plan.num_steps)
-        if stop - start < spec.accumulate and spec.drop_last:
+        if stop - start < spec.accumulate and spec.drop_last and not spec.short_steps:
             break
         rows = sum(sum(plan.rows_per_rank(step)) for step in range(start, stop))
         plans.append(StepPlan(number, stop - start, rows))

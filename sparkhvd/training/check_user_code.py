@@ -44,6 +44,11 @@ class UserCode:
         return Transformations(self.transformation_fn, self.batch_transform_fn)
 
     @property
+    def steps(self) -> dict[str, object]:
+        """The functions that compute losses in our loop, by name."""
+        return {"train_step": self.train_step, "validation_step": self.validation_step}
+
+    @property
     def computes_loss(self) -> bool:
         """True if the user's function computes the training loss, so that `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None
@@ -57,6 +62,11 @@ class UserCode:
     def changes_columns(self) -> bool:
         """True if the model never gets the columns as they are, so that it cannot be tried on them."""
         return getattr(self.train_fn, "changes_columns", False)
+
+    @property
+    def takes_rows(self) -> bool:
+        """True if a function gets the values of each row before the model."""
+        return self.transformation_fn is not None or getattr(self.train_fn, "takes_rows", False)
 
     @property
     def can_log(self) -> bool:

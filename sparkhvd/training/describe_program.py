@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.modules.architecture import light_copy, module_texts
+from sparkhvd.training.modules.architecture import module_texts
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.program import Program
 from sparkhvd.training.schedulers import describe_scheduler, is_plain, plain
@@ -29,7 +30,9 @@ def describe_program(program: Program) -> dict[str, object]:
     if isinstance(program.optimizer, torch.optim.Optimizer):
         optimizer, kind = program.optimizer, type(program.optimizer)
     elif program.optimizer is not None:
-        optimizer = build_optimizer(program.optimizer, light_copy(program.model))
+        optimizer = build_optimizer(
+            program.optimizer, light_copy(program.model), program.others().trained
+        )
     groups = None if optimizer is None else [len(g["params"]) for g in optimizer.param_groups]
     return {
         "model": {

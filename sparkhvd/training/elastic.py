@@ -48,6 +48,7 @@ from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import move_losses
+from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
 from sparkhvd.training.types import History
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
@@ -59,6 +60,7 @@ __all__ = ["train_elastically"]
 _NEVER_S = 1e9
 
 
+@held
 def train_elastically(spec: TrainSpec) -> TrainResult:
     """Train on every rank of an elastic job; all ranks must call it with the same spec. See `train`."""
     hvd.init()
@@ -97,8 +99,11 @@ class _Training(State, Hooks):
         program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
         model = build_model(program.model, spec.seed)
         assert isinstance(model, nn.Module)
-        self.program = replace(program, model=model.to(self.device))
+        model.to(self.device)
+        self.program = replace(program, model=model)
         move_losses(program.losses, self.device)
+        self.others = self.program.others()
+        self.others.to(self.device)
         self.call = compile_model(model) if spec.compile else model
         self.checkpoints = Checkpoints(spec.store, spec.run_dir)
         self.moment = Moment()
@@ -168,12 +173,15 @@ class _Training(State, Hooks):
     def begin(self, data: Data) -> Position:
         """Give every rank of a new set the state of rank 0; return where it goes on."""
         model, held = self.program.model, self._held
-        start = find_start(self.spec, self.checkpoints, model, held)
+        start = find_start(self.spec, self.checkpoints, model, held, self.others)
         if self.state is None:
-            self.state, self.schedule = build(self.spec, self.program, data, self.profile)
+            self.state, self.schedule = build(
+                self.spec, self.program, data, self.profile, self.others
+            )
             self._scaled_by = hvd.size()
         elif held is not None and self.state.optimizer is not None:
             load_weights(model, held.model, "The state in memory does")
+            self.state.changes.regroup(held.changes.get("groups"))
             self.state.optimizer.load_state_dict(held.optimizer)
         # Which of them a rank calls depends on its number.
         ctx = CallbackContext(self.spec, self.state, self.moment)
@@ -275,6 +283,7 @@ def _train(training: _Training) -> TrainResult:
                 position,
                 training,
             )
+            training.checkpoints.note(step.warning)
         epoch = returned_epoch(spec, history, training.checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypedDict
@@ -29,9 +31,15 @@ __all__ = [
     "StateMetric",
     "Totals",
     "TotalsState",
+    "no_broadcast",
     "resolve_metrics",
     "try_metrics",
 ]
+
+
+# Torch only warns of (rows, 1) against (rows,), which learns the mean of the labels.
+_BROADCAST = "Using a target size"
+_unwatched = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,26 @@ class Metric:
                 "over the rows, or one value per row."
             )
         return value.sum() * num_rows / value.numel()
+
+
+@contextlib.contextmanager
+def no_broadcast(name: str) -> Iterator[None]:
+    """Turn torch's warning of a label that broadcasts over the output into an error; others stay warnings.
+
+    Raises:
+        InvalidArgumentError: a function that is called inside, `name` in the message, has made torch warn.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=_BROADCAST)
+        try:
+            yield
+        except UserWarning as e:
+            if not str(e).startswith(_BROADCAST):
+                raise
+            raise InvalidArgumentError(
+                f"{name} broadcasts: {' '.join(str(e).split())} It gets labels of one number per row as (rows, 1), like an output of "
+                "that width. Give both the same shape, for example output.reshape(label.shape)."
+            ) from e
 
 
 AnyMetric: TypeAlias = Metric | StateMetric | ClassMetric
@@ -266,6 +294,7 @@ class Totals:
             device: of the batches, which are added up there without waiting; None means the CPU.
         """
         self._logs = logs
+        self._is_first = True
         self._logged: list[dict[str, tuple[float, float]]] = []
         self._means = [m for m in metrics if isinstance(m, Metric)]
         self._states = [m.fresh(device) for m in metrics if not isinstance(m, Metric)]
@@ -319,7 +348,10 @@ class Totals:
         self.values[2] += batch.num_rows
         for i, metric in enumerate(self._means, start=3):
             output = batch.outputs[metric.label].detach()
-            self.values[i] += metric.row_sum(output, batch.labels[metric.label])
+            watched = no_broadcast(f"metric {metric.name!r}") if self._is_first else _unwatched
+            with watched:
+                self.values[i] += metric.row_sum(output, batch.labels[metric.label])
+        self._is_first = False
         for state in self._states:
             state.update(batch.outputs[state.label].detach(), batch.labels[state.label])
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.modes import check_modes
 
 __all__ = ["build_model", "check_model"]
 
@@ -45,7 +46,7 @@ def check_model(model: object) -> nn.Module:
     """Return `model` if it can be trained; runs on the driver.
 
     Raises:
-        InvalidArgumentError: it is missing, no module, or has nothing to train.
+        InvalidArgumentError: it is missing, no module, has nothing to train, or a `train` or `eval` that sets no mode.
     """
     if model is None:
         raise InvalidArgumentError("model is required: give the torch.nn.Module to train.")
@@ -68,6 +69,7 @@ def check_model(model: object) -> nn.Module:
         raise InvalidArgumentError(
             "model has no parameter that requires a gradient: nothing to train."
         )
+    check_modes(model, "model")
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,14 +13,15 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch import arguments
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
+from sparkhvd.training.others import Others
 from sparkhvd.training.types import Compression, MakeOptimizer
 
 __all__ = ["Overrides", "build_optimizer", "check_compression", "check_optimizer"]
 
 
 def check_optimizer(
-    optimizer: object, model_param: object, model: nn.Module
+    optimizer: object, model_param: object, model: nn.Module, others: Others | None = None
 ) -> torch.optim.Optimizer:
     """Check an optimizer, or a function that makes one, against the model; neither is changed.
 
@@ -26,6 +29,7 @@ def check_optimizer(
         optimizer: the Param.
         model_param: the Param `model`: the module, or a function that makes one in each rank.
         model: the module.
+        others: parameters of the losses.
 
     Returns:
         The optimizer, or the one that the function makes for a copy of the model.
@@ -39,11 +43,11 @@ def check_optimizer(
             "for example torch.optim.Adam."
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_instance(optimizer, model_param, model)
+        _check_instance(optimizer, model_param, model, others or Others())
         built = optimizer
     elif callable(optimizer):
         # A copy, because an optimizer may hang hooks on its parameters.
-        built = build_optimizer(optimizer, light_copy(model))
+        built = build_optimizer(optimizer, light_copy(model), _light(others))
     else:
         raise InvalidArgumentError(
             f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer or a function of the "
@@ -58,7 +62,7 @@ def check_optimizer(
 
 
 def _check_instance(
-    optimizer: torch.optim.Optimizer, model_param: object, model: nn.Module
+    optimizer: torch.optim.Optimizer, model_param: object, model: nn.Module, others: Others
 ) -> None:
     if model_param is not model:
         raise InvalidArgumentError(
@@ -66,23 +70,33 @@ def _check_instance(
             "a function, by which each rank makes its own. Give a function of the parameters, for example "
             f"lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=0.1)."
         )
-    parameters = {id(p) for p in model.parameters()}
+    parameters = {id(p) for p in itertools.chain(model.parameters(), others.parameters.values())}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in parameters:
                 raise InvalidArgumentError(
                     f"optimizer: parameter group {number} holds a parameter of shape "
                     f"{tuple(parameter.shape)} that the model does not have: it is tied to another model. Build "
-                    "it from this model's parameters(), or give a function of the parameters."
+                    "it from this model's parameters(), or give a function of the parameters. Those of the loss may be in it, too."
                 )
 
 
-def build_optimizer(optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer for this model: the instance, or the one that the function makes of its parameters."""
+def _light(others: Others | None) -> list[nn.Parameter]:
+    """Return the parameters of losses as new objects over the same memory."""
+    return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
+
+
+def build_optimizer(
+    optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """Return the optimizer for this model: the instance, or the one that the function makes of its parameters.
+
+    `trained` are parameters of losses, which come after the model's.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     try:
-        built = optimizer(model.parameters())
+        built = optimizer(itertools.chain(model.parameters(), trained))
     except Exception as e:
         raise InvalidArgumentError(
             f"optimizer: calling it with the model's parameters failed: {type(e).__name__}: {e}. Give a function of "

@@ -20,7 +20,9 @@ from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.metrics import AnyMetric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
+from sparkhvd.training.modules.attached import hooks_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
+from sparkhvd.training.others import Others
 from sparkhvd.training.types import Compression, Loss, MakeOptimizer, MakeScheduler
 
 __all__ = ["PROGRAM_NAME", "Program", "dump_program", "load_program", "store_program"]
@@ -54,6 +56,12 @@ class Program:
     compression: Compression = hvd.Compression.none
     functions: RowFunctions = field(default_factory=RowFunctions)
     user: UserCode = field(default_factory=UserCode)
+
+    def others(self) -> Others:
+        """Find the state of losses and metrics, once the model is there."""
+        user = self.user
+        trains = not user.computes_loss
+        return Others(self.losses, self.metrics, self.model, user.steps, trains=trains)
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:
@@ -110,6 +118,8 @@ def store_program(store: Store, run_dir: str, data: bytes, model: object) -> Wei
 
 def _unpicklable(program: Program) -> tuple[str, object]:
     """Return the Param that cannot be pickled, and its value."""
+    if (found := _unpicklable_of_parameters(program.model)) is not None:
+        return found
     parts = {f.name: getattr(program, f.name) for f in fields(program)}
     parts |= vars(parts.pop("user"))
     for name, value in parts.items():
@@ -123,6 +133,19 @@ def _unpicklable(program: Program) -> tuple[str, object]:
             }
             return names.get(name, name), value
     return "model", program.model
+
+
+def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
+    """Return the hook or attributes of a parameter that cannot be pickled, and whose they are."""
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        hooks = hooks_of(parameter)
+        for value in (vars(parameter), *(hooks.backward + hooks.accumulated if hooks else ())):
+            what = "attributes" if isinstance(value, dict) else "a hook"
+            try:
+                cloudpickle.dumps(value)
+            except Exception:  # noqa: BLE001 - to find the part that fails
+                return f"model: {what} of parameter {name!r}", value
+    return None
 
 
 def load_program(

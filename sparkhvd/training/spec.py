@@ -13,6 +13,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.optimizer import Overrides
+from sparkhvd.training.torch_settings import TorchSettings
 from sparkhvd.training.types import Columns, History
 
 __all__ = ["TrainResult", "TrainSpec"]
@@ -44,6 +45,7 @@ class TrainSpec:
         shuffle: a new order each epoch.
         shuffle_bytes: see `Reader`.
         drop_last: leave out the last step of an epoch if it is not full.
+        short_steps: with `drop_last` and `accumulate`, leave out a batch alone that is not full: the last step may have fewer batches.
         has_validation: True if there are validation rows.
         validation: their fraction; None if a column tells, or if they are data of their own.
         validation_dir: folder of validation data of their own, or None.
@@ -69,7 +71,9 @@ class TrainSpec:
         transformed: the columns as the user's transformations return them; None without these.
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
             None where it could.
+        checks_pairs: rank 0 looks whether loss and metrics pair rows, because the driver could not.
         timeline: steps of a launch that the run's timeline shows; 0: there is none.
+        torch_settings: of the driver, see `torch_settings`.
         fingerprint: JSON object that a checkpoint of this run shares.
     """
 
@@ -93,6 +97,7 @@ class TrainSpec:
     shuffle: bool = True
     shuffle_bytes: int = 1 << 30
     drop_last: bool = False
+    short_steps: bool = False
     has_validation: bool = False
     validation: float | None = None
     overrides: Overrides = Overrides()
@@ -118,7 +123,9 @@ class TrainSpec:
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
     trial: Columns | None = None
+    checks_pairs: bool = False
     timeline: int = 0
+    torch_settings: TorchSettings = field(default_factory=dict)
     fingerprint: str = "{}"
 
     @property

@@ -9,7 +9,9 @@ several labels with different weights are summed before: see `losses`.
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -28,9 +30,10 @@ from sparkhvd.training.losses import (
     mean_loss,
     weighted_loss,
 )
-from sparkhvd.training.metrics import AnyMetric, Forward, Totals
+from sparkhvd.training.metrics import AnyMetric, Forward, Totals, no_broadcast
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
+from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.to_device import Mover
 from sparkhvd.training.together import fail_together
@@ -77,6 +80,8 @@ class Step:
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
         # The sums of this rank's losses times their weights, and of the weights, in the last step.
+        self.is_loss_called = False
+        self.warning = ""  # about loss or metrics, on rank 0
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
         self.waited_s = 0.0  # for reduced gradients, since an epoch began
         # True if weights of a step are known only after `forward`; None before the first batch.
@@ -179,10 +184,24 @@ class Step:
         on_cpu = self.spec.labels.apply(columns)
         labels = self.spec.labels.match(outputs, self.move(on_cpu))
         weights = sample_weights(self.spec, columns)
-        if weights is None:
-            counts = self.counts if is_training else None
-            return mean_loss(self.spec, self.program, outputs, labels, counts, on_cpu)
-        return weighted_loss(self.spec, self.program, outputs, labels, weights)
+        counts = self.counts if is_training else None
+        with contextlib.nullcontext() if self.is_loss_called else no_broadcast("loss"):
+            if weights is None:
+                result = mean_loss(self.spec, self.program, outputs, labels, counts, on_cpu)
+            else:
+                result = weighted_loss(self.spec, self.program, outputs, labels, weights)
+        if not self.is_loss_called:
+            self.is_loss_called = True
+            self.check_pairs(result)
+        return result
+
+    def check_pairs(self, result: Forward) -> None:
+        """Warn of a loss or metric that does not pair rows, where the driver could not try the model."""
+        if self.spec.checks_pairs and hvd.rank() == 0:
+            program, labels = self.program, result.labels
+            self.warning = unpaired(program.losses, program.metrics, result.outputs, labels)
+            if self.warning:
+                warnings.warn(self.warning, stacklevel=2)
 
     def columns(self, batch: Batch, *, is_training: bool) -> Columns:
         """Apply the user's transformations to the columns of a batch."""
@@ -281,7 +300,7 @@ class Step:
         if batch.num_rows:
             try:
                 result = self.forward(batch, columns)
-                self.check_first(result)
+                _check_first(self.spec, self.program, result)
             except CollectiveError:
                 raise
             except InvalidArgumentError as e:
@@ -304,41 +323,6 @@ class Step:
         self.is_weighted = skips or any(weighted for _, weighted in outcomes)
         return result
 
-    def check_logits(self, index: int, label: Tensor) -> None:
-        """Refuse classes above 1 for one logit, from which BCE-with-logits would learn nonsense without a word."""
-        is_logit = heads.link_of(self.program.losses[index]) == heads.SIGMOID
-        if is_logit and not ((label >= 0) & (label <= 1)).all():
-            raise InvalidArgumentError(
-                f"Label {self.spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
-                "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "
-                "model one output per class."
-            )
-
-    def check_first(self, result: Forward) -> None:
-        """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
-        if not result.loss.requires_grad:
-            raise InvalidArgumentError(
-                "loss returned a number that does not depend on the model's trainable parameters, so there is no "
-                "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
-            )
-        for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
-            self.check_logits(i, label)
-            if output.numel() == label.numel() or not _broadcast(output, label):
-                continue
-            # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
-            # other axis has tell a loss that takes class indices from one that would learn the mean.
-            rows = max(output.shape + label.shape) + 1
-            index = torch.arange(rows) % len(output)
-            try:
-                with torch.no_grad():
-                    self.program.losses[i](output[index], label[index])
-            except RuntimeError as e:
-                raise InvalidArgumentError(
-                    f"Label {self.spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
-                    f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
-                    "label so that they have the same number of elements per row."
-                ) from e
-
 
 _NAN_HINT = (
     "Look for NaN in the data and for division by zero in the model, lower the learning rate or set "
@@ -352,3 +336,40 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
+    """Refuse classes above 1 for one logit, from which BCE-with-logits would learn nonsense without a word."""
+    is_logit = heads.link_of(program.losses[index]) == heads.SIGMOID
+    if is_logit and not ((label >= 0) & (label <= 1)).all():
+        raise InvalidArgumentError(
+            f"Label {spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
+            "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "
+            "model one output per class."
+        )
+
+
+def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
+    """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
+    if not result.loss.requires_grad:
+        raise InvalidArgumentError(
+            "loss returned a number that does not depend on the model's trainable parameters, so there is no "
+            "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
+        )
+    for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
+        _check_logits(spec, program, i, label)
+        if output.numel() == label.numel() or not _broadcast(output, label):
+            continue
+        # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
+        # other axis has tell a loss that takes class indices from one that would learn the mean.
+        rows = max(output.shape + label.shape) + 1
+        index = torch.arange(rows) % len(output)
+        try:
+            with torch.no_grad():
+                program.losses[i](output[index], label[index])
+        except RuntimeError as e:
+            raise InvalidArgumentError(
+                f"Label {spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
+                f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
+                "label so that they have the same number of elements per row."
+            ) from e

@@ -34,6 +34,7 @@ from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data, StepPlan
+from sparkhvd.training.checkpoints.changes import set_modes
 from sparkhvd.training.checkpoints.compression_state import load_compression
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
@@ -46,8 +47,10 @@ from sparkhvd.training.host_weights import share_frozen
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
+from sparkhvd.training.others import Others
 from sparkhvd.training.precision import loss_scaler
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import Program, load_program
@@ -58,6 +61,7 @@ from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.together import fail_together, seed_everything
+from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import History, Record
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
@@ -68,6 +72,7 @@ from sparkhvd.training.user_step import StepContext, UserStep
 __all__ = ["Hooks", "build", "returned_epoch", "train", "train_epochs", "tried_widths"]
 
 
+@held
 def train(spec: TrainSpec) -> TrainResult:
     """Train on every rank of a job; all ranks must call it with the same spec.
 
@@ -86,8 +91,11 @@ def train(spec: TrainSpec) -> TrainResult:
     model = build_model(program.model, spec.seed)
     assert isinstance(model, nn.Module)
     # In place: an optimizer that the user made holds these parameters.
-    program = replace(program, model=model.to(device))
+    model.to(device)
+    program = replace(program, model=model)
     move_losses(program.losses, device)
+    others = program.others()
+    others.to(device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
     is_cuda = device.type == "cuda"
@@ -97,10 +105,10 @@ def train(spec: TrainSpec) -> TrainResult:
         profile.timeline,
         Data(spec, program.functions, pin_memory=is_cuda, spans=profile.spans) as data,
     ):
-        start = find_start(spec, checkpoints, program.model)
+        start = find_start(spec, checkpoints, program.model, others=others)
         data.prepare(*start.position)
         load_compression(program.compression, start.compression, device)
-        state, schedule = build(spec, program, data, profile)
+        state, schedule = build(spec, program, data, profile, others)
         moment = Moment()
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
         state.callbacks = callbacks
@@ -115,12 +123,15 @@ def train(spec: TrainSpec) -> TrainResult:
         stopped = ""
         with Saver(spec, checkpoints, state) as saver:
             if program.user.train_fn is not None:
+                if position.changes:
+                    set_modes(program.model, position.changes["evaluating"])
                 ctx = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
                 run_train_fn(program.user, ctx, data)
             else:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
+                checkpoints.note(step.warning)
         epoch = returned_epoch(spec, history, checkpoints)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
@@ -163,9 +174,12 @@ def tried_widths(
     if spec.trial is None:
         return ()
     schema = spec.transformed or data.schema
-    model = program.model.eval()
+    model = in_mode(program.model, is_training=False)
     try:
-        widths = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+        move = Mover(device)
+        widths = output_widths(
+            model, spec.inputs, schema.features, spec.trial, move, spec.precision
+        )
     except InvalidArgumentError as e:  # the trained model must not be lost
         warnings.warn(str(e), stacklevel=2)
         return ()
@@ -205,7 +219,9 @@ def train_epochs(
     hooks = hooks or Hooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
-    callbacks.call("on_train_begin")
+    changes, watch = step.state.changes, callbacks.watch
+    with changes.repeated(position.changes, watch, "on_train_begin"):
+        callbacks.call("on_train_begin")
     stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
@@ -213,11 +229,16 @@ def train_epochs(
         # Before the callbacks, which may draw, log, and put parts of the model in another mode.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
-        callbacks.call("on_epoch_begin")
+        continued = position.changes if position.is_inside else {}
+        with changes.repeated(continued, watch, "on_epoch_begin"):
+            callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)
         with step.state.profile.phase("validate"):
+            step.state.others.share()
             record |= validate(step, data)
+            if data.validation is not None:
+                step.state.others.share()
         asked = callbacks.epoch_end(record)
         # Decisions by the record must be equal, and ranks may compute on different machines.
         record = hvd.broadcast_object(record, 0, name="record")
@@ -229,23 +250,23 @@ def train_epochs(
         hooks.after_checkpoint()
         position = Position(history)
         stopped = asked or reason_to_stop(history, spec.early_stopping)
-    callbacks.call("on_train_end", history)
+    callbacks.train_end(history, saver)
     return stopped if len(history) < spec.epochs else ""
 
 
 def build(
-    spec: TrainSpec, program: Program, data: Data, profile: Profile
+    spec: TrainSpec, program: Program, data: Data, profile: Profile, others: Others
 ) -> tuple[TrainingState, Schedule]:
     """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
     optimizer: Distributed | None = None
     if program.optimizer is not None:  # else train_fn makes its own
-        plain = build_optimizer(program.optimizer, model)
+        plain = build_optimizer(program.optimizer, model, others.trained)
         spec.overrides.apply(plain, hvd.size())
         move_optimizer(plain)
         distributed = hvd.DistributedOptimizer(
             plain,
-            model.named_parameters(),
+            [*model.named_parameters(), *others.stepped_by(plain)],
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,
             # The user's loop calls `backward` on plain means.
@@ -271,6 +292,7 @@ def build(
         scaler,
         compression=program.compression,
         profile=profile,
+        others=others,
     )
     return state, schedule
 

@@ -32,6 +32,7 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.frozen import Sums, weight_sums
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 from sparkhvd.training.checkpoints.rank_state import load_rng
 from sparkhvd.training.checkpoints.resume import Position, TrainingState
@@ -41,7 +42,7 @@ from sparkhvd.training.together import seed_everything
 from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.transformations import Transformations
-from sparkhvd.training.user_step import batch_tensors
+from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 
 __all__ = ["Loader", "TrainFnContext", "run_train_fn"]
 
@@ -103,8 +104,17 @@ class Loader:
             if self._is_training:
                 profile.step()
 
-    def ahead(self) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
-        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead."""
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor of a batch."""
+        return batch_dtypes(self._ctx._spec, self._schema)
+
+    def ahead(self, *, as_stored: bool = False) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
+        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead.
+
+        Args:
+            as_stored: leave batches on the CPU, and their numbers in the types in which the data hold them.
+        """
         epoch, self._epoch = self._epoch, self._epoch + 1
         start, self._start_step = self._start_step, 0
         spec = self._ctx._spec
@@ -119,7 +129,8 @@ class Loader:
                 expected = spec.transformed.columns
                 columns = self._functions.apply(columns, expected, is_training=self._is_training)
             begin = functools.partial(self._ctx._begin, batch, epoch if self._is_training else None)
-            yield begin, batch_tensors(spec, self._schema, columns, self._ctx.device)
+            device = torch.device("cpu") if as_stored else self._ctx.device
+            yield begin, batch_tensors(spec, self._schema, columns, device, as_stored=as_stored)
 
 
 class TrainFnContext(Context):
@@ -163,6 +174,7 @@ class TrainFnContext(Context):
         self._rows = 0  # of this rank, since the last record
         self._rank_state = position.rank_state
         self._is_saved = False
+        self._saved_sums: Sums = {}  # on rank 0
         self._began = time.monotonic()
         self._share = 1.0
         self._has_batch = False  # of a loader
@@ -264,6 +276,14 @@ class TrainFnContext(Context):
         broadcast_module_state(self.model)
         self._saver.after_epoch(self.history)
         self._is_saved = True
+        if self.rank == 0:
+            self._saved_sums = weight_sums(self.model)
+
+    def _must_save(self) -> bool:
+        """Return True if the model is not as its last checkpoint has it: trained on, or changed on rank 0, whose weights count."""
+        is_best = self._spec.return_best  # the result is what was saved
+        is_changed = not is_best and self.rank == 0 and weight_sums(self.model) != self._saved_sums
+        return not self._is_saved or is_changed
 
 
 def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
@@ -298,7 +318,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
         raise
     except Exception as e:
         raise RuntimeError(f"train_fn raised {type(e).__name__}: {e}") from e
-    # A function that trained on after its last checkpoint, or wrote none, still gets the model as it left it.
-    unsaved = torch.tensor([0.0 if ctx._is_saved else 1.0])
+    # A function that trained on or changed weights after its last checkpoint, or wrote none, still gets the model as it left it.
+    unsaved = torch.tensor([float(ctx._must_save())])
     if float(hvd.allreduce(unsaved, name="train_fn.unsaved", op=hvd.Max)):
         ctx.save_checkpoint()

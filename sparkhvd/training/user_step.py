@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, SupportsFloat
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd.data.columns.features import Argument
-from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.columns.schema import DataSchema, stored_dtype
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.metrics import Forward
 from sparkhvd.training.to_device import moved
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # they import this
 __all__ = [
     "StepContext",
     "UserStep",
+    "batch_dtypes",
     "batch_tensors",
     "check_signature",
     "check_step_function",
@@ -151,30 +153,52 @@ def batch_tensors(
     schema: DataSchema,
     columns: Columns,
     device: torch.device,
+    *,
+    as_stored: bool = False,
 ) -> TensorBatch:
-    """Make the batch that user code gets.
+    """Make the batch that user code gets; `as_stored` leaves numbers in the types in which the data hold them.
 
     With `inputs`, features are by the name of their argument of `forward`, joined as for it; else by the name of
     their column, in the shape of `input_shapes` if given. Labels and sample weights are by the name of their
     column: (B,) for scalar columns, (B, w) for arrays and vectors; so are numbers of groups, equal in the rows of one.
     """
-    arguments = spec.inputs.arguments
-    if any(a.name is not None for a in arguments):
-        batch = {str(a.name): a.tensor(columns) for a in arguments}
-    else:
-        bound = {a.columns[0]: a for a in arguments if len(a.columns) == 1}
-        plain = {
-            c.name: Argument(None, (c.name,), c.tensor_dtype, None, False, c.is_collated)
-            for c in schema.features
-        }
-        batch = {name: a.tensor(columns) for name, a in {**plain, **bound}.items()}
-    batch |= dict(zip(spec.labels.columns, spec.labels.apply(columns), strict=True))
+    arguments, labels = _arguments(spec, schema), spec.labels
+    if as_stored:
+        stored = {c.name: c.dtype for c in schema.columns if not c.has_decoder}
+        for name, a in arguments.items():
+            if len(a.columns) == 1:
+                arguments[name] = replace(a, dtype=stored.get(a.columns[0], a.dtype))
+        pairs = zip(labels.columns, labels.dtypes, strict=True)
+        labels = replace(labels, dtypes=tuple(stored.get(name, dtype) for name, dtype in pairs))
+    batch = {name: a.tensor(columns) for name, a in arguments.items()}
+    batch |= dict(zip(labels.columns, labels.apply(columns), strict=True))
     if spec.sample_weight is not None and (weights := sample_weights(spec, columns)) is not None:
         batch[spec.sample_weight] = weights
     if spec.group is not None and spec.group in columns:  # a transformation may leave it out
         batch[spec.group] = torch.from_numpy(columns[spec.group])
     # A collate function may have made a tuple or dict of a column.
     return {n: moved(v, device) for n, v in batch.items()}
+
+
+def batch_dtypes(spec: TrainSpec, schema: DataSchema) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that `batch_tensors` makes, by name."""
+    names = {name: a.dtype for name, a in _arguments(spec, schema).items()}
+    names |= dict(zip(spec.labels.columns, spec.labels.dtypes, strict=True))
+    if schema.sample_weight is not None:
+        names[schema.sample_weight.name] = stored_dtype(schema.sample_weight.tensor_dtype)
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+
+
+def _arguments(spec: TrainSpec, schema: DataSchema) -> dict[str, Argument]:
+    arguments = spec.inputs.arguments
+    if any(a.name is not None for a in arguments):
+        return {str(a.name): a for a in arguments}
+    bound = {a.columns[0]: a for a in arguments if len(a.columns) == 1}
+    plain = {
+        c.name: Argument(None, (c.name,), c.tensor_dtype, None, False, c.is_collated)
+        for c in schema.features
+    }
+    return {**plain, **bound}
 
 
 def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:

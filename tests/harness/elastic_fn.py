@@ -15,6 +15,8 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
         fault: "process" or "executor": the last rank kills it once, after which that generation is wanted; "coordinator": the rank beside it
             kills its Spark task; "elsewhere": something else makes the mark.
     """
+    import os
+    import socket
     import time
 
     import torch
@@ -44,6 +46,10 @@ def train(folder: str, wanted: int, fault: str = "") -> tuple[int, list[int], in
     @hvd.elastic.run
     def loop(state: Any) -> tuple[int, list[int], int, float]:
         state.sizes = [*state.sizes, hvd.size()]
+        place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        assert place == [int(os.environ[f"HOROVOD_{name}"]) for name in names]
+        assert os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
         while state.full < 5:
             optimizer.zero_grad()
             model(torch.ones(1, 1)).sum().backward()

@@ -1,4 +1,4 @@
-"""`sparkhvdrun` of an elastic job, whose lines a test waits for: `with elastic_run(folder, "-np", "2") as job: job.ranks(2)`."""
+"""`sparkhvdrun` of an elastic job, or a program that calls a function as one (`"-c", text`), whose lines a test waits for: `with elastic_run(folder, "-np", "2") as job: job.ranks(2)`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ class ElasticRun:
         self.stop = folder / "stop"
         self.lines: list[str] = []
         command = [sys.executable, "-m", "sparkhvd.runner.command", *flags]
+        command += [sys.executable, str(SCRIPT), str(self.stop), *script]
+        if flags[0] == "-c":  # a program that calls a function, whose argument is the file
+            command = [sys.executable, *flags, str(self.stop)]
         self.process = subprocess.Popen(
-            [*command, sys.executable, str(SCRIPT), str(self.stop), *script],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            # As if a rank of another job had started this one.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HOROVOD_RANK": "7", **variables},
         )
         self._readers = [
             threading.Thread(target=self._read, args=(stream,), name="test-reader")

@@ -1,4 +1,4 @@
-"""The program of docs/lightning.md, as a reader would run it, against a loop over whole batches in one process."""
+"""The programs of docs/lightning.md, as a reader would run them, against a loop over whole batches in one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ PAGE = ROOT / "docs" / "lightning.md"
 RANKS, BATCH, EPOCHS = 2, 32, 3
 
 
-def trained_alone() -> nn.Module:
-    """Train as the program does, on the batches of both ranks together."""
+def trained_alone(*, shuffled: bool) -> nn.Module:
+    """Train as the programs do, on the batches of both ranks together."""
     torch.manual_seed(1)
     inputs = torch.randn(512, 10)
     data = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
     net = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=1)  # Lightning takes its seed
+    # Lightning takes its seed.
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=1, shuffle=shuffled)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(data, RANKS * BATCH, sampler=sampler):
@@ -43,25 +44,29 @@ def trained_alone() -> nn.Module:
     return net
 
 
-def run_program(folder: str) -> tuple[str, float]:
-    """Run the program on a rank; return its place and the last loss."""
+def run_programs(folder: str) -> tuple[str, float, str]:
+    """Run the programs on a rank; return its place in both, and the last loss of the trainer."""
     torch.set_num_threads(1)
     os.chdir(folder)
     trainer = runpy.run_path("train.py")["trainer"]
-    return f"{trainer.global_rank} of {trainer.world_size}", trainer.callback_metrics[
-        "loss_epoch"
-    ].item()
+    fabric = runpy.run_path("fabric.py")["fabric"]
+    place, of_fabric = (f"{each.global_rank} of {each.world_size}" for each in (trainer, fabric))
+    return place, trainer.callback_metrics["loss_epoch"].item(), of_fabric
 
 
-def test_program_of_the_page_trains_as_one_process(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
-    found = run_local(run_program, (str(tmp_path),), num_proc=RANKS)
-    assert [rank for rank, _ in found] == ["0 of 2", "1 of 2"]
-    assert len({loss for _, loss in found}) == 1
+def test_programs_of_the_page_train_as_one_process(tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for name, program in zip(("train.py", "fabric.py"), programs, strict=True):
+        (tmp_path / name).write_text(program)
+    found = run_local(run_programs, (str(tmp_path),), num_proc=RANKS)
+    assert [(rank, same) for rank, _, same in found] == [("0 of 2",) * 2, ("1 of 2",) * 2]
+    assert len({loss for _, loss, _ in found}) == 1
     state = torch.load(tmp_path / "regression.ckpt", weights_only=True)["state_dict"]
-    for name, weights in trained_alone().state_dict().items():
+    of_fabric = torch.load(tmp_path / "fabric.ckpt", weights_only=True)["model"]
+    for name, weights in trained_alone(shuffled=True).state_dict().items():
         torch.testing.assert_close(state[f"net.{name}"], weights, rtol=0, atol=1e-5)
+    for name, weights in trained_alone(shuffled=False).state_dict().items():
+        torch.testing.assert_close(of_fabric[name], weights, rtol=0, atol=1e-5)
 
 
 ALONE, FOUR = topology(0, ["a"]), topology(0, ["a", "a", "b", "b"])

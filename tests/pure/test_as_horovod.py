@@ -80,11 +80,29 @@ for version, wanted in ((None, False), ("15.4", True)):
     os.environ.update({} if version is None else {"DATABRICKS_RUNTIME_VERSION": version})
     assert store.is_databricks() is wanted
 del os.environ["DATABRICKS_RUNTIME_VERSION"]
+from pyspark import SparkConf
+from horovod.spark import conf
+import horovod.spark.common.params
+import horovod.spark.lightning.estimator
+import horovod.spark.torch.estimator
+
+settings = SparkConf(loadDefaults=False).setAll([conf.SPARK_CONF_ALWAYS_RESTART_FAILED_TASK, conf.SPARK_CONF_BLACKLIST_DISABLED])
+assert settings.get("spark.task.maxFailures") == "2147483647"
+assert settings.get("spark.excludeOnFailure.enabled") == "false"
+assert horovod.spark.lightning.estimator.MIN_PL_VERSION == "1.3.8"
+for module in (horovod.spark.torch.estimator, horovod.spark.lightning.estimator):
+    assert module.EstimatorParams is horovod.spark.common.params.EstimatorParams
+    assert issubclass(module.TorchEstimator, module.EstimatorParams)
+try:
+    from horovod.spark.conf import SPARK_CONF_NONSENSE
+except ImportError as e:
+    assert "no setting of Spark is needed for ranks that change" in str(e), e
+else:
+    raise AssertionError("SPARK_CONF_NONSENSE")
 for missing, word in (
     ("horovod.tensorflow", "Train with PyTorch"),
     ("horovod.tensorflow.keras", "and horovod.keras"),
     ("horovod.spark.tensorflow", "horovod.spark.torch has an estimator"),
-    ("horovod.spark.conf", "Leave them out"),
     ("horovod.spark.keras.bare", "Train with Keras 3"),
     ("horovod.nonsense", "No module named 'horovod.nonsense'"),
 ):
@@ -116,6 +134,13 @@ assert horovod.torch.mpi_ops.check_extension is hvd.check_extension is horovod.c
 assert not horovod.torch.mpi_ops.gpu_available("tensorflow")
 assert horovod.torch.mpi_ops.num_rank_is_power_2(4) and not horovod.torch.mpi_ops.num_rank_is_power_2(6)
 assert not hasattr(util, "__all__")
+from sparkhvd import rank_context
+
+assert get_available_devices() == []
+for gpu, wanted in ((None, []), (1, ["1"])):
+    rank_context.install(rank_context.RankContext(1, 2, 1, 0, 1, gpu))
+    assert get_available_devices() == wanted
+rank_context.install(None)
 assert horovod.runner.run_commandline is run_commandline
 assert gloo_run.__name__ == "horovod.runner.gloo_run"
 for refused, word in (
@@ -145,7 +170,6 @@ for make, name, word in (
     (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write what you need of it"),
     (horovod.spark.common.util.prepare_data, "horovod.spark.common.util.prepare_data", "Use sparkhvd.data.prepare"),
     (horovod.torch.mpi_ops.HorovodAllreduce, "horovod.torch.mpi_ops.HorovodAllreduce", "call allreduce()"),
-    (get_available_devices, "horovod.spark.task.get_available_devices", "set_device(hvd.local_rank())"),
 ):
     try:
         make(1, a=2)
@@ -153,6 +177,7 @@ for make, name, word in (
         assert str(e).startswith(f"{name} is not in sparkhvd: ") and word in str(e), e
     else:
         raise AssertionError(name)
+from sparkhvd.errors import SparkhvdError
 from tools.horovod_names import PAGE, page
 
 text = PAGE.read_text()
@@ -170,10 +195,10 @@ if __name__ == "__main__":
     name = "sparkhvd.horovod.torch"
     assert horovod.run(place, args=(5,), np=2) == [(0, 2, 5, name), (1, 2, 5, name)]
     assert horovod.run(place, args=(5,), np=2, min_np=1) == [(0, 2, 5, name), (1, 2, 5, name)]
-    for argument in ({"min_np": 1, "hosts": "a:2"}, {"host_discovery_script": "./hosts.sh"}):
+    for argument in ({"min_np": 1, "hosts": "a:x"}, {"host_discovery_script": "./no.sh"}):
         try:
             horovod.run(place, args=(5,), **argument)
-        except NotImplementedError:
+        except SparkhvdError:
             continue
         raise AssertionError(argument)
 """

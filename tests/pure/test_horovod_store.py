@@ -11,11 +11,13 @@ import pytest
 
 from sparkhvd.data.store.store import Store as OwnStore
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.horovod.spark.common.estimator import checked_for_fit
 from sparkhvd.horovod.spark.common.store import (
+    DBFSLocalStore,
     FilesystemStore,
+    HDFSStore,
     LocalStore,
     Store,
-    checked_for_fit,
 )
 
 
@@ -170,3 +172,34 @@ def test_paths_that_a_run_cannot_have_are_errors(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidArgumentError, match="store is a Placeless, whose __init__ has not"):
         checked_for_fit(Placeless())
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("dbfs:/a/b", "file:///dbfs/a/b"),
+        ("dbfs:///a", "file:///dbfs/a"),
+        ("/dbfs/a", "file:///dbfs/a"),
+        ("/dbfs", "file:///dbfs"),
+        ("file:/dbfs/a", "file:///dbfs/a"),
+        ("file:///dbfs/a b", "file:///dbfs/a b"),
+        ("/dbfsx/a", None),
+        ("/a/dbfs/b", None),
+        ("hdfs:///dbfs/a", None),
+    ],
+)
+def test_paths_in_dbfs_have_one_url(path: str, url: str | None) -> None:
+    assert DBFSLocalStore.matches_dbfs(path) == (url is not None)
+    if url is not None:
+        assert DBFSLocalStore.normalize_path(path) == url
+        return
+    with pytest.raises(ValueError, match=f"{path!r} is not in DBFS. Give a path such as '/dbfs/"):
+        DBFSLocalStore.normalize_path(path)
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/a", "file:/tmp/a", "s3://bucket/a", "dbfs:/a"])
+def test_a_store_of_hdfs_refuses_other_file_systems(url: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"HDFSStore: '{url}' is not in HDFS. Give a path or a URL"
+    ):
+        HDFSStore(url)

@@ -41,6 +41,7 @@ def check_schema(
     collated: Collection[str] = (),
     sparse_cols: Sequence[str] | None = None,
     handle_invalid: str | Mapping[str, object] = "error",
+    keeps_types: bool = False,
     data_name: str = "DataFrame",
     features_name: str = "feature_cols",
 ) -> DataSchema:
@@ -66,6 +67,7 @@ def check_schema(
         collated: columns whose rows a function of the user's turns into a batch.
         sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
         handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill in.
+        keeps_types: store numbers in the types of the source, because a function of the user's gets them before the model.
         data_name: of the source of the columns, for messages.
         features_name: of the argument `feature_cols`, for messages.
 
@@ -94,6 +96,7 @@ def check_schema(
         decoders=decoders,
         collated=collated,
         sparse_cols=sparse_cols,
+        keeps_types=keeps_types,
         policies=_policies(handle_invalid, named),
     )
     columns = tuple(
@@ -128,7 +131,7 @@ class _Builder:
         fields: of the source, by name.
         data_name: of the source.
         default: dtype of floats.
-        class_labels, decoders, collated, sparse_cols: as `check_schema` gets them.
+        class_labels, decoders, collated, sparse_cols, keeps_types: as `check_schema` gets them.
         policies: for nulls and invalid numbers, by column.
         roles: of the columns so far.
     """
@@ -140,6 +143,7 @@ class _Builder:
     decoders: Collection[str]
     collated: Collection[str]
     sparse_cols: Sequence[str] | None
+    keeps_types: bool
     policies: Mapping[str, Policy]
     roles: dict[str, str] = field(default_factory=dict)
 
@@ -163,7 +167,11 @@ class _Builder:
     def number(self, name: str, role: str, override: str | None) -> Column:
         """Build a column of one number per row."""
         floats = (self.default, self.default)
-        column = tensor_column(self._field(name, role), role, floats, override)
+        field = self._field(name, role)
+        column = tensor_column(field, role, floats, override)
+        if self.keeps_types:
+            kept = tensor_column(field, role, floats, None, keeps_type=True)
+            column = replace(column, dtype=kept.dtype)
         if column.kind != "scalar":
             raise InvalidArgumentError(
                 f"{role} names column {name!r} of type {column.source}. It must hold one number per row."
@@ -192,7 +200,8 @@ class _Builder:
         self, field: StructField, name: str, role: str, scalar: str, override: str | None
     ) -> Column:
         if name not in self.decoders and name not in self.collated:
-            return tensor_column(field, role, (self.default, scalar), override)
+            floats = (self.default, scalar)
+            return tensor_column(field, role, floats, override, keeps_type=self.keeps_types)
         column = raw_column(field, self.default, override, has_decoder=name in self.decoders)
         return replace(column, is_collated=name in self.collated)
 
@@ -254,10 +263,11 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 def _holds(column: Column, value: bool | int | float) -> bool:
     """Return True if the stored type can hold a number that is not NaN."""
+    if column.tensor_dtype == "bool":
+        return value in (0, 1)
     if column.dtype not in FLOATS:
         limits = np.iinfo(column.dtype)
-        low, high = (0, 1) if column.tensor_dtype == "bool" else (limits.min, limits.max)
-        return low <= value <= high and value == int(value)
+        return limits.min <= value <= limits.max and value == int(value)
     if isinstance(value, float) and math.isinf(value):
         return True
     return abs(value) <= float(np.finfo(column.dtype).max)

@@ -47,11 +47,13 @@ class Column:
         name: as the user typed it.
         kind: "scalar", "array" or "vector" if all rows have one shape; "sparse" (a vector of few values), "ragged" (an
             array whose length differs), "binary" or "string" if they take as many bytes as they need.
-        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...
+        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...; with a `transformation_fn`, which gets the numbers of
+            the DataFrame, that of its own type.
         shape: shape of one row's value; `()` for scalars, (dimensions,) for sparse vectors, -1 in front where rows
             differ; None for all but scalars until materialized.
         source: Spark's name of the type: "double", "array<float>", "vector", ...
-        tensor_dtype: torch name of the tensor that the trainer sees; differs from `dtype` for bfloat16 and bool.
+        tensor_dtype: torch name of the tensor that the trainer sees; differs from `dtype` for bfloat16 and bool, and with a
+            `transformation_fn`.
         is_explicit: the user chose the dtype (`feature_dtypes`, `label_dtypes`).
         has_decoder: a function of the user's turns each stored value into a number or array.
         is_collated: a function of the user's turns the rows of a batch into an argument of the model.
@@ -79,8 +81,19 @@ class Column:
 
     @property
     def number_type(self) -> str:
-        """Torch name of the type that its numbers must fit: the tensor's, or the stored one of what a decoder gets."""
-        return self.dtype if self.has_decoder else self.cast_to or self.tensor_dtype
+        """Torch name of the type that its numbers must fit: the tensor's, or the stored one of what a function of the user's gets."""
+        is_own = self.has_decoder or self.keeps_type
+        return self.dtype if is_own else self.cast_to or self.tensor_dtype
+
+    @property
+    def keeps_type(self) -> bool:
+        """True if numbers are stored in a type that is not the tensor's, for a `transformation_fn`."""
+        is_raw = self.has_decoder or self.kind in RAW_TYPES.values()
+        return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
+
+    def for_model(self) -> Column:
+        """Return the column as it is stored where no `transformation_fn` gets it."""
+        return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
     def is_fixed(self) -> bool:

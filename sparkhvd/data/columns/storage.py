@@ -33,7 +33,12 @@ SUPPORTED = (
 
 
 def tensor_column(
-    field: StructField, role: str, floating: tuple[str, str], override: str | None
+    field: StructField,
+    role: str,
+    floating: tuple[str, str],
+    override: str | None,
+    *,
+    keeps_type: bool = False,
 ) -> Column:
     """Decide the storage of a column of numbers.
 
@@ -42,6 +47,7 @@ def tensor_column(
         role: of the column, for messages.
         floating: types of floats in arrays and vectors, and in scalars.
         override: the user's type, or None.
+        keeps_type: store numbers in Spark's type, unless the user chose one; a decimal as a double.
 
     Raises:
         InvalidArgumentError: its type cannot become a tensor.
@@ -62,7 +68,7 @@ def tensor_column(
     return Column(
         name=name,
         kind=kind,
-        dtype=stored_dtype(tensor),
+        dtype=element if keeps_type and override is None else stored_dtype(tensor),
         shape=() if kind == "scalar" else None,
         source=source,
         tensor_dtype=tensor,

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from sparkhvd.data.arrow_types import spark_type
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.parquet.folders import (
+    TABLE_FOLDERS,
     PartitionValue,
     is_hidden,
     partition_values,
@@ -93,7 +94,8 @@ def open_dataset(
         storage_options: handed to the file system.
 
     Raises:
-        InvalidArgumentError: there is nothing, or something else: also a table whose log, not its files, tells its rows.
+        InvalidArgumentError: there is nothing, or something else: also a table whose log, not its files, tells its rows,
+            or a part of one.
     """
     store = path if isinstance(path, Store) else store_of(path, storage_options)
     url = store.url
@@ -104,7 +106,7 @@ def open_dataset(
             f"fit_on_parquet({url!r}): there is no such file or folder for this process. Give a path or URL of Parquet "
             "files that the driver and all executors can read."
         ) from e
-    refuse_tables(url, listed)
+    refuse_tables(url, [*(f.path for f in listed), *store.list_above(TABLE_FOLDERS)])
     files = tuple(f for f in listed if f.size and not is_hidden(f.path))
     if not files:
         others = f" besides {len(listed)} that are empty or hidden" if listed else ""

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from sparkhvd.data.store.listing import StoredFile
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["PartitionValue", "is_hidden", "partition_values", "refuse_tables"]
+__all__ = [
+    "TABLE_FOLDERS",
+    "PartitionValue",
+    "Table",
+    "is_hidden",
+    "partition_values",
+    "refuse_tables",
+    "table_of",
+]
 
-# Folders that tell a table's log: which of the files beside them hold its rows, and which of these are deleted.
+# Folders of a table's log: it tells which of the files beside them hold its rows, and which of these are deleted.
 _LOGS = {
-    "_delta_log": "a Delta table",
-    ".hoodie": "a Hudi table",
-    "_spark_metadata": "what a streaming query of Spark wrote",
+    "_delta_log": ("a Delta table", "spark.read.format('delta').load"),
+    ".hoodie": ("a Hudi table", "spark.read.format('hudi').load"),
+    "_spark_metadata": ("what a streaming query of Spark wrote", "spark.read.parquet"),
 }
+# Iceberg's folder has a common name, so its files tell: v3.metadata.json, 00003-<uuid>.gz.metadata.json.
+_ICEBERG = "metadata"
+_ICEBERG_TABLE = ("an Iceberg table", "spark.read.format('iceberg').load")
+_ICEBERG_FILE = re.compile(r"v?\d+\b.*\.metadata\.json(\.gz)?")
+TABLE_FOLDERS = (*_LOGS, _ICEBERG)
 # Hive's name for the folder of rows without a value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
@@ -30,19 +45,48 @@ def is_hidden(path: str) -> bool:
     )
 
 
-def refuse_tables(url: str, files: Sequence[StoredFile]) -> None:
-    """Refuse tables whose rows are not all rows of their files."""
-    for file in files:
-        *folders, name = file.path.split("/")
-        at = next((i for i, part in enumerate(folders) if part in _LOGS), -1)
-        kind, log = (_LOGS[folders[at]], "/".join(folders[: at + 1])) if at >= 0 else ("", "")
-        if folders and folders[-1] == "metadata" and name.endswith(".metadata.json"):
-            kind, log = "an Iceberg table", "/".join(folders)
-        if kind:
-            raise InvalidArgumentError(
-                f"fit_on_parquet({url!r}): {log!r} in it shows that this is {kind}. Its log tells which files have its rows; "
-                "others may be there that hold deleted or earlier ones. Read it with spark.read and give fit(df) the DataFrame."
-            )
+@dataclass(frozen=True)
+class Table:
+    """Table of which a file was found.
+
+    Attributes:
+        kind: with its article.
+        log: folder of its log; its parent is the table's.
+        reader: call that reads the table by its folder.
+    """
+
+    kind: str
+    log: str
+    reader: str
+
+
+def table_of(path: str) -> Table | None:
+    """Return the table to whose log a file belongs, by its path."""
+    *folders, name = path.split("/")
+    for at, folder in enumerate(folders):
+        if folder in _LOGS:
+            kind, reader = _LOGS[folder]
+            return Table(kind, "/".join(folders[: at + 1]), reader)
+    if folders and folders[-1] == _ICEBERG and _ICEBERG_FILE.fullmatch(name):
+        kind, reader = _ICEBERG_TABLE
+        return Table(kind, "/".join(folders), reader)
+    return None
+
+
+def refuse_tables(url: str, paths: Iterable[str]) -> None:
+    """Refuse tables whose rows are not all rows of their files, and parts of them.
+
+    Args:
+        url: of the data, for the message.
+        paths: of files in it, and beside and above it.
+    """
+    for table in filter(None, map(table_of, paths)):
+        is_part = table.log.startswith("../")
+        raise InvalidArgumentError(
+            f"fit_on_parquet({url!r}): {table.log!r} {'above' if is_part else 'in'} it shows that this is "
+            f"{'a part of ' if is_part else ''}{table.kind}. Its log tells which files have its rows; others may be there that "
+            f"hold deleted or earlier ones. Read the table's folder with {table.reader}(...), and give fit(df) the DataFrame."
+        )
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:

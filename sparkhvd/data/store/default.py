@@ -19,7 +19,7 @@ from sparkhvd.spark import SparkShim
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["STORE_CONF", "default_store", "is_temporary_store"]
+__all__ = ["STORE_CONF", "default_store", "is_temporary_store", "keep_temporary_store"]
 
 STORE_CONF = "spark.sparkhvd.store"
 
@@ -77,6 +77,11 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
 def is_temporary_store(store: Store) -> bool:
     """Return True for a store that `default_store` has made for this process."""
     return _temporary.has(urlsplit(store.url).path)
+
+
+def keep_temporary_store(store: Store) -> None:
+    """Leave a store of `is_temporary_store` with its runs when this process ends."""
+    _temporary.keep(urlsplit(store.url).path, ("runs", "keras_runs"))
 
 
 def _created(spark: SparkSession, given: str | PathLike[str]) -> Store:

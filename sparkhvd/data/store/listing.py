@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow.fs as pafs
@@ -14,12 +17,15 @@ __all__ = [
     "StoredFile",
     "data_directories",
     "last_change",
+    "list_above",
     "list_files",
     "list_paths",
     "unfinished",
 ]
 
 Paths = list[str]  # a class with a method `list` needs another name for the type
+# Folders above a root that are looked at: deeper paths hardly exist, and each level costs a round trip.
+_LEVELS = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,25 @@ def list_files(place: Place) -> tuple[StoredFile, ...]:
     return tuple(sorted(files, key=lambda file: file.path))
 
 
+def list_above(place: Place, names: Sequence[str]) -> Paths:
+    """List the files directly in folders of these names that lie beside or above the root, as "../name/file".
+
+    Only the names are asked for: a folder above may have very many entries. A level that may not be read counts as one without them.
+    """
+    with place.explained("read", ""):
+        fs, root = place.fs, place.root
+    found = []
+    for folder in _folders_above(place, root):
+        try:
+            infos = fs.get_file_info([posixpath.join(folder, name) for name in names])
+            for info in infos:
+                if info.type == pafs.FileType.Directory:
+                    found += [i.path for i in fs.get_file_info(pafs.FileSelector(info.path))]
+        except Exception:  # noqa: BLE001, S112 - drivers of fsspec raise what they like
+            continue
+    return sorted(posixpath.relpath(path, root) for path in found)
+
+
 def last_change(place: Place, path: str) -> float | None:
     """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
     infos = [place.info(path), *_infos(place, path, recursive=True)]
@@ -92,6 +117,19 @@ def unfinished(place: Place, path: str) -> Paths:
         for info in _infos(place, path)
         if info.base_name.startswith(TEMPORARY) and info.type == pafs.FileType.File
     ]
+
+
+def _folders_above(place: Place, root: str) -> Paths:
+    """List the folders above a root, the nearest first; of a local root also those where links lead to."""
+    folders: dict[str, None] = {}
+    for path in (root, os.path.realpath(root)) if place.is_local else (root,):
+        for _ in range(_LEVELS):
+            above = posixpath.dirname(path)
+            if above in ("", path):
+                break
+            path = above
+            folders[path] = None
+    return list(folders)
 
 
 def _folders(place: Place, path: str) -> Paths:

@@ -127,6 +127,11 @@ class RemoteStore(Store):
         """List every file below the root with size and time, sorted by path."""
         return tuple(StoredFile(*file) for file in self.ask(remote_calls.list_files)[0])
 
+    def list_above(self, names: Sequence[str]) -> Paths:
+        """List the files directly in folders of these names beside and above the root, as "../name/file"."""
+        paths: Paths = self.ask(remote_calls.invoke, "list_above", list(names))[0]
+        return paths
+
     def below(self, path: str) -> Store:
         """Return a folder or file of this store as a store with the same options."""
         return RemoteStore(self._direct.below(path), self._spark, self._limit_s)

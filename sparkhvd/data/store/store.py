@@ -187,12 +187,7 @@ class Store:
             return self._place.fs.open_input_file(self._place.full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
-        """List a folder, sorted; empty if it does not exist.
-
-        Args:
-            path: the folder.
-            recursive: list all files below it, instead of the files and folders directly in it.
-        """
+        """List a folder, sorted; empty if it does not exist: files and folders directly in it, or all files below it."""
         return listing.list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
@@ -202,6 +197,10 @@ class Store:
             FileNotFoundError: the root does not exist.
         """
         return listing.list_files(self._place)
+
+    def list_above(self, names: Sequence[str]) -> Paths:
+        """List the files directly in folders of these names beside and above the root, as "../name/file"."""
+        return listing.list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:
         """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""

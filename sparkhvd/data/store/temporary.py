@@ -28,6 +28,7 @@ class TemporaryFolders:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._folders: dict[str, str] = {}
+        self._kept: dict[str, tuple[str, ...]] = {}
 
     def folder(self, key: str) -> str:
         """Return the folder of a key, private to this user; the first call makes it."""
@@ -35,7 +36,7 @@ class TemporaryFolders:
             if key not in self._folders:
                 _sweep()
                 folder = _make()
-                atexit.register(_remove, folder, os.getpid())
+                atexit.register(self._remove, folder, os.getpid())
                 self._folders[key] = folder
             return self._folders[key]
 
@@ -43,6 +44,29 @@ class TemporaryFolders:
         """Return True for a folder of this process."""
         with self._mutex:
             return folder in self._folders.values()
+
+    def keep(self, folder: str, names: tuple[str, ...]) -> None:
+        """Leave a folder of this process, with what has these names in it, when the process ends; nobody else deletes it then."""
+        with self._mutex:
+            self._kept[folder] = names
+        with contextlib.suppress(OSError):  # it has none on some file systems
+            os.unlink(f"{folder}/{_OWNER}")
+
+    def _remove(self, folder: str, pid: int) -> None:
+        if os.getpid() != pid:  # a forked child inherits the exit function but owns nothing
+            return
+        kept = self._kept.get(folder)
+        if kept is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name in kept:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.unlink(entry.path)
 
 
 def _make() -> str:
@@ -101,8 +125,3 @@ def _lock(folder: str, flags: int = 0) -> int | None:
         raise
     os.close(lock)
     return None
-
-
-def _remove(folder: str, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child inherits the exit function but owns nothing
-        shutil.rmtree(folder, ignore_errors=True)

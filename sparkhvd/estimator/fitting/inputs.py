@@ -161,6 +161,7 @@ def check_inputs(
     functions: RowFunctions,
     model_dtype: str,
     class_labels: Sequence[str],
+    keeps_types: bool,
 ) -> DataSchema:
     """Check the columns of all sources and decide how each is stored; starts no job.
 
@@ -170,6 +171,7 @@ def check_inputs(
         functions: the user's decoders and collate functions.
         model_dtype: dtype of the model's parameters.
         class_labels: label columns that hold class indices.
+        keeps_types: a function of the user's gets the numbers before the model.
 
     Raises:
         InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` is none for
@@ -192,6 +194,7 @@ def check_inputs(
         "collated": functions.collate,
         "sparse_cols": sparse_cols,
         "handle_invalid": options.handle_invalid or "error",
+        "keeps_types": keeps_types,
     }
     training, validation = sources.training, sources.validation
     schema = check_schema(
@@ -308,7 +311,7 @@ def check_split(manifest: Manifest, split: float | str | None, full_step: int) -
     Args:
         manifest: of the training data.
         split: fraction or column that takes validation rows from them, or None.
-        full_step: rows that training needs at least.
+        full_step: rows that training needs at least, because `drop_last` leaves out a step of fewer.
     """
     total, held_out = manifest.num_rows, manifest.num_validation or 0
     if split and not isinstance(split, str):

@@ -88,14 +88,10 @@ class _HistoryKeys:
         cls, options: FitOptions, metric_names: Sequence[str], *, has_validation: bool
     ) -> _HistoryKeys:
         names = ("loss", *metric_names)
-        user_code = (
-            options.train_step,
-            options.validation_step,
-            options.train_fn,
-            options.callbacks,
-        )
+        functions = (options.train_step, options.validation_step, options.train_fn)
+        is_open = bool(options.callbacks) or any(each is not None for each in functions)
         validated = tuple(f"val_{name}" for name in names) if has_validation else ()
-        return cls(names + validated, is_open=any(user_code))
+        return cls(names + validated, is_open=is_open)
 
     def check(self, param: str, name: str) -> None:
         """Refuse a key that no record will have."""

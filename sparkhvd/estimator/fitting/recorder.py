@@ -39,11 +39,13 @@ class Recorder:
 
     Attributes:
         document: what `write` has written; {} before.
+        is_trained: whether the ranks have ended well.
     """
 
     def __init__(self) -> None:
         """Begin: the fit starts now."""
         self.document: Mapping[str, Any] = {}
+        self.is_trained = False
         self._began = self._lap = time.time()
         self._phases: list[tuple[str, float]] = []
         self._relaunches: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from sparkhvd.estimator.fitting.inputs import (
 )
 from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
-from sparkhvd.estimator.fitting.trial import try_model
+from sparkhvd.estimator.fitting.trial import Pairs, try_model
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.runner import preflight
@@ -38,6 +38,7 @@ from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import AnyMetric, resolve_metrics
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.others import Others
 from sparkhvd.training.program import Program, dump_program
 
 __all__ = ["Request", "bind_features", "check_request", "overrides"]
@@ -58,6 +59,7 @@ class Request:
         program: the user's objects.
         pickled: the program as the ranks get it.
         sha256: of that.
+        pairs: check of losses and metrics.
         links: per label, how probabilities follow from outputs.
         losses: per label, as the user gave it.
         loss_weights: per label.
@@ -65,6 +67,7 @@ class Request:
         run: in the store.
         held: the hold on it; released by who got the request.
         num_checkpoints: epochs whose checkpoints stay after the fit; 0: nothing of the run.
+        short_steps: see `TrainSpec`.
     """
 
     options: FitOptions
@@ -77,6 +80,7 @@ class Request:
     program: Program
     pickled: bytes
     sha256: str
+    pairs: Pairs
     links: tuple[str, ...]
     losses: tuple[Any, ...]
     loss_weights: tuple[float, ...]
@@ -84,6 +88,7 @@ class Request:
     run: Run
     held: Held
     num_checkpoints: int
+    short_steps: bool
 
     @property
     def outlives_process(self) -> bool:
@@ -117,7 +122,12 @@ class _Losses:
 
 
 def check_request(
-    options: FitOptions, sources: FitSources, uid: str, *, takes_slots: bool = True
+    options: FitOptions,
+    sources: FitSources,
+    uid: str,
+    *,
+    takes_slots: bool = True,
+    short_steps: bool = False,
 ) -> Request:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
 
@@ -126,6 +136,7 @@ def check_request(
         sources: of its rows.
         uid: of the estimator; names a run without a `run_id`.
         takes_slots: see `resolve_cluster`.
+        short_steps: see `TrainSpec`.
 
     Raises:
         InvalidArgumentError: something is wrong.
@@ -134,9 +145,11 @@ def check_request(
     labels = _required("label_cols", options.label_cols, "the columns with the labels")
     _required("feature_cols", options.feature_cols, "the columns that become the model's input")
     losses = _check_losses(options, model, user, len(labels))
+    _check_optimizer(options, model, user, losses)
     functions = row_functions(options)
     metrics = resolve_metrics(options.metrics, labels, losses.links)
-    schema = _check_columns(options, sources, model, user, losses, metrics, functions)
+    pairs = Pairs(losses.used, metrics, is_asked=options.pairs_rows and user.train_fn is None)
+    schema = _check_columns(options, sources, model, user, losses, metrics, functions, pairs)
     program = Program(
         model=model,
         optimizer=options.optimizer,
@@ -180,6 +193,7 @@ def check_request(
         program=program,
         pickled=pickled,
         sha256=sha256,
+        pairs=pairs,
         links=losses.links,
         losses=losses.given,
         loss_weights=loss_weights,
@@ -187,6 +201,7 @@ def check_request(
         run=run,
         held=held,
         num_checkpoints=num_checkpoints,
+        short_steps=short_steps,
     )
 
 
@@ -208,15 +223,25 @@ def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
 
 
 def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
-    """Check the module, the optimizer and the user's code; return the module and the code."""
+    """Check the module and the user's code; return both."""
     model = check_model(build_model(options.model))
     # Validation rows may come from files, which no Param names.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
-    if user.train_fn is None or options.optimizer is not None:
-        optimizer = check_optimizer(options.optimizer, options.model, model)
-        overrides(options).check(optimizer)
     return model, user
+
+
+def _check_optimizer(
+    options: FitOptions, model: torch.nn.Module, user: UserCode, losses: _Losses
+) -> None:
+    others = Others(losses.used, (), model, user.steps, trains=not user.computes_loss)
+    if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
+        raise InvalidArgumentError(
+            f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."
+        )
+    if user.train_fn is None or options.optimizer is not None:
+        optimizer = check_optimizer(options.optimizer, options.model, model, others)
+        overrides(options).check(optimizer)
 
 
 def overrides(options: FitOptions) -> Overrides:
@@ -245,23 +270,34 @@ def _check_columns(
     losses: _Losses,
     metrics: Sequence[AnyMetric],
     functions: RowFunctions,
+    pairs: Pairs,
 ) -> DataSchema:
     """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
-    pairs = zip(options.label_cols or [], losses.given, strict=True)
+    named = zip(options.label_cols or [], losses.given, strict=True)
     schema = check_inputs(
         options,
         sources,
         functions=functions,
         model_dtype=model_dtype(model),
-        class_labels=[name for name, loss in pairs if is_class_index(loss)],
+        class_labels=[name for name, loss in named if is_class_index(loss)],
+        keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
         inputs = bind_features(options, model, user, schema)
-        schema = replace(schema, features=inputs.with_casts(schema.features))
+        if not user.takes_rows:
+            schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
             compared = None if user.computes_loss else labels
-            try_model(model, inputs, schema, compared, metrics=metrics)
+            try_model(
+                model,
+                inputs,
+                schema,
+                compared,
+                metrics=metrics,
+                precision=options.precision,
+                compare=pairs,
+            )
     return schema
 
 

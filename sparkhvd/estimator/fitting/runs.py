@@ -20,13 +20,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.contents import FINISHED_NAME, TIMELINE_NAME
-from sparkhvd.data.store.default import is_temporary_store
+from sparkhvd.data.store.default import is_temporary_store, keep_temporary_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Position
@@ -175,14 +176,16 @@ class Run:
             )
         return None
 
-    def delete(self, *, keeps_timeline: bool = False) -> None:
-        """Delete the run, whose model the driver has; with `keeps_timeline` all but that."""
+    def delete(self, keeps: Collection[str] = ()) -> None:
+        """Delete the run, whose model the driver has, but for the files with these names; Ctrl-C meanwhile is a warning, or the model would be lost."""
         with _warning_of_leftovers():
-            if not keeps_timeline:
+            paths = self.store.list(self.run_dir)
+            kept = [path for path in paths if path.rpartition("/")[2] in keeps]
+            if not kept:
                 self.store.delete(self.run_dir)
                 return
-            for path in self.store.list(self.run_dir):
-                if path != f"{self.run_dir}/{TIMELINE_NAME}":
+            for path in paths:
+                if path not in kept:
                     self.store.delete(path)
 
     @property
@@ -219,33 +222,60 @@ class Run:
         return self.run_dir.removeprefix("runs/").partition("/")[0]
 
     def explain_failure(
-        self, error: BaseException, run_id: str | None, *, epochs: int, verbose: int
+        self,
+        error: BaseException,
+        run_id: str | None,
+        *,
+        epochs: int,
+        verbose: int,
+        is_trained: bool = False,
     ) -> None:
-        """Say how the run goes on: in a note at the error if `run_id` was not given, and on stderr after Ctrl-C.
+        """Say in a note at the error, and after Ctrl-C on stderr, which weights are there, and how the run goes on.
 
-        A run without a `run_id` that has no checkpoint is deleted.
+        A run without a `run_id` that has no checkpoint is deleted. A temporary store with the weights of a training that is over stays.
+
+        Args:
+            error: that ends the fit.
+            run_id: that was given.
+            epochs: of the fit.
+            verbose: 0 prints nothing.
+            is_trained: whether the ranks have ended well.
         """
         is_interrupt = isinstance(error, KeyboardInterrupt)
-        if not self.store.is_seen or (run_id and not is_interrupt):
+        if not self.store.is_seen:
             return
         with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
             position = self.position()
             if position == (0, 0):
-                if not is_interrupt:  # else ranks may still be ending
+                if not is_interrupt and not run_id:  # else ranks may still be ending
                     self.store.delete(self.run_dir)
                 return
-            stays = "stays while this process lives" if is_temporary_store(self.store) else "stays"
-            note = (
-                f"The checkpoint {position_text(position, epochs)} {stays}: a fit with run_id={self.name!r} and "
-                f"store={self.store.url!r} goes on from there."
-            )
-            if not run_id and hasattr(error, "add_note"):  # Python 3.11
+            note = f"The checkpoint {position_text(position, epochs)} {self._stays(is_trained or position >= (epochs, 0))}: "
+            is_over = False
+            with contextlib.suppress(OSError, SparkhvdError):  # what could not be written
+                is_over = self.finished() is not None
+            if not is_over:
+                note += f"a fit with run_id={self.name!r} and store={self.store.url!r} goes on from there. "
+            gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}) gives the model"
+            note += f"{gives} so far." if not is_trained else f"{gives}."
+            has_notes = hasattr(error, "add_note")  # from Python 3.11 on
+            if has_notes:
                 error.add_note(note)
-            if is_interrupt and verbose:  # a notebook shows no notes
-                sys.stderr.write(
-                    f"sparkhvd: interrupted. {note} TorchModel.from_run({self.store.url!r}, {self.name!r}) gives the model so far.\n"
-                )
+            if verbose and (
+                is_interrupt or not has_notes
+            ):  # a notebook shows no notes of an interrupt
+                what = "interrupted" if is_interrupt else "the fit has failed"
+                sys.stderr.write(f"sparkhvd: {what}. {note}\n")
                 sys.stderr.flush()
+
+    def _stays(self, is_trained: bool) -> str:
+        """Say how long the store stays; a temporary one, from now on, as long as the user wants it if the training is over."""
+        if not is_temporary_store(self.store):
+            return "stays"
+        if not is_trained:
+            return "stays while this process lives"
+        keep_temporary_store(self.store)
+        return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
         """Return the file with the weights of a finished run, relative to the store; "" if it has not finished.
@@ -274,6 +304,11 @@ def _warning_of_leftovers() -> Iterator[None]:
         yield
     except StoreError as e:
         warnings.warn(f"Files of a run that has ended stay: {e}", stacklevel=5)
+    except KeyboardInterrupt:
+        warnings.warn(
+            "Ctrl-C came when the model was there, so the fit ends well; files of its run stay.",
+            stacklevel=5,
+        )
 
 
 def new_run_id(uid: str) -> str:

@@ -13,6 +13,7 @@ from sparkhvd.estimator.fitting.trial import try_model
 from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
 from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import bind_transformed
 
 __all__ = ["fingerprint", "specify"]
@@ -36,10 +37,19 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
-                program.model, inputs, schema, compared, data.examples, program.metrics
+                program.model,
+                inputs,
+                schema,
+                compared,
+                data.examples,
+                program.metrics,
+                options.precision,
+                request.pairs,
             )
     split, held_out = request.sources.split, data.validation
-    step = request.cluster.num_proc * options.batch_size * options.accumulate
+    step = request.cluster.num_proc * options.batch_size
+    if not request.short_steps:
+        step *= options.accumulate
     check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)
     weight = schema.sample_weight
     spec = TrainSpec(
@@ -67,11 +77,14 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         monitor=request.loop.monitor,
         return_best=request.loop.return_best,
         early_stopping=request.loop.early_stopping,
+        short_steps=request.short_steps,
         least_ranks=request.cluster.least or 0,
         keeps_global_batch=options.elastic_batch == "global",
         looks_for_gpu=request.cluster.looks_for_gpu,
         transformed=transformed,
         trial=data.examples if widths is None and not program.user.feeds_model else None,
+        torch_settings=settings_here(),
+        checks_pairs=request.pairs.is_left,
         fingerprint=fingerprint(request, data),
     )
     return spec, widths

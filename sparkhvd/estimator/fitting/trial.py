@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +16,33 @@ from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import AnyMetric, try_metrics
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, trial_outputs, zeros
+from sparkhvd.training.row_pairs import unpaired
+from sparkhvd.training.types import Loss
 
-__all__ = ["try_model"]
+__all__ = ["Pairs", "try_model"]
+
+Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
+
+
+class Pairs:
+    """Check of a fit that loss and metrics pair rows: once, as soon as the shapes of outputs and labels are known."""
+
+    def __init__(
+        self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
+    ) -> None:
+        self._losses, self._metrics = losses, metrics
+        # The ranks do it where nobody did before.
+        self.is_left = is_asked and bool(losses)
+
+    def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        """Warn of functions that do not."""
+        if self.is_left:
+            self.is_left = False
+            if text := unpaired(self._losses, self._metrics, outputs, labels):
+                warnings.warn(text, stacklevel=2)
 
 
 def try_model(
@@ -27,6 +52,8 @@ def try_model(
     labels: LabelBinding | None,
     examples: Mapping[str, Any] | None = None,
     metrics: Sequence[AnyMetric] = (),
+    precision: str = "32",
+    compare: Compare | None = None,
 ) -> tuple[int, ...] | None:
     """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
@@ -39,14 +66,23 @@ def try_model(
         labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
         examples: columns that are collated, for two rows.
         metrics: of the fit.
+        precision: the Param.
+        compare: called with outputs and labels that fit each other.
 
     Raises:
         InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
             output.
     """
-    trial = light_copy(model).eval()
+    trial = in_mode(light_copy(model), is_training=False)
     names = [c.name for c in schema.labels]
-    outputs = trial_outputs(trial, inputs, schema.features, examples, labels=names)
+    run = functools.partial(
+        trial_outputs,
+        inputs=inputs,
+        columns=schema.features,
+        examples=examples,
+        precision=precision,
+    )
+    outputs = run(trial, labels=names)
     if outputs is None:
         return None
     widths = [heads.rows(output).shape[1] for output in outputs]
@@ -54,12 +90,12 @@ def try_model(
     rows = None if labels is None else _zero_labels(schema, labels)
     if labels is None or rows is None:
         return fitted
-    if (problem := _mismatch(labels, outputs, rows, metrics)) is None:
+    if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
         return fitted
     # Some models return something else in training.
     with torch.random.fork_rng(devices=[]):
-        trained = trial_outputs(trial.train(), inputs, schema.features, examples)
-    if trained is None or _mismatch(labels, trained, rows, metrics) is None:
+        trained = run(in_mode(trial, is_training=True))
+    if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:
         return fitted
     raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")
 
@@ -76,9 +112,13 @@ def _mismatch(
     outputs: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
     metrics: Sequence[AnyMetric],
+    compare: Compare | None,
 ) -> InvalidArgumentError | None:
     try:
-        try_metrics(metrics, outputs, labels.match(outputs, rows))
+        matched = labels.match(outputs, rows)
+        try_metrics(metrics, outputs, matched)
     except InvalidArgumentError as e:
         return e
+    if compare is not None:
+        compare(outputs, matched)
     return None

@@ -40,7 +40,8 @@ class TrainParams(
         self._check_values()
         # The columns in `inputs` are the features where nothing else says so.
         options = self._read_options(FitOptions)
-        is_transformed = options.transformation_fn or options.batch_transform_fn
+        functions = (options.transformation_fn, options.batch_transform_fn)
+        is_transformed = any(function is not None for function in functions)
         if "feature_cols" in options.explicit or not options.inputs or is_transformed:
             return options
         return replace(options, feature_cols=columns_in(options.inputs))

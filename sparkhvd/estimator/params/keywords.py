@@ -23,6 +23,7 @@ class ModelKeywords(TypedDict, total=False):
 
     # model
     output_fn: Callable[..., Any] | None
+    precision: str | None
 
     # data
     feature_cols: str | Sequence[str] | None
@@ -56,6 +57,7 @@ class EstimatorKeywords(TypedDict, total=False):
 
     # model
     output_fn: Callable[..., Any] | None
+    precision: str | None
     model: nn.Module | Callable[..., nn.Module] | None
     optimizer: Optimizer | Callable[..., Any] | str | None
     loss: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None
@@ -66,7 +68,7 @@ class EstimatorKeywords(TypedDict, total=False):
     gradient_compression: Any | None
     loss_weights: Sequence[float] | None
     metrics: Any | None
-    precision: str | None
+    pairs_rows: bool | None
     compile: bool | None
     train_step: Callable[..., Any] | None
     validation_step: Callable[..., Any] | None

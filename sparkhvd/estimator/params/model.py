@@ -8,7 +8,7 @@ from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import any_value, to_float, to_losses, to_optimizer
-from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, one_of, param
+from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, param
 
 __all__ = ["ModelParams"]
 
@@ -44,7 +44,7 @@ class ModelParams(TorchParams):
     )
     loss = model_param(
         to_losses,
-        "(output, label) -> scalar mean or (scalar mean, weight), or 'mse', 'cross_entropy', ...; or one per label",
+        "(output, label) -> mean or (mean, weight), or 'mse', ...; or one per label; a scalar label is (rows, 1) if its output is",
         annotation="Callable[..., Any] | str | Sequence[Callable[..., Any] | str]",
     )
     loss_constructors = model_param(
@@ -87,18 +87,15 @@ class ModelParams(TorchParams):
     )
     metrics = model_param(
         any_value,
-        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
+        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) as for loss, or torchmetrics; or a dict",
         default=[],
         annotation="Any",
         train_fn=NOT_SEEN,
     )
-    precision = model_param(
-        TypeConverters.toString,
-        "'32', 'bf16-mixed' or '16-mixed'",
-        default="32",
-        check=one_of("32", "bf16-mixed", "16-mixed"),
-        fingerprint=True,
-        to_ranks=True,
+    pairs_rows = model_param(
+        TypeConverters.toBoolean,
+        "False: no warning where loss or metrics do not compare each row's output with its label",
+        default=True,
         train_fn=NOT_SEEN,
     )
     compile = model_param(
@@ -111,7 +108,7 @@ class ModelParams(TorchParams):
     )
     train_step = model_param(
         any_value,
-        "(model, batch, ctx) -> loss of a batch; instead of forward and loss",
+        "(model, batch, ctx) -> loss of a batch; instead of forward and loss; a scalar label is (rows,)",
         annotation="Callable[..., Any]",
         train_fn=NOT_SEEN,
     )

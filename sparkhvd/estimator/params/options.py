@@ -28,6 +28,7 @@ class PredictOptions:
 
     # model
     output_fn: Callable[..., Any] | None = None
+    precision: str = "32"
 
     # data
     feature_cols: list[str] | None = None
@@ -65,7 +66,7 @@ class FitOptions(PredictOptions):
     gradient_compression: Any | None = None
     loss_weights: list[float] | None = None
     metrics: Any = field(default_factory=list)
-    precision: str = "32"
+    pairs_rows: bool = True
     compile: bool = False
     train_step: Callable[..., Any] | None = None
     validation_step: Callable[..., Any] | None = None

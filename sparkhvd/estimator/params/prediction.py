@@ -16,7 +16,7 @@ from sparkhvd.estimator.params.converters import (
     to_store,
     to_thresholds,
 )
-from sparkhvd.estimator.params.table import param
+from sparkhvd.estimator.params.table import NOT_SEEN, one_of, param
 
 __all__ = ["PredictParams"]
 
@@ -108,6 +108,16 @@ class PredictParams(TorchParams):
         to_function,
         "the model's output -> (rows, classes) probabilities",
         group="model",
+    )
+    precision = param(
+        TypeConverters.toString,
+        "'32', 'bf16-mixed' or '16-mixed', in transform too",
+        default="32",
+        group="model",
+        check=one_of("32", "bf16-mixed", "16-mixed"),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
     store = param(
         to_store,

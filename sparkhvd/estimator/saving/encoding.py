@@ -49,8 +49,12 @@ class Archive:
 
     def pickles(self) -> dict[str, bytes]:
         """Return the pickles of `code`, which name the module's tensors."""
-        module = self.module or nn.Module()
-        return {name: architecture.dump_shell(module, value) for name, value in self.code.items()}
+        return {name: self.pickled(value) for name, value in self.code.items()}
+
+    def pickled(self, value: object) -> bytes:
+        """Pickle a value, with the module's tensors by name."""
+        module = nn.Module() if self.module is None else self.module
+        return architecture.dump_shell(module, value)
 
     def encode(self, name: str, value: object) -> object:
         """Encode a value as JSON-able data; what has none goes to `code` under `name`."""

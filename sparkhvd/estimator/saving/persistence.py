@@ -31,7 +31,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from sparkhvd.data.columns.features import Argument, InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.store.spark_files import staging_folder, write_file
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, UntrustedError
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.decoding import Decoder, shown_place
 from sparkhvd.estimator.saving.encoding import Archive
@@ -39,6 +39,8 @@ from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
 from sparkhvd.sessions import is_connect, is_dataframe, ml_context
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.others import Others
 
 __all__ = [
     "FORMAT_VERSION",
@@ -181,8 +183,15 @@ class ModelWriter(_Writer):
             "history": fitted.history,
             "timings": dict(fitted.timings),
             "run_id": fitted.run_id,
+            **_loss_of(fitted, archive),
             **super()._content(archive),
         }
+
+
+def _loss_of(fitted: Fitted, archive: Archive) -> dict[str, Any]:
+    """Encode a loss that has a state; others are in the user's program."""
+    losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
+    return {"loss": archive.encode("loss", fitted.loss)} if Others(losses) else {}
 
 
 class _Reader(MLReader[Any]):
@@ -278,8 +287,16 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
         shape = None if a["shape"] is None else tuple(a["shape"])
         arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
     columns = [Column.from_dict(c) for c in content["columns"]]
+    loss = None
+    if "loss" in content:
+        try:
+            loss = decoder.decode("loss", content["loss"])
+        except UntrustedError as e:
+            warnings.warn(
+                f"The model is loaded without its loss, and getLoss() gives None: {e}", stacklevel=4
+            )
     return Fitted(
-        module=module.eval(),
+        module=in_mode(module, is_training=False),
         columns=tuple(columns),
         labels=tuple(content["labels"]),
         inputs=InputBinding(tuple(arguments)),
@@ -288,4 +305,5 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
         history=content["history"],
         timings=content["timings"],
         run_id=content["run_id"],
+        loss=loss,
     )

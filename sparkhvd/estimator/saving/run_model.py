@@ -14,7 +14,7 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
@@ -26,7 +26,7 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.modules import architecture
+from sparkhvd.training.others import Others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +54,7 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
     code = {}
     for name, value in archive.code.items():
         try:
-            pickled = architecture.dump_shell(archive.module or nn.Module(), value)
+            pickled = archive.pickled(value)
         except Exception:  # noqa: BLE001 - a Param that the ranks do not get, such as output_fn; the fit needs no pickle of it
             continue
         code[name] = base64.b64encode(pickled).decode()
@@ -98,6 +98,9 @@ def load_run_model(
     state, finished = decoder.state, decoder.finished
     if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
         fitted.module.load_state_dict(state)
+    if fitted.loss is not None:
+        losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
+        Others(losses).load_state_dict(decoder.others, f"The state in {url} does")
     fitted = replace(fitted, history=decoder.history)
     if finished is None:
         warnings.warn(
@@ -130,6 +133,7 @@ class _RunDecoder(Decoder):
         self.position: Position = (0, 0)
         self.history: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}  # of losses and metrics
         self._checkpoints = Checkpoints(run.store, run.run_dir)
         self._pickles = code
 
@@ -139,21 +143,22 @@ class _RunDecoder(Decoder):
             self.history = self._checkpoints.history()
             path = self._checkpoints.path(self.finished.epoch)
             try:
-                self.state = self._checkpoints.load_weights(path)
+                checkpoint = self._checkpoints.load_start(path)
             except FileNotFoundError:
                 raise InvalidArgumentError(
                     f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
                     "Restore it from a copy, or fit anew with another run_id."
                 ) from None
         else:
-            checkpoint = self._checkpoints.newest_whole()
-            if checkpoint is None:
+            newest = self._checkpoints.newest_whole()
+            if newest is None:
                 raise InvalidArgumentError(
                     f"{self.path} has no whole checkpoint: its fit was interrupted before the first was written, or they are "
                     "damaged. A fit with this run_id makes one."
                 )
+            checkpoint = newest
             self.position, self.history = checkpoint.position, checkpoint.history
-            self.state = checkpoint.model
+        self.state, self.others = checkpoint.result, checkpoint.others
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
 
     def _read_code(self, what: str) -> dict[str, bytes]:

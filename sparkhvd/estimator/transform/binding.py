@@ -22,8 +22,9 @@ from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.transform.columns import width_of
 from sparkhvd.training.loss_functions import construct_losses
-from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def described(
     run_id: str | None = None,
 ) -> Fitted:
     """Return a module with facts of its training."""
+    made = construct_losses(to_losses(loss), loss_constructors, fitted.module)
     return replace(
         fitted,
-        links=_links_of(construct_losses(to_losses(loss), loss_constructors, fitted.module), link),
+        loss=made,
+        links=_links_of(made, link),
         history=[dict(record) for record in history or ()],
         run_id=run_id or "",
     )
@@ -113,7 +116,7 @@ def bind_module(
     )
     bound = replace(fitted, columns=columns, inputs=inputs)
     decoded = {c.name: c.decoded for c in columns}
-    widths = fitted.widths or _widths(bound)
+    widths = fitted.widths or _widths(bound, options.precision)
     labels = _labels(options, widths)
     links = fitted.links * len(widths) if len(fitted.links) == 1 else fitted.links
     if len(links) != len(widths):
@@ -191,12 +194,12 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
     )
 
 
-def _widths(bound: Fitted) -> tuple[int, ...]:
+def _widths(bound: Fitted, precision: str) -> tuple[int, ...]:
     """Find the elements per row of each output by running the module on zeros."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:
-        trial = light_copy(bound.module).eval()
-        widths = output_widths(trial, bound.inputs, bound.columns)
+        trial = in_mode(light_copy(bound.module), is_training=False)
+        widths = output_widths(trial, bound.inputs, bound.columns, precision=precision)
         if widths is not None:
             return tuple(widths)
     reason = (

@@ -51,6 +51,7 @@ class Computation:
         output_fn: the user's probabilities from an output, or None.
         functions: the user's decoders and collate functions.
         thresholds: of the classes, or None.
+        precision: the Param: `forward` computes as in validation.
     """
 
     columns: tuple[Column, ...]
@@ -62,6 +63,7 @@ class Computation:
     output_fn: Callable[[Tensor], Tensor] | None = None
     functions: RowFunctions = field(default_factory=RowFunctions)
     thresholds: Sequence[float] | None = None
+    precision: str = "32"
 
 
 def column_tensor(spec: Computation, column: Output, output: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def predict_one(fitted: Fitted, options: PredictOptions, output: Output, value: 
         output_fn=options.output_fn,
         functions=functions_of(fitted, options),
         thresholds=options.thresholds,
+        precision=options.precision,
     )
     batch = pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
     batch, columns = features(computation, batch)
@@ -86,8 +87,8 @@ def predict_one(fitted: Fitted, options: PredictOptions, output: Output, value: 
         raise InvalidArgumentError(
             "predict: handle_invalid says to skip this row, which has a number that cannot be used."
         )
-    with torch.inference_mode():
-        (values,) = run(computation, fitted.module, columns, Mover(torch.device("cpu")))
+    with torch.no_grad():
+        (values,) = run(computation, fitted.for_predict, columns, Mover(torch.device("cpu")))
     row: Array = values[0]
     return row
 

@@ -31,8 +31,11 @@ from sparkhvd.estimator.transform.computation import Computation, Output, column
 from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.training.modules.architecture import load_shell
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.weights import Weights
+from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.to_device import Mover
+from sparkhvd.training.torch_settings import TorchSettings, as_on_driver
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -66,11 +69,13 @@ class PredictSpec(Computation):
         shell: the module without its weights, see `architecture.dump_shell`.
         weights: its weights.
         use_gpu: the Param.
+        torch_settings: of the driver.
     """
 
     shell: bytes = field(repr=False)
     weights: Weights
     use_gpu: bool | None = None
+    torch_settings: TorchSettings = field(default_factory=dict)
 
 
 class ModelCache:
@@ -86,7 +91,9 @@ class ModelCache:
         if key not in self._models:
             # One thread per task: Spark runs as many tasks as there are cores.
             torch.set_num_threads(1)
-            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval().to(device)
+            model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
+            model.to(device)
+            self._models[key] = model
             while len(self._models) > self._size:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)
@@ -118,14 +125,16 @@ def predict(
 def _predicted(
     spec: PredictSpec, device: torch.device, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    model = _cache.get(spec, device)
+    with as_on_driver(spec.torch_settings):
+        model = _cache.get(spec, device)
     move = Mover(device)
     at_once = rows_at_once(spec.columns)
     for batch in batches:
         batch, columns = features(spec, batch)
         if not batch.num_rows:
             continue
-        with torch.inference_mode():
+        # As in validation: `forward` may use gradients inside. Other tasks of Spark use this process after this one.
+        with torch.no_grad(), as_on_driver(spec.torch_settings):
             parts = [
                 usable(
                     spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move
@@ -236,7 +245,9 @@ def _outputs(
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of rows that are decoded, in one call of the model."""
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
-    outputs = heads.outputs_of(model(*arguments, **keywords))
+    with autocast(spec.precision, move.device):
+        result = model(*arguments, **keywords)
+    outputs = widened(heads.outputs_of(result))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
             raise InvalidArgumentError(

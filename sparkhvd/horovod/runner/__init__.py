@@ -13,15 +13,19 @@ from typing import Any, TypeVar
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.horovod.runner.launch import run_commandline
 from sparkhvd.runner import run_hosts, run_local
-from sparkhvd.runner.elastic.local import launch_elastic_local
+from sparkhvd.runner.elastic.function_hosts import HostsOfFunction, launch_elastic_function
 from sparkhvd.runner.elastic.options import RankRange
+from sparkhvd.runner.horovod_arguments import join_interfaces
+from sparkhvd.runner.host_names import Host, parse_hosts, read_hostfile
 
 __all__ = ["run", "run_commandline"]
 
 R = TypeVar("R")
 # Each asks for a number of ranks that changes.
-_ELASTIC = ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit")
-_ON_HOSTS = ("hosts", "hostfile", "host_discovery_script")
+_ELASTIC = (
+    *("min_num_proc", "max_num_proc", "min_np", "max_np"),
+    *("slots", "reset_limit", "cooldown_range", "host_discovery_script"),
+)
 
 
 def run(
@@ -59,24 +63,21 @@ def run(
     them `sparkhvd.run_hosts`; those say what each is for. `np` is the old name of `num_proc`, `network_interface` of
     `network_interfaces`. `disable_cache` has no effect: nothing about hosts is cached.
 
-    With a number that is the least or the most, with `slots` (of this host), `reset_limit` or `cooldown_range` ranks come and go, on this host
-    (docs/elastic.md): a process that dies is replaced, and the results are those of the last generation.
+    With a number that is the least or the most, with `slots`, `reset_limit`, `cooldown_range` or `host_discovery_script` ranks come and go
+    (docs/elastic.md): on this host, or on those that are named, as `sparkhvdrun --min-np` does. A process that dies is replaced, and the results
+    are those of the last generation. `slots` are this host's, or those of a host that the script prints without. Without a largest number it is
+    that of all slots where hosts are named.
 
     Raises:
-        NotImplementedError: the number of ranks shall change, on several hosts or by a discovery script.
+        PreflightError: hosts cannot run their ranks, or the discovery script fails.
+        ElasticError: there were too few ranks for too long, or they have changed too often.
         InvalidArgumentError: an argument is wrong, `output_filename` is given (redirect the ranks' output with `sparkhvdrun
             --output-filename`), or both `hosts` and `hostfile` or `use_gloo` and `use_mpi` are.
         RankError: `func` failed on a rank.
     """
     del disable_cache
     given = {**locals()}
-    is_elastic = any(given[name] is not None for name in (*_ELASTIC, "cooldown_range"))
-    named = [name for name in _ON_HOSTS if given[name] is not None]
-    if named and (is_elastic or host_discovery_script is not None):
-        raise NotImplementedError(
-            f"horovod.run({', '.join(named)}): the number of ranks of a function changes on this host only, in this version of sparkhvd. Leave "
-            "these out, or start a script with sparkhvdrun --min-np."
-        )
+    is_elastic = any(given[name] is not None for name in _ELASTIC)
     if output_filename is not None:
         raise InvalidArgumentError(
             f"horovod.run(output_filename={output_filename!r}): the output of the ranks comes to stderr here. Call sparkhvdrun "
@@ -96,7 +97,15 @@ def run(
         "network_interfaces": interfaces,
     }
     if is_elastic:
-        return launch_elastic_local(
+        where = HostsOfFunction(
+            _hosts(hosts, hostfile),
+            host_discovery_script or "",
+            slots,
+            ssh_port,
+            ssh_identity_file,
+            join_interfaces(interfaces),
+        )
+        return launch_elastic_function(
             func,
             args,
             kwargs or {},
@@ -107,7 +116,7 @@ def run(
                 reset_limit=reset_limit,
                 cooldown_s=_seconds(cooldown_range),
             ),
-            slots=slots,
+            hosts=where,
             start_timeout_s=start_timeout,
             env={},
             verbose=1 if verbose is None else verbose,
@@ -135,6 +144,16 @@ def run(
         ssh_identity_file=ssh_identity_file,
         **shown,
     )
+
+
+def _hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
+    if hosts is not None and hostfile is not None:
+        raise InvalidArgumentError(
+            f"horovod.run: hosts is {hosts!r} and hostfile {hostfile!r}; give one of them."
+        )
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return None if hostfile is None else read_hostfile(hostfile)
 
 
 def _seconds(cooldown_range: Sequence[float] | None) -> tuple[float, float] | None:

@@ -7,6 +7,8 @@ Each module imports only those above it:
     lightning  the estimator of LightningModules
     keras      the estimator of models of Keras 3
     elastic    a function on ranks that come and go
+    conf       settings of Spark for these, which nothing here needs
+    task       the GPU of a rank
 """
 
 from __future__ import annotations

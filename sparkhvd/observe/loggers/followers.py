@@ -127,7 +127,10 @@ class Followers:
         for each in self._deliveries:
             each.call(lambda sink: sink.finish(state, files))
         for each in self._deliveries:
-            each.close(patience_s)
+            try:
+                each.close(patience_s)
+            except Exception as e:  # noqa: BLE001 - of the user's sink
+                warnings.warn(f"A logger failed: {type(e).__name__}: {e}", stacklevel=4)
 
 
 def bound(loggers: Sequence[Logger]) -> list[Logger]:

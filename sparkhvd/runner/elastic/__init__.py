@@ -1,4 +1,4 @@
-"""Ranks that come and go: of the user's command, `sparkhvdrun -np 4 --min-np 2 --max-np 8`, or of a function on Spark, `run_elastic`.
+"""Ranks that come and go: of the user's command, `sparkhvdrun -np 4 --min-np 2 --max-np 8`, or of a function: on Spark, `run_elastic`, or by `horovod.run`.
 
 The launcher asks which hosts and slots there are (`discovery`), keeps a process in every slot up to the largest number of ranks, and is
 the job's `Coordinator`. A process that dies is replaced; a host on which processes die again and again is left out for a growing time. Which
@@ -19,10 +19,11 @@ Each module imports only those above it:
     report             a line for each change
     hosts              processes of members on this host and on others
     launcher           what to start and to remove
+    host_group         hosts without Spark
     script             the user's command on ranks that come and go
     ends               results and failures of a function's processes; pure
     attempt_result     end of an attempt on Spark, from its coordinator to its launcher
-    local              a function on processes of this host
+    function_hosts     a function on this host or on several
     task               executor's side of a job on Spark
     tasks              its tasks, as the coordinator sees them
     coordination       what decides in a job on Spark, in the driver or in a task

@@ -72,6 +72,7 @@ class Coordination:
                     spec.job_id,
                     listener,
                     self._limits.limits(self._patience_s),
+                    on_decided=put,
                     on_formed=put,
                     on_refused=lambda number, refusal: put(Refused(number, refusal)),
                 )

@@ -128,7 +128,7 @@ class DiscoveryScript:
             if ":" not in line:
                 if self._slots is None:
                     raise PreflightError(
-                        f"{what} printed {line!r} without slots. Print host:slots, or give --slots-per-host."
+                        f"{what} printed {line!r} without slots. Print host:slots, or give --slots-per-host (slots=)."
                     )
                 host = Host(host.name, self._slots)
             if host.name in {other.name for other in found}:

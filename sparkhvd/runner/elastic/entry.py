@@ -33,7 +33,8 @@ from sparkhvd.runner.head_start import share_nursery
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.task import OUTCOME_PART, TaskSpec, files_of, output_of
+from sparkhvd.runner.results import OUTCOME_PART
+from sparkhvd.runner.task import TaskSpec, files_of, output_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

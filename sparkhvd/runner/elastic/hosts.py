@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sparkhvd.elastic import Invitation
@@ -19,8 +19,10 @@ from sparkhvd.runner.host_names import Place
 from sparkhvd.runner.hosts.agent import BEAT_S
 from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
+from sparkhvd.runner.hosts.function_members import FunctionMembers
 from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
+from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.watching import Ended, Lost
 
 __all__ = ["Agents", "LocalProcesses", "Processes"]
@@ -46,7 +48,7 @@ class Processes(Protocol):
 class LocalProcesses:
     """Processes on this host."""
 
-    members: Members
+    members: Members | FunctionMembers
 
     def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
         """Start a process."""
@@ -62,25 +64,31 @@ class Agents:
 
     Args:
         reach: how hosts are reached.
-        guard: ends ssh with this process.
+        guard: ends ssh with this process; None where it has threads.
         order: what an agent is asked for, by its host.
         show: called with a process's number, stream and line.
         tell: called with its end, or the loss of its host.
+        program: pickled call of a function, which goes with the order; b"" for a script.
+        on_outcome: called with the outcome of a function's process and its pickled result, in place of `tell` with its end.
     """
 
     def __init__(
         self,
         reach: Reach,
-        guard: Guard,
+        guard: Guard | None,
         order: Callable[[str], Order],
         show: Callable[[int, str, bytes], None],
         tell: Callable[[Ended | Lost], None],
+        program: bytes = b"",
+        on_outcome: Callable[[Outcome, bytes], None] = lambda _, __: None,
     ) -> None:
         self._reach = reach
         self._guard = guard
         self._order = order
         self._show = show
         self._tell = tell
+        self._program = program
+        self._on_outcome = on_outcome
         self._lock = threading.Lock()
         self._agents: dict[str, _Agent] = {}
         self._closing = threading.Event()
@@ -114,7 +122,7 @@ class Agents:
             connection = Connection(Place(agent.host, 0, 0), self._reach, self._guard)
             try:
                 connection.greet(self._reach.start_timeout_s)
-                connection.send("order", **vars(self._order(agent.host)))
+                connection.send("order", self._program, **vars(self._order(agent.host)))
                 connection.expect("ready", self._reach.start_timeout_s)
                 with self._lock:
                     agent.connect(connection)
@@ -142,7 +150,11 @@ class Agents:
         else:
             with self._lock:
                 agent.members.discard(number)
-            self._tell(Ended(number, int(message.values["status"])))
+            if message.kind == "outcome":
+                outcome = Outcome.from_json(str(message.values["outcome"]))
+                self._on_outcome(replace(outcome, host=agent.host), message.data)
+            else:
+                self._tell(Ended(number, int(message.values["status"])))
         return ""
 
     def _beat(self) -> None:

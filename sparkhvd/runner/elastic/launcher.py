@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sparkhvd.elastic import Coordinator, Formed, Invitation
+from sparkhvd.elastic import Coordinator, Decided, Formed, Invitation
 from sparkhvd.elastic.membership import FINISHED
 from sparkhvd.elastic.messages import Refusal
 from sparkhvd.errors import SparkhvdError
@@ -19,15 +19,17 @@ from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.discovery import Discovered
 from sparkhvd.runner.elastic.hosts import Processes
 from sparkhvd.runner.elastic.options import ElasticOptions
-from sparkhvd.runner.elastic.report import Report
+from sparkhvd.runner.elastic.report import Report, listed
 from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.watching import SIGNAL_S, Ended, Ending, Lost, Signalled, ended_how
 
 __all__ = ["Event", "Launcher", "Refused", "Stopped", "Verdict"]
 
-# A process that was left out has so long to end by itself, once it runs again.
+# A process that takes no part any more has so long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
+# When processes that have started and not joined are named first, and how often then.
+WAITING_S, WAITING_AGAIN_S = 30.0, 60.0
 # How long a line waits for the statuses of those that it names.
 _REPORT_S = 0.5
 _FAILED = 1
@@ -50,7 +52,7 @@ class Stopped:
     why: str
 
 
-Event = Ended | Signalled | Lost | Discovered | Offer | Formed | Refused | Stopped
+Event = Ended | Signalled | Lost | Discovered | Offer | Decided | Formed | Refused | Stopped
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ class _Process:
 
     Attributes:
         slot: its place.
+        started_at: when.
         refusal: why it takes no part any more; None while it does.
         kill_at: when it is killed; None for never.
         is_surplus: whether it was told to leave.
     """
 
     slot: Slot
+    started_at: float
     refusal: Refusal | None = None
     kill_at: float | None = None
     is_surplus: bool = False
@@ -128,7 +132,9 @@ class Launcher:
         self._running: dict[int, _Process] = {}
         self._places: dict[int, str] = {}  # hosts of all processes that there were
         self._ends: dict[int, str] = {}
+        self._have_joined: set[int] = set()  # a generation, whether or not its members have met
         self._have_met: set[int] = set()
+        self._say_waiting_at = math.inf
         self._members: tuple[int, ...] = ()
         self._failed: list[Ended] = []  # since the ranks have met
         self._has_finished = False
@@ -147,7 +153,11 @@ class Launcher:
             self._kill_those_left_out()
             self._write_lines()
             self._fill()
+            self._name_those_that_are_awaited()
         self._write_lines(at_once=True)
+        if self._has_finished and self._have_joined and (late := self._awaited()):
+            named = listed(late, self._places, time.monotonic())
+            self._say(f"the job has finished, and ends those that had not joined: {named}")
         return Verdict(
             self._has_finished,
             bool(self._places),
@@ -158,12 +168,21 @@ class Launcher:
         )
 
     def _goes_on(self) -> bool:
-        if any(process.refusal is None for process in self._running.values()):
+        if any(self._holds(number, process) for number, process in self._running.items()):
             return True
-        if self._has_finished or self._received or self._problem:
-            # Those that were left out end with this process.
-            return any(process.kill_at is None for process in self._running.values())
-        return not self._places and time.monotonic() < self._deadline
+        return not (self._places or self._is_ending) and time.monotonic() < self._deadline
+
+    @property
+    def _is_ending(self) -> bool:
+        return bool(self._has_finished or self._received or self._problem)
+
+    def _holds(self, number: int, process: _Process) -> bool:
+        """Return True if the job waits for the end of a process; others end with this one."""
+        if self._has_finished and self._have_joined and number not in self._have_joined:
+            return False  # where none has joined, the program has no ranks
+        if process.refusal is None:
+            return True
+        return self._is_ending and process.refusal.kind != "left out"
 
     # --- Events. ---
 
@@ -178,6 +197,8 @@ class Launcher:
                 self._say(f"the connection to {event.host} was lost: {event.why}")
             for number in event.ranks:
                 self._note_end(Ended(number, _LOST), f"was lost with its host: {event.why}")
+        elif isinstance(event, Decided):
+            self._have_joined.update(event.members)
         elif isinstance(event, Formed):
             self._lines.append((time.monotonic() + _REPORT_S, event))
             if event.has_met:
@@ -253,6 +274,7 @@ class Launcher:
         due = [process.kill_at for process in self._running.values()]
         due += [self._cooldown.next_end(now), self._ending.next_step_at()]
         due += [at for at, _ in self._lines]
+        due.append(self._say_waiting_at)
         if not self._places:
             due.append(self._deadline)
         return max(0.0, min((at for at in due if at is not None), default=now + 3600.0) - now)
@@ -283,7 +305,9 @@ class Launcher:
 
     def _start(self, number: int, slot: Slot, slots: int) -> None:
         self._places[number] = slot.host
-        self._running[number] = _Process(slot)
+        now = time.monotonic()
+        self._running[number] = _Process(slot, now)
+        self._say_waiting_at = min(self._say_waiting_at, now + WAITING_S)
         try:
             self._processes.start(slot, self._invite(number), slots)
         except (OSError, SparkhvdError) as error:
@@ -295,9 +319,34 @@ class Launcher:
     def _kill_those_left_out(self) -> None:
         now = time.monotonic()
         for number, process in self._running.items():
+            if self._has_finished and process.refusal is not None and process.kill_at is None:
+                process.kill_at = now + LEFT_OUT_S
             if process.kill_at is not None and process.kill_at <= now:
                 self._processes.send(signal.SIGKILL, number)
                 process.kill_at = now + LEFT_OUT_S
+
+    def _awaited(self) -> dict[int, float]:
+        """Return when processes were started that may join and have not."""
+        return {
+            number: process.started_at
+            for number, process in self._running.items()
+            if number not in self._have_joined
+            and process.refusal is None
+            and not process.is_surplus
+        }
+
+    def _name_those_that_are_awaited(self) -> None:
+        now = time.monotonic()
+        if now < self._say_waiting_at:
+            return
+        since = self._awaited()
+        if late := {number: at for number, at in since.items() if now >= at + WAITING_S}:
+            self._say(f"still waiting for these to join: {listed(late, self._places, now)}")
+        next_at = now + WAITING_AGAIN_S if late else math.inf
+        first = min(
+            (at + WAITING_S for at in since.values() if at + WAITING_S > now), default=math.inf
+        )
+        self._say_waiting_at = min(next_at, first)
 
     def _write_lines(self, *, at_once: bool = False) -> None:
         """Write the lines of changes, once it is known how those that they name have ended."""

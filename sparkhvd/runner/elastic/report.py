@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sparkhvd.elastic import Formed
 from sparkhvd.runner.options import RankChange
 
-__all__ = ["Report"]
+__all__ = ["Report", "listed"]
 
 
 @dataclass
@@ -50,6 +50,20 @@ class Report:
             ]
             why = "; ".join(parts) or change.why or "asked for"
         return RankChange(change.generation, before, len(change.members), seconds, why)
+
+
+def listed(since: Mapping[int, float], hosts: Mapping[int, str], now: float) -> str:
+    """List processes with their hosts and the seconds since their start.
+
+    Args:
+        since: when they were started, by number.
+        hosts: of processes, by number.
+        now: the time.
+    """
+    return ", ".join(
+        f"process {number} on {hosts[number]} (started {now - at:.0f} s ago)"
+        for number, at in sorted(since.items())
+    )
 
 
 def _counted(hosts: Iterable[str]) -> list[str]:

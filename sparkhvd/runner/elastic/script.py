@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from sparkhvd.elastic import Coordinator, Invitation
-from sparkhvd.interfaces import LOOPBACK, own_address
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.crew import Crew
-from sparkhvd.runner.elastic.discovery import Discovered, DiscoveryScript
+from sparkhvd.runner.elastic.discovery import DiscoveryScript
+from sparkhvd.runner.elastic.host_group import HostGroup
 from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
 from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Verdict
 from sparkhvd.runner.elastic.options import ElasticOptions
 from sparkhvd.runner.elastic.slots import slots_of
 from sparkhvd.runner.guard import Guard
-from sparkhvd.runner.host_names import Host
+from sparkhvd.runner.host_names import Host, merged
 from sparkhvd.runner.hosts.connection import Reach
-from sparkhvd.runner.hosts.launch import bare, loopback_addresses
 from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
 from sparkhvd.runner.screen import Output, Screen
@@ -61,12 +58,14 @@ def run_elastic_script(
         PreflightError: this process cannot listen.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    launch = _Launch(command, env, settings, reach, tuple(host.name for host in hosts))
-    address = launch.address()
+    hosts = merged(hosts, reach.is_here)  # slots of a host have different numbers
+    names = tuple(host.name for host in hosts)
+    group = HostGroup(names, reach, JobSettings(settings), env)
+    address = group.address()
     key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         screen = stack.enter_context(Screen(output, 0))
-        processes = launch.processes(stack, screen, events, address)
+        processes = _processes(command, group, stack, screen, events, address)
         stack.enter_context(signals(events))
         coordinator = stack.enter_context(
             Coordinator(
@@ -74,6 +73,7 @@ def run_elastic_script(
                 job_id,
                 Listener.bind(address, settings),
                 options.limits(settings.elastic_patience_s),
+                on_decided=events.put,
                 on_formed=events.put,
                 on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
             )
@@ -88,7 +88,7 @@ def run_elastic_script(
         launcher = Launcher(options, slots_of(hosts), processes, coordinator, invite, _say)
         if discovery is not None:
             stack.enter_context(discovery)
-            discovery.follow(hosts, lambda found: events.put(launch.checked(found)))
+            discovery.follow(hosts, lambda found: events.put(group.checked(found)))
         return _status(launcher.run(events), options, screen)
 
 
@@ -114,71 +114,23 @@ def _status(ended: Verdict, options: ElasticOptions, screen: Screen) -> int:
     return tell(first_cause(ended.failed, screen), screen)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """What does not change while the job runs.
+def _processes(
+    command: Sequence[str],
+    group: HostGroup,
+    stack: contextlib.ExitStack,
+    screen: Screen,
+    events: queue.SimpleQueue[Event],
+    address: str,
+) -> Processes:
+    """Prepare for processes, before this process has threads; they end with the stack."""
+    if group.others:
+        guard = stack.enter_context(Guard())
 
-    Attributes:
-        command: program and arguments.
-        env: variables of the ranks.
-        settings: of the launch.
-        reach: how other hosts are reached.
-        hosts: names of those that were there at the beginning.
-    """
+        def order(host: str) -> Order:
+            return group.order(host, command=command)
 
-    command: Sequence[str]
-    env: Mapping[str, str] = field(repr=False)
-    settings: Settings
-    reach: Reach
-    hosts: tuple[str, ...]
-
-    @property
-    def others(self) -> list[str]:
-        """The hosts that are not this one."""
-        return [host for host in self.hosts if not self.reach.is_here(host)]
-
-    def address(self) -> str:
-        """Return the address of this host at which all processes reach it."""
-        if not self.others or loopback_addresses(self.hosts, self.reach):
-            return LOOPBACK
-        return own_address(self.settings.interfaces, bare(self.others[0]))
-
-    def order(self, host: str) -> Order:
-        """Return what the agent of a host is asked for."""
-        return Order(
-            first=0,
-            count=0,
-            cwd=os.getcwd(),
-            env=dict(self.env),
-            settings=JobSettings(self.settings).to_json(),
-            address=loopback_addresses(self.hosts, self.reach).get(host, ""),
-            towards=bare(self.others[0]),
-            command=list(self.command),
-            is_elastic=True,
-        )
-
-    def processes(
-        self,
-        stack: contextlib.ExitStack,
-        screen: Screen,
-        events: queue.SimpleQueue[Event],
-        address: str,
-    ) -> Processes:
-        """Prepare for processes, before this process has threads; they end with the stack."""
-        if self.others:
-            guard = stack.enter_context(Guard())
-            agents = Agents(self.reach, guard, self.order, screen.show, events.put)
-            return stack.enter_context(agents)
-        crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
-        stack.enter_context(crew)
-        return LocalProcesses(Members(crew, self.command, self.env, self.settings, address))
-
-    def checked(self, found: Discovered) -> Discovered:
-        """Return what was discovered, or the problem with it."""
-        new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
-        if self.others or not new:
-            return found
-        return Discovered(
-            None,
-            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
-        )
+        return stack.enter_context(Agents(group.reach, guard, order, screen.show, events.put))
+    crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
+    stack.enter_context(crew)
+    members = Members(crew, command, group.env, group.settings.values, address)
+    return LocalProcesses(members)

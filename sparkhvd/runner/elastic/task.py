@@ -35,6 +35,7 @@ from sparkhvd.runner.head_start import task_prologue
 from sparkhvd.runner.hosts.channel import Channel
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks
 from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.script_ranks import member_variables
 from sparkhvd.runner.task import TaskSpec, output_of
 from sparkhvd.runner.trainer import Trainer, inherited
 
@@ -183,7 +184,6 @@ class TaskSlot:
             invitation = dict(values["invitation"])
             # The coordinator's own name for its host is not always the one by which this host knows it.
             invitation["coordinator"] = {**invitation["coordinator"], "address": self._coordinator}
-            place = {"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)}
             trainer.send(
                 JobFrame(
                     json.dumps(invitation),
@@ -191,7 +191,7 @@ class TaskSlot:
                     local_rank=slot,
                     attempt=spec.attempt,
                     gpu=gpu,
-                    env=place,
+                    env=member_variables(slot),
                     is_elastic=True,
                 )
             )

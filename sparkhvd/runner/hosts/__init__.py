@@ -19,6 +19,7 @@ Each module imports only those above it:
     channel     messages between launcher and agent
     order       an agent's order
     members     processes of an elastic job on one host
+    function_members  the same of a function
     agent       ranks of one host
     connection  an agent, as the launcher reaches it
     launch      start on all hosts

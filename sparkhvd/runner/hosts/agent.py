@@ -28,8 +28,10 @@ from sparkhvd.rendezvous.loop import Loop, Task, open_connection
 from sparkhvd.runner import launching
 from sparkhvd.runner.crew import Crew
 from sparkhvd.runner.hosts.channel import Channel, Message
+from sparkhvd.runner.hosts.function_members import FunctionMembers
 from sparkhvd.runner.hosts.members import Members
 from sparkhvd.runner.hosts.order import Order
+from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.script_ranks import check_command, hand_over
 from sparkhvd.runner.trainer import interrupt
 from sparkhvd.runner.trainers import Trainers, TrainersPlan
@@ -102,7 +104,7 @@ def _serve(channel: Channel) -> None:
     settings = JobSettings.from_json(order.settings)
     address = _address(order, settings.values)
     if order.is_elastic:
-        _serve_elastic(order, settings.values, address, channel)
+        _serve_elastic(order, settings, address, asked.data, channel)
     with contextlib.ExitStack() as stack:
         ranks: _Ranks
         if order.command is None:
@@ -126,8 +128,32 @@ def _serve(channel: Channel) -> None:
         os._exit(0)
 
 
-def _serve_elastic(order: Order, settings: Settings, address: str, channel: Channel) -> NoReturn:
+def _serve_elastic(
+    order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+) -> NoReturn:
     """Start processes when the launcher says so, until its end."""
+    with contextlib.ExitStack() as stack:
+        members: Members | FunctionMembers
+        if order.command is None:
+            members = stack.enter_context(
+                _function_members(order, settings, address, program, channel)
+            )
+        else:
+            members = _script_members(order, settings.values, address, channel, stack)
+        channel.send("ready")
+        while message := _receive(channel):
+            values = message.values
+            if message.kind == "start":
+                invitation = Invitation.from_dict(values["invitation"])
+                members.start(invitation, int(values["slot"]), int(values["slots"]))
+            else:
+                members.send(int(values["number"]), values["member"])
+    os._exit(0)
+
+
+def _script_members(
+    order: Order, settings: Settings, address: str, channel: Channel, stack: contextlib.ExitStack
+) -> Members:
     env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
     command = order.command or []
     check_command(command, env)
@@ -140,17 +166,33 @@ def _serve_elastic(order: Order, settings: Settings, address: str, channel: Chan
         with contextlib.suppress(OSError):
             channel.send("ended", rank=number, status=status)
 
-    with Crew(show, end) as crew:
-        members = Members(crew, command, env, settings, address)
-        channel.send("ready")
-        while message := _receive(channel):
-            values = message.values
-            if message.kind == "start":
-                invitation = Invitation.from_dict(values["invitation"])
-                members.start(invitation, int(values["slot"]), int(values["slots"]))
-            else:
-                members.send(int(values["number"]), values["member"])
-    os._exit(0)
+    return Members(stack.enter_context(Crew(show, end)), command, env, settings, address)
+
+
+def _function_members(
+    order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+) -> FunctionMembers:
+    def show(line: str) -> None:
+        with contextlib.suppress(OSError):
+            channel.send("line", line.encode(), rank=-1, stream="stdout")
+
+    def end(outcome: Outcome, result: bytes) -> None:
+        with contextlib.suppress(OSError):
+            channel.send("outcome", result, rank=outcome.rank, outcome=outcome.to_json())
+
+    plan = _plan(order, settings)
+    return FunctionMembers(plan, program, address, socket.gethostname(), show, end)
+
+
+def _plan(order: Order, settings: JobSettings) -> TrainersPlan:
+    return TrainersPlan(
+        env=order.env,
+        sys_path=order.sys_path,
+        cwd=order.cwd,
+        settings=settings,
+        use_gpu=order.use_gpu,
+        may_fork=False,  # this process ends with the launch
+    )
 
 
 def _receive(channel: Channel) -> Message | None:
@@ -249,7 +291,7 @@ class _ScriptRanks:
 
     def start(self, job: Job, master: tuple[str, int]) -> None:
         for each in hand_over(self._listeners, job, self._env, master):
-            self._crew.start(each.rank, self._command, each.variables, each.descriptors)
+            self._crew.start(each, self._command)
 
     def send(self, number: int) -> None:
         self._crew.send(number)
@@ -278,14 +320,7 @@ class _FunctionRanks:
         self._channel = channel
         self._first = order.first
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        plan = TrainersPlan(
-            env=order.env,
-            sys_path=order.sys_path,
-            cwd=order.cwd,
-            settings=settings,
-            use_gpu=order.use_gpu,
-            may_fork=False,  # this process ends with the launch
-        )
+        plan = _plan(order, settings)
         ranks = range(order.first, order.first + order.count)
         self._trainers = Trainers(ranks, address, plan, program, self._show, self._ended.put)
         threading.Thread(target=self._report, daemon=True).start()

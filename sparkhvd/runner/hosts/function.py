@@ -16,7 +16,7 @@ from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching
 from sparkhvd.runner.forwarding import forwarded
 from sparkhvd.runner.gpu import agreement, decide
-from sparkhvd.runner.host_names import Host, Place, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.host_names import Host, Place, merged, parse_hosts, place_ranks, read_hostfile
 from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import Hosts
@@ -77,7 +77,7 @@ def launch_on_hosts(
     hosts = options.hosts_given()
     size = sum(host.slots for host in hosts) if num_proc is None else num_proc
     check_num_proc(size)
-    places = place_ranks(hosts, size)
+    place_ranks(hosts, size)  # or refused before anything is pickled
     program = launching.dump_call(fn, args, kwargs)
     given = launching.check_env(options.env)
     chosen = launching.choose_settings(options.settings, given)
@@ -91,6 +91,7 @@ def launch_on_hosts(
         options.ssh_identity_file,
         start_timeout_s,
     )
+    places = place_ranks(merged(hosts, reach.is_here), size)
     plan = decide.decide({"spark.master": "local"}, options.use_gpu)
 
     def check(told: Sequence[Mapping[str, Any]]) -> str:

@@ -53,8 +53,8 @@ class Members:
         """
         listener = Listener.bind(self._address, self._settings)
         threads = max(1, int(processors.allowed() / slots))
-        with hand_over_member(listener, invitation, self._env, slot, threads) as each:
-            self._crew.start(each.rank, self._command, each.variables, each.descriptors)
+        given = hand_over_member(listener, invitation, self._env, slot, threads)
+        self._crew.start(given, self._command)
 
     def send(self, number: int, member: int | None = None) -> None:
         """Send a signal to all processes, or to one."""

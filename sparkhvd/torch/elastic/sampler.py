@@ -132,12 +132,24 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Number of these rows."""
-        return len(self.processed_indices)
+        """Number of rows of the epoch that all ranks have done, if each has done as much as this one since the last commit.
+
+        As with Horovod a batch counts `batch_size * num_replicas` as soon as it is recorded, and a row that is given twice counts twice.
+        """
+        agreed = self._agreed or Progress((0,) * self.num_replicas)
+        counts, places = agreed.counts, agreed.places
+        own = counts[self.rank] + sum(place % self.num_replicas == self.rank for place in places)
+        since = max(0, self._marks.count(1) - own)
+        return len(self._before) + sum(counts) + len(places) + since * self.num_replicas
 
     def state_dict(self) -> dict[str, object]:
-        """Return epoch and rows that are done, for a checkpoint."""
-        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+        """Return the epoch, and the rows that are done and their number, for a checkpoint."""
+        done = sorted(self.processed_indices)
+        return {
+            "epoch": self.epoch,
+            "processed_indices": done,
+            "processed_num": self.processed_num,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Go on from `state_dict`, also of Horovod (`processed_num`), with the ranks as they are now.

@@ -69,7 +69,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_`; return it."""
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step alone from the common parameters, then go on from the combined step of all ranks."""
         parameters = [
             p
@@ -78,7 +78,7 @@ class DistributedAdasum(torch.optim.Optimizer):
             if p.requires_grad and p.numel()
         ]
         before = [p.detach().clone(memory_format=torch.contiguous_format) for p in parameters]
-        loss = super().step() if closure is None else super().step(closure)
+        loss = super().step(*(() if closure is None else (closure,)), **options)
         moved = [
             p.detach().to(memory_format=torch.contiguous_format) - start
             for p, start in zip(parameters, before, strict=True)

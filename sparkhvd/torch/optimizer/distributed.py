@@ -31,9 +31,10 @@ from sparkhvd.torch.untraced import leave_untraced
 
 __all__ = ["Distributed", "plain_optimizer"]
 
+# Horovod's own words, by which programs filter this warning.
 _NOT_SKIPPED = (
-    "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(). Write `with "
-    "optimizer.skip_synchronize(): optimizer.step()`, or leave synchronize() out: gradients are reduced when backward() returns."
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause training slowdown. "
+    "You may want to consider using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
 )
 
 
@@ -249,21 +250,21 @@ class Distributed(torch.optim.Optimizer):
         for reducer in self._reducers:
             reducer.detach()
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Wait for the gradients, then step. A closure's gradients are reduced whenever it is called."""
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
+        """Wait for the gradients, then step, with `options` of the optimizer below. A closure's are reduced whenever it is called."""
         self._opt_called = True  # by this LR schedulers know
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
             plain._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
-            return self._apply(functools.partial(self._evaluate, closure))
+            return self._apply(functools.partial(self._evaluate, closure), **options)
         if self._should_synchronize:
             if self._was_synchronized:
                 warnings.warn(_NOT_SKIPPED, stacklevel=3)
             self._finish_gradients()
         self._was_synchronized = False
         self._use_gradients()
-        result = self._apply()
+        result = self._apply(**options)
         if self._tuner is not None:
             self._tuner.step()
         return result
@@ -274,9 +275,9 @@ class Distributed(torch.optim.Optimizer):
     # By this LR schedulers know that `step` tells when it was called, and wrap it no more.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _apply(self, *closure: Callable[[], float]) -> Any:
+    def _apply(self, *closure: Callable[[], float], **options: Any) -> Any:
         """Run the optimizer's own step."""
-        return super().step(*closure)
+        return super().step(*closure, **options)
 
     def _use_gradients(self) -> None:
         """End the use of the reduced gradients; the next pass begins a new cycle."""

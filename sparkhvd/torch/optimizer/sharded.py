@@ -121,26 +121,28 @@ class Sharded(Distributed):
 
     # --- One step. ---
 
-    def _apply(self, *closure: Callable[[], float]) -> Any:
+    def _apply(self, *closure: Callable[[], float], **options: Any) -> Any:
         if not self._shards:
-            return super()._apply(*closure)
+            return super()._apply(*closure, **options)
         self._evaluations = 0
-        with self._hooks_around(closure):
+        with self._hooks_around(closure, options):
             if not closure:
                 self._begin_step()
             with self._parts_in_groups():
-                result = super()._apply(*closure)
+                result = super()._apply(*closure, **options)
             self._end_step()
         return result
 
     @contextmanager
-    def _hooks_around(self, closure: tuple[Callable[[], float], ...]) -> Iterator[None]:
+    def _hooks_around(
+        self, closure: tuple[Callable[[], float], ...], options: dict[str, Any]
+    ) -> Iterator[None]:
         """Call step hooks of the user before and after, because they look at whole gradients and parameters."""
         before, after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
         if before and not closure:
             self._whole_gradients.gather(self._cycles)
         for hook in list(before.values()):
-            if hook(self, (self, *closure), {}) is not None:
+            if hook(self, (self, *closure), options) is not None:
                 raise InvalidArgumentError(
                     "DistributedOptimizer(sharded=True): a step hook returned other arguments for step(), which is not "
                     "possible here. Call step() with these arguments, or leave sharded out."
@@ -152,7 +154,7 @@ class Sharded(Distributed):
         finally:
             self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = before, after
         for hook in list(after.values()):
-            hook(self, (self, *closure), {})
+            hook(self, (self, *closure), options)
 
     def _evaluate(self, closure: Callable[[], float]) -> Any:
         if not self._shards:

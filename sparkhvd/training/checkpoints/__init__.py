@@ -16,6 +16,7 @@ Each module imports only those above it:
     compression_state  state of PowerSGD
     checkpoint         a checkpoint and its file
     files              a run's files and the pointer
+    changes            changes of model and optimizer that no state dict holds
     resume             the state that a checkpoint holds
     saver              writes while training goes on
 """

@@ -218,6 +218,11 @@ class Checkpoints:
         self._warn([*gone, *damaged], None, newest)
         return None
 
+    def note(self, text: str) -> None:
+        """Add a sentence to `warning`, which the driver shows."""
+        if text not in self.warning:
+            self.warning = f"{self.warning} {text}".strip()
+
     def _warn(self, lost: Sequence[str], start_at: Position | None, newest: Position) -> None:
         if not lost:
             return
@@ -239,7 +244,11 @@ class Checkpoints:
 
         Takes the model's size of memory: the optimizer's state, twice that with Adam, stays in the file.
         """
-        return self._load_or_advise(path, is_mapped=True).model
+        return self._load_or_advise(path, is_mapped=True).result
+
+    def load_start(self, path: str) -> Checkpoint:
+        """Return a checkpoint of any run for its weights; its tensors but the model's stay in the file. Raises as `load`."""
+        return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None; its tensors but the model's stay in the file."""

@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_weights",
     "frozen_sums",
     "unwritten",
+    "weight_sums",
 ]
 
 # Bytes of a tensor that are summed at once, and so stay in a cache.
@@ -112,12 +113,23 @@ def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 def frozen_sums(model: nn.Module) -> Sums:
     """Return shape, dtype and checksum of each parameter of the state dict that requires no gradient."""
-    return {
-        name: (tuple(value.shape), str(value.dtype), _checksum(value))
-        for name, value in model.state_dict(keep_vars=True).items()
-        # Parameters of other classes have state of their own.
-        if type(value) is nn.Parameter and not value.requires_grad
-    }
+    return _sums(
+        {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            # Parameters of other classes have state of their own.
+            if type(value) is nn.Parameter and not value.requires_grad
+        }
+    )
+
+
+def weight_sums(model: nn.Module) -> Sums:
+    """Return shape, dtype and checksum of each plain tensor of the state dict."""
+    return _sums({n: t for n, t in _tensors(model.state_dict()).items() if type(t) is Tensor})
+
+
+def _sums(tensors: Mapping[str, Tensor]) -> Sums:
+    return {n: (tuple(t.shape), str(t.dtype), _checksum(t)) for n, t in tensors.items()}
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:

@@ -13,6 +13,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import NotRequired
 
 import sparkhvd.torch as hvd
 from sparkhvd.training.checkpoints.module_state import extra_states
@@ -40,10 +41,16 @@ class RankState(TypedDict):
     stop_reason: str
     extra: State
     buffers: dict[str, Tensor | None]
+    others: NotRequired[State]
 
 
 def gather_rank_states(
-    model: nn.Module, totals: TotalsState | None, seconds: float, *, stop_reason: str = ""
+    model: nn.Module,
+    totals: TotalsState | None,
+    seconds: float,
+    *,
+    stop_reason: str = "",
+    others: State | None = None,
 ) -> list[RankState]:
     """Gather every rank's own state, by rank; all ranks must call it.
 
@@ -51,6 +58,7 @@ def gather_rank_states(
         model: its buffers are compared over ranks; those that differ from rank 0's are part of the result.
         totals: the rank's sums of the epoch so far: tensors and plain values; None where a `train_fn` has its own.
         seconds: that the epoch has taken so far on this rank.
+        others: this rank's state of losses and metrics, as far as ranks may differ.
         stop_reason: of a callback of this rank that has asked to stop after the epoch; "" if none has.
 
     Cost: a digest of every buffer, one allgather of about 15 KB per rank, and one of the buffers that differ.
@@ -63,6 +71,7 @@ def gather_rank_states(
         "stop_reason": stop_reason,
         "extra": extra_states(model),
         "buffers": {},
+        "others": others or {},
     }
     ranks: list[tuple[RankState, dict[str, bytes]]] = hvd.allgather_object(
         (state, {name: _digest(value) for name, value in buffers.items()}), name="checkpoint.ranks"

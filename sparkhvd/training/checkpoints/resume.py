@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Done
+from sparkhvd.training.checkpoints.changes import Changes
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
@@ -27,6 +28,7 @@ from sparkhvd.training.checkpoints.module_state import (
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
 from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.metrics import Totals, TotalsState
+from sparkhvd.training.others import Others
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
@@ -57,6 +59,8 @@ class TrainingState:
         compression: of gradients; some have a state.
         kept: objects of a `train_fn`, by name.
         profile: where the time goes; beside checkpoints, not in them.
+        others: state of losses and metrics.
+        changes: of model and optimizer; made with them.
     """
 
     model: nn.Module
@@ -67,6 +71,11 @@ class TrainingState:
     compression: Compression | None = None
     kept: dict[str, Stateful] = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)
+    others: Others = field(default_factory=Others)
+    changes: Changes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changes = Changes(self.model, self.optimizer)
 
 
 class Resumed(TypedDict):
@@ -81,6 +90,7 @@ class Resumed(TypedDict):
     callbacks: State | None
     extra: State
     kept: State
+    changes: dict[str, Any]
     problem: str
     is_new: bool
 
@@ -117,6 +127,7 @@ class Position:
         sums: of these ranks, on one of those that go on; else None.
         seconds: that they have taken.
         sent: names of frozen parameters that rank 0 has sent to the others.
+        changes: of model and optimizer that are loaded, see `Changes.repeated`.
     """
 
     history: History
@@ -126,6 +137,12 @@ class Position:
     sums: TotalsState | None = None
     seconds: float = 0.0
     sent: frozenset[str] = frozenset()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a part of the epoch is done."""
+        return bool(self.step or self.done.steps)
 
     def begin(self, totals: Totals) -> float:
         """Set random numbers and totals of a run that resumes inside an epoch.
@@ -144,9 +161,13 @@ class Position:
 
 
 def find_start(
-    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, held: Checkpoint | None = None
+    spec: TrainSpec,
+    checkpoints: Checkpoints,
+    model: nn.Module,
+    held: Checkpoint | None = None,
+    others: Others | None = None,
 ) -> Start:
-    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights.
+    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights, and `others` their state.
 
     All ranks must call it, before the optimizer is built. With one that rank 0 holds in memory the store is not asked.
 
@@ -159,9 +180,10 @@ def find_start(
         problem = ""
         try:
             if held is None:
-                checkpoint = _load_start(spec, checkpoints, model)
+                checkpoint = _load_start(spec, checkpoints, model, others or Others())
             else:
                 load_weights(model, held.model, "The state in memory does")
+                (others or Others()).load_state_dict(held.others, "The state in memory does")
                 checkpoint = held
         except InvalidArgumentError as e:
             problem = str(e)
@@ -186,13 +208,16 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
         "callbacks": source.callbacks,
         "extra": extra,
         "kept": source.kept,
+        "changes": source.changes,
         "problem": problem,
         "is_new": checkpoint is None,
     }
 
 
-def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Checkpoint | None:
-    """Load the weights of rank 0's model; return the checkpoint, if there is one.
+def _load_start(
+    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: Others
+) -> Checkpoint | None:
+    """Load the weights of rank 0's model, and the state of others; return the checkpoint, if there is one.
 
     Raises:
         InvalidArgumentError: it does not fit this run, or no checkpoint is whole.
@@ -202,22 +227,55 @@ def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> 
         if problem := _misfit(spec, checkpoint):
             raise InvalidArgumentError(problem)
         load_weights(model, checkpoint.model, f"The checkpoint in {spec.run_dir} does")
+        others.load_state_dict(checkpoint.others, f"The checkpoint in {spec.run_dir} does")
     elif spec.start_from:
-        weights = checkpoints.load_weights(spec.start_from)
-        load_weights(model, weights, f"warm_start: the weights of {spec.start_from} do")
+        start, what = (
+            checkpoints.load_start(spec.start_from),
+            f"warm_start: the weights of {spec.start_from} do",
+        )
+        load_weights(model, start.result, what)
+        others.load_state_dict(start.others, what)
     return checkpoint
 
 
 def resume(start: Start, state: TrainingState) -> Position:
     """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
-    resumed, model = start.resumed, state.model
+    resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
+    watch = state.callbacks.watch if state.callbacks is not None else None
+    if changes:
+        state.changes.load(changes, watch)
+        state.changes.regroup(changes["groups"])
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
     sent = broadcast_weights(model)
+    state.others.begin(state.optimizer)
     if not resumed["is_new"]:
         give_back()  # what rank 0 has read of the checkpoint
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
+    _load_parts(state, resumed)
+    rank_state = resumed["ranks"][hvd.rank()] if resumed["step"] else None
+    if state.callbacks is not None:
+        state.callbacks.ctx.stop_reason = rank_state["stop_reason"] if rank_state else ""
+    load_extra_states(model, resumed["extra"] | (rank_state["extra"] if rank_state else {}))
+    if rank_state is not None:
+        state.others.load_rank_state(rank_state.get("others", {}))
+    if not resumed["is_new"]:
+        # Buffers that did not exist then are emptied.
+        gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
+        of_rank = rank_state["buffers"] if rank_state else {}
+        load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
+    return Position(
+        resumed["history"],
+        resumed["step"],
+        rank_state,
+        sent=sent,
+        changes=changes,
+    )
+
+
+def _load_parts(state: TrainingState, resumed: Resumed) -> None:
+    """Load the states of scheduler, scaler and callbacks."""
     parts: list[tuple[Stateful | None, State | None]] = [
         (state.scheduler, resumed["scheduler"]),
         (state.scaler, resumed["scaler"]),
@@ -226,16 +284,6 @@ def resume(start: Start, state: TrainingState) -> Position:
     for part, saved in parts:
         if part is not None and saved is not None:
             part.load_state_dict(saved)
-    rank_state = resumed["ranks"][hvd.rank()] if resumed["step"] else None
-    if state.callbacks is not None:
-        state.callbacks.ctx.stop_reason = rank_state["stop_reason"] if rank_state else ""
-    load_extra_states(model, resumed["extra"] | (rank_state["extra"] if rank_state else {}))
-    if not resumed["is_new"]:
-        # Buffers that did not exist then are emptied.
-        gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
-        of_rank = rank_state["buffers"] if rank_state else {}
-        load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
-    return Position(resumed["history"], resumed["step"], rank_state, sent=sent)
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
@@ -292,4 +340,6 @@ def take(
         step=step,
         ranks=list(ranks),
         kept=kept,
+        others=state.others.state_dict(),
+        changes=state.changes.state_dict(state.callbacks.watch if state.callbacks else None),
     )

@@ -13,7 +13,7 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
@@ -58,6 +58,7 @@ class Saver:
         self._until_asked = 1
         self._is_writer = hvd.rank() == 0
         self._path = ""
+        self._taken_at = 0.0
         self._writing: Future[None] | None = None
         self._frozen = FrozenParameters()
 
@@ -75,9 +76,14 @@ class Saver:
         if not self._is_due():
             return
         callbacks = self._state.callbacks
+        if callbacks is not None:
+            callbacks.watch.check(callbacks.ctx.moment.epoch)
         stop_reason = callbacks.ctx.stop_reason if callbacks is not None else ""
         sums = None if totals is None else totals.state_dict()
-        ranks = gather_rank_states(self._state.model, sums, seconds, stop_reason=stop_reason)
+        own = self._state.others.rank_state()
+        ranks = gather_rank_states(
+            self._state.model, sums, seconds, stop_reason=stop_reason, others=own
+        )
         self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: History) -> None:
@@ -85,15 +91,64 @@ class Saver:
         with self._state.profile.phase("checkpoint"):
             self._take(history)
 
+    @contextlib.contextmanager
+    def around_train_end(self, history: History) -> Iterator[None]:
+        """Add what the callbacks called inside do to the weights to the last epoch's checkpoint. All ranks must enter it.
+
+        The rest of the checkpoint is that of before: a run that resumes from it calls them again.
+        """
+        taken = self._taken(history)
+        yield
+        final: State = {}
+        if taken is not None:
+            checkpoint, left_out = taken
+            final = self._changed(checkpoint.model, left_out)
+            if final and self._spec.return_best:
+                self._checkpoints.note(
+                    "A callback has changed the model's weights in on_train_end, and return_model='best' returns those of the best epoch, "
+                    "without the change. Change them in on_epoch_end, or set return_model='last'."
+                )
+            elif final:
+                self._save(replace(checkpoint, final=snapshot(final)), left_out)
+
+    def _changed(self, before: State, left_out: list[str]) -> State:
+        """Return the entries of the model's state dict that are not as before; {} with a note if others are there."""
+        after, still_left_out = self._frozen.divide(self._state.model)
+        shapes = [
+            {n: getattr(value, "shape", None) for n, value in part.items()}
+            for part in (before, after)
+        ]
+        names = [shapes[0].keys() | set(left_out), shapes[1].keys() | set(still_left_out)]
+        if names[0] != names[1] or any(shapes[1].get(n, s) != s for n, s in shapes[0].items()):
+            self._checkpoints.note(
+                "A callback has changed the names or shapes of the model's weights in on_train_end, so the model has those of the last epoch. "
+                "Make such changes to what getModel() returns."
+            )
+            return {}
+        return {n: v for n, v in after.items() if not _is_equal(before.get(n), v)}
+
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
+        if (taken := self._taken(history, step=step, ranks=ranks)) is not None:
+            self._save(*taken)
+
+    def _taken(
+        self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
+    ) -> tuple[Checkpoint, list[str]] | None:
+        """Copy the state; return the copy, and the names of the parameters that it leaves to the file of the frozen ones.
+
+        All ranks must call it; None on those that write nothing.
+        """
         compression = gather_compression(self._state.compression)
         kept: State = {name: each.state_dict() for name, each in self._state.kept.items()}
-        if self._is_writer:
-            weights, left_out = self._frozen.divide(self._state.model)
-            checkpoint = take(
-                self._spec, self._state, history, step, ranks, weights=weights, kept=kept
-            )
-            self._save(checkpoint, compression, left_out)
+        if not self._is_writer:
+            return None
+        weights, left_out = self._frozen.divide(self._state.model)
+        checkpoint = take(self._spec, self._state, history, step, ranks, weights=weights, kept=kept)
+        self.wait()
+        self._taken_at = time.monotonic()
+        self._cadence.taken(self._taken_at)
+        # Nothing else uses the compression's, which is gathered.
+        return Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression}), left_out
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -107,23 +162,15 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, checkpoint: Checkpoint, compression: State, left_out: list[str]) -> None:
-        """Copy a checkpoint and write the copy in the background, after the one before.
-
-        `compression` becomes part of it and is not copied: nothing else uses it. `left_out` are the parameters that it leaves to
-        the file of the frozen ones.
-        """
-        self.wait()
-        taken = time.monotonic()
-        copied = Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression})
+    def _save(self, copied: Checkpoint, left_out: list[str]) -> None:
+        """Write the copy of a checkpoint in the background, after the one before."""
         keep: Choice | None = None
         if self._spec.return_best:
             keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
-        self._cadence.taken(taken)
-        self._path = self._checkpoints.path(*checkpoint.position)
+        self._path = self._checkpoints.path(*copied.position)
         self._writing = Future()
         profile = self._state.profile.state()
-        arguments = (self._writing, copied, left_out, keep, taken, profile)
+        arguments = (self._writing, copied, left_out, keep, self._taken_at, profile)
         threading.Thread(
             target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
         ).start()
@@ -187,6 +234,16 @@ def snapshot(value: T) -> T:
     Numbers of numpy become plain ones.
     """
     return cast("T", _snapshot(value))
+
+
+def _is_equal(before: object, after: object) -> bool:
+    """Check whether an entry of a state dict is as before; False for one that is no tensor."""
+    return (
+        isinstance(before, Tensor)
+        and isinstance(after, Tensor)
+        and before.dtype == after.dtype
+        and torch.equal(before, after.detach().cpu())
+    )
 
 
 def _snapshot(value: object) -> object:

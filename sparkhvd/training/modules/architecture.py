@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import json
@@ -24,15 +23,20 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from sparkhvd.training.modules.attached import (
+    WithHooks,
+    add_hooks,
+    hooks_by_name,
+    hooks_of,
+    reduce_with_hooks,
+)
 from sparkhvd.training.types import Json
 
 __all__ = [
     "Description",
-    "copy_with",
     "describe",
     "dump_shell",
     "foreign_class",
-    "light_copy",
     "load_shell",
     "module_texts",
     "rebuild",
@@ -55,6 +59,7 @@ class TensorText(TypedDict, total=False):
     shape: list[int]
     dtype: str
     requires_grad: bool
+    attributes: dict[str, Json]
     same_as: str
 
 
@@ -83,33 +88,6 @@ class _NotPlain(Exception):
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the state dict by name, detached."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
-
-
-def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
-    """Copy a module with the tensors of a state dict in place of its own, which are not copied."""
-    memo: dict[int, object] = {}
-    for name, old in module.state_dict(keep_vars=True).items():
-        new = state.get(name)
-        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-            continue
-        # Other shapes and kinds are left to load_state_dict; tied tensors stay tied.
-        if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
-            is_parameter = isinstance(old, nn.Parameter)
-            replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
-            memo.setdefault(id(old), replacement)
-    copied = copy.deepcopy(module, memo)
-    copied.load_state_dict(state)
-    return copied
-
-
-def light_copy(module: nn.Module) -> nn.Module:
-    """Copy a module for reading: its parameters are new objects over the same memory."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad)
-        for p in module.parameters()
-        if type(p) is nn.Parameter
-    }
-    return copy.deepcopy(module, memo)
 
 
 def foreign_class(module: nn.Module) -> str | None:
@@ -196,13 +174,17 @@ def _tensor(tensor: Tensor | None, seen: dict[int, str], path: str) -> TensorTex
     if id(tensor) in seen:
         return {"same_as": seen[id(tensor)]}
     seen[id(tensor)] = path
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or hooks_of(tensor) is not None:
         raise _NotPlain
-    return {
+    text: TensorText = {
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "requires_grad": tensor.requires_grad,
     }
+    if vars(tensor):
+        text["attributes"] = {name: _encode(value) for name, value in vars(tensor).items()}
+    return text
 
 
 def _encode(value: object) -> Json:
@@ -291,6 +273,7 @@ def _parameter(text: TensorText | None, seen: _Rebuilt, path: str) -> nn.Paramet
         return shared
     empty = torch.empty(text["shape"], dtype=_dtype(text["dtype"]))
     seen[path] = parameter = nn.Parameter(empty, requires_grad=bool(text["requires_grad"]))
+    _attach(parameter, text)
     return parameter
 
 
@@ -302,15 +285,24 @@ def _buffer(text: TensorText | None, seen: _Rebuilt, path: str) -> Tensor | None
         assert isinstance(shared, Tensor)
         return shared
     seen[path] = buffer = torch.empty(text["shape"], dtype=_dtype(text["dtype"]))
+    _attach(buffer, text)
     return buffer
+
+
+def _attach(tensor: Tensor, text: TensorText) -> None:
+    for key, value in text.get("attributes", {}).items():
+        if hasattr(type(tensor), key):
+            raise ValueError(f"{key!r} is not an attribute of the user's")
+        vars(tensor)[key] = _decode(value)
 
 
 # --- shells ---------------------------------------------------------------------------------------------------
 
 
 class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
+    def __init__(self, file: io.BytesIO, module: nn.Module, *, with_hooks: bool) -> None:
         super().__init__(file)
+        self._with_hooks = with_hooks
         kept = tensors_of(module)
         named = [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(t): n for n, t in named if n in kept}
@@ -322,6 +314,16 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         pid = (name, isinstance(value, nn.Parameter), value.requires_grad)
         # Attributes that the user set, for example for groups of an optimizer.
         return (*pid, dict(vars(value))) if vars(value) else pid
+
+    def reducer_override(self, value: object) -> Any:
+        if self._with_hooks and isinstance(value, Tensor) and (hooks := hooks_of(value)):
+            reduced = reduce_with_hooks(value, hooks, pickle.HIGHEST_PROTOCOL)
+            if reduced is None:
+                raise pickle.PicklingError(
+                    f"a tensor of class {type(value).__qualname__} has hooks, which go with none of this class"
+                )
+            return reduced
+        return super().reducer_override(value)
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
@@ -345,6 +347,7 @@ class _ShellUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._weights = weights
         self._made: dict[str, Tensor] = {}
+        self._new: set[str] = set()  # parameters, without hooks
 
     def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
         name, is_parameter, requires_grad, *attributes = pid
@@ -352,23 +355,38 @@ class _ShellUnpickler(pickle.Unpickler):
             tensor = self._weights[name]
             if is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad)
+                self._new.add(name)
             for entries in attributes:
                 vars(tensor).update(entries)
             self._made[name] = tensor
         return self._made[name]
 
+    def load(self) -> Any:
+        loaded = super().load()
+        if not isinstance(loaded, WithHooks):
+            return loaded
+        for name in self._new & loaded.hooks.keys():
+            add_hooks(self._made[name], loaded.hooks[name])
+        return loaded.value
 
-def dump_shell(module: nn.Module, value: object = None, *, names_files: bool = False) -> bytes:
+
+def dump_shell(
+    module: nn.Module, value: object = None, *, names_files: bool = False, with_hooks: bool = True
+) -> bytes:
     """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value.
 
     Args:
         module: the module.
         value: the value, or None.
         names_files: let code know its file, for tracebacks.
+        with_hooks: pickle hooks of parameters, too, which predictions do not need.
     """
     buffer = io.BytesIO()
     pickler = _NamingPickler if names_files else _ShellPickler
-    pickler(buffer, module).dump(module if value is None else value)
+    value = module if value is None else value
+    if with_hooks and (hooks := hooks_by_name(module)):
+        value = WithHooks(value, hooks)
+    pickler(buffer, module, with_hooks=with_hooks).dump(value)
     return buffer.getvalue()
 
 

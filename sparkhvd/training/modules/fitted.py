@@ -15,6 +15,7 @@ from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
+from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.training.types import History
 
@@ -37,6 +38,7 @@ class Fitted:
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
+        loss: of its training, with trained parameters; or a list with one per label; None where it is not known.
         report: document of its report, see `sparkhvd.observe.report`; {} where no fit of this process has made it.
     """
 
@@ -49,7 +51,13 @@ class Fitted:
     history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""
+    loss: Any = field(default=None, repr=False)
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def for_predict(self) -> torch.nn.Module:
+        """Copy of the module over the same parameters: `forward` may keep tensors or change buffers."""
+        return light_copy(self.module)
 
     @cached_property
     def weights(self) -> Weights:
@@ -68,7 +76,7 @@ class Fitted:
             InvalidArgumentError: it cannot be pickled.
         """
         try:
-            return dump_shell(self.module)
+            return dump_shell(self.module, with_hooks=False)
         except Exception as e:
             raise InvalidArgumentError(
                 f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed: {type(e).__name__}: {e}. Give a "

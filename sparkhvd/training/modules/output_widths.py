@@ -16,6 +16,7 @@ from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.to_device import Mover
 from sparkhvd.training.types import Columns
 
@@ -67,9 +68,10 @@ def output_widths(
     columns: Sequence[Column],
     examples: Columns | None = None,
     move: Mover | None = None,
+    precision: str = "32",
 ) -> list[int] | None:
     """Find the elements per row of every output; arguments and errors as in `trial_outputs`."""
-    outputs = trial_outputs(model, inputs, columns, examples, move)
+    outputs = trial_outputs(model, inputs, columns, examples, move, precision=precision)
     return None if outputs is None else [heads.rows(output).shape[1] for output in outputs]
 
 
@@ -80,6 +82,7 @@ def trial_outputs(
     examples: Columns | None = None,
     move: Mover | None = None,
     labels: Sequence[str] = (),
+    precision: str = "32",
 ) -> tuple[Tensor, ...] | None:
     """Run a model on two rows of zeros and return its outputs.
 
@@ -92,6 +95,7 @@ def trial_outputs(
         examples: columns that are collated, for two rows.
         move: moves the arguments to the model's device.
         labels: names of the label columns, which the names of a dict of outputs may contradict.
+        precision: the Param.
 
     Raises:
         InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
@@ -102,7 +106,8 @@ def trial_outputs(
         arguments, keywords = inputs.apply(rows)
         if move is not None:
             arguments, keywords = move((arguments, keywords))
-        with torch.no_grad():
+        device = torch.device("cpu") if move is None else move.device
+        with torch.no_grad(), autocast(precision, device):
             result = model(*arguments, **keywords)
     except Exception as e:
         if type(e) is InvalidArgumentError:
@@ -119,7 +124,7 @@ def trial_outputs(
             stacklevel=2,
         )
         return None
-    outputs = heads.outputs_of(result)
+    outputs = widened(heads.outputs_of(result))
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
         raise InvalidArgumentError(
             f"model: forward returned the outputs {', '.join(map(repr, result))}, and label_cols are {', '.join(map(repr, labels))}. "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
 import numpy as np
@@ -19,12 +20,13 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.types import History, Record, State
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.logs import Logs, combined
+from sparkhvd.training.user_code.watch import Watch
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
-__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks"]
+__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks", "unreadable"]
 
 
 # Methods outside an epoch, with no record for a number, and the advice of the error.
@@ -107,7 +109,12 @@ class Callback:
         """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
-        """Run once, when all epochs are done or a callback has stopped the training; not after an error."""
+        """Run once, when all epochs are done or a callback has stopped the training; not after an error.
+
+        Weights and buffers that rank 0's model has afterwards, such as averages of them, are those of the model that
+        `fit` returns, with `return_model="last"`. With "best" it returns those that the best epoch was validated with, and warns:
+        change them in `on_epoch_end` there. The checkpoint keeps both, and a run that resumes calls this again.
+        """
 
 
 class Writer(Protocol):
@@ -115,6 +122,9 @@ class Writer(Protocol):
 
     def wait(self) -> str:
         """Wait until the last one is written; return its path on the rank that writes."""
+
+    def around_train_end(self, history: History) -> AbstractContextManager[None]:
+        """Add what happens inside to the weights to the last checkpoint."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -174,6 +184,7 @@ class Callbacks:
         self._all = tuple(callbacks)
         self.ctx = ctx
         self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
+        self.watch = Watch(ctx.model, ctx.optimizer)
         # The reason why training ends with the last epoch; equal on all ranks, "" if it continues.
         self.stopped = ""
 
@@ -185,14 +196,22 @@ class Callbacks:
         """
         self.ctx.method = hook
         for callback in self._called:
-            try:
-                getattr(callback, hook)(self.ctx, *values)
-            except CollectiveError:
-                raise  # another rank was lost: not this callback's doing
-            except Exception as e:
-                raise RuntimeError(
-                    f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
-                ) from e
+            method = getattr(callback, hook)
+            if getattr(method, "__func__", None) is not getattr(Callback, hook):
+                with self.watch.during(callback, hook, self.ctx.epoch):
+                    self._call(callback, hook, values)
+        if hook == "on_epoch_begin":
+            self.watch.check(self.ctx.epoch)
+
+    def _call(self, callback: Callback, hook: str, values: Sequence[object]) -> None:
+        try:
+            getattr(callback, hook)(self.ctx, *values)
+        except CollectiveError:
+            raise  # another rank was lost: not this callback's doing
+        except Exception as e:
+            raise RuntimeError(
+                f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
+            ) from e
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
         """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
@@ -204,6 +223,12 @@ class Callbacks:
         if _overrides("on_checkpoint", self._all):
             path = saver.wait()  # on rank 0, which writes it in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
+
+    def train_end(self, history: History, saver: Writer) -> None:
+        """Call `on_train_end`, whose weights become the model's; every rank must call it."""
+        if _overrides("on_train_end", self._all):
+            with saver.around_train_end(history):
+                self.call("on_train_end", history)
 
     def epoch_end(self, record: Record) -> str:
         """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
@@ -234,7 +259,7 @@ class Callbacks:
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
         for key, state in states.items():
-            if kind := _unreadable(state):
+            if kind := unreadable(state):
                 raise InvalidArgumentError(
                     f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), which a checkpoint cannot "
                     "be read with. It may hold numbers, texts, lists, dicts and tensors."
@@ -257,12 +282,12 @@ def _key(index: int, callback: Callback) -> str:
     return f"{index}:{type(callback).__qualname__}"
 
 
-def _unreadable(value: object) -> str:
+def unreadable(value: object) -> str:
     """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
-        return next((kind for v in value if (kind := _unreadable(v))), "")
+        return next((kind for v in value if (kind := unreadable(v))), "")
     plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
     return "" if isinstance(value, plain) else type(value).__name__
 

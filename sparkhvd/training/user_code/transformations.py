@@ -102,7 +102,13 @@ class Transformations:
         if values.dtype == dtype:
             return np.ascontiguousarray(values)
         _check_numbers(self.name, column.name, values)
-        cast = values.astype(dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = values.astype(dtype)
+        if dtype.kind == "f" and np.isinf(cast).sum() > np.isinf(values).sum():
+            raise InvalidArgumentError(
+                f"{self.name} returned {column.name!r} with numbers that {column.tensor_dtype} cannot hold ({values.dtype}). Scale them, or "
+                "choose another dtype."
+            )
         if dtype.kind in "iub" and values.dtype.kind == "f" and not np.array_equal(cast, values):
             raise InvalidArgumentError(
                 f"{self.name} returned {column.name!r} with numbers that are not whole ({values.dtype}), and it is "

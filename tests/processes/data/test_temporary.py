@@ -17,14 +17,18 @@ pytestmark = pytest.mark.timeout(60)
 CODE = """
 import os, sys
 from sparkhvd.data.store.temporary import TemporaryFolders
-folder = TemporaryFolders().folder("app")
+folders = TemporaryFolders()
+folder = folders.folder("app")
 open(folder + "/weights", "w").close()
 print(folder, flush=True)
 if os.fork() == 0:
     sys.exit()
 os.wait()
 print(os.path.exists(folder + "/weights"), flush=True)
-sys.stdin.read()
+if sys.stdin.read():
+    folders.keep(folder, ("runs",))
+    os.mkdir(folder + "/runs")
+    os.mkdir(folder + "/data")
 """
 
 
@@ -46,12 +50,13 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
 def test_folders_of_killed_processes_are_swept_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed, living, ended = (start(tmp_path) for _ in range(3))
+    killed, living, ended, kept = (start(tmp_path) for _ in range(4))
     foreign = tmp_path / "sparkhvd-store-without-owner"
     foreign.mkdir()
     try:
         ended[0].communicate()
         assert not ended[1].exists()
+        kept[0].communicate("keep")
         for sent in (signal.SIGTERM, signal.SIGKILL):
             killed[0].send_signal(sent)
             killed[0].wait(30)
@@ -64,8 +69,9 @@ def test_folders_of_killed_processes_are_swept_and_no_others(
             assert (living[1] / "weights").exists()
             assert own.exists()
             assert foreign.exists()
+            assert [each.name for each in kept[1].iterdir()] == ["runs"]
             killed = start(tmp_path)
     finally:
-        for process, _ in (killed, living, ended):
+        for process, _ in (killed, living, ended, kept):
             process.kill()
             process.communicate()

@@ -398,6 +398,35 @@ def sharded() -> list[str]:
     return wrong
 
 
+def hybrid() -> list[str]:
+    """FSDP2 on a mesh of two dimensions, each with groups of its own; a checkpoint whose save makes a group."""
+    wrong = []
+    wanted = Net().double()
+    train(wanted, lambda x: x, lambda p: torch.optim.Adam(p, lr=0.01))
+    size = dist.get_world_size()
+    for shape in ((size, 1), (1, size)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        model = Net().double()
+        fully_shard(model, mesh=mesh)
+        train(model, share, lambda p: torch.optim.Adam(p, lr=0.01))
+        if not close(model, wanted):
+            wrong.append(f"fully_shard on {shape}")
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    with_gloo = dist.new_group(backend="gloo")
+    state = {"model": model.state_dict()}
+    checkpoint.async_save(state, checkpoint_id=folder[0], process_group=with_gloo).result()
+    fresh = {name: torch.zeros_like(t) for name, t in wanted.state_dict().items()}
+    checkpoint.load({"model": fresh}, checkpoint_id=folder[0])
+    wanted.load_state_dict(fresh)
+    if not close(model, wanted):
+        wrong.append("async_save")
+    own, _ = dist.new_subgroups(1)
+    if dist.get_world_size(own) != 1:
+        wrong.append("new_subgroups")
+    return wrong
+
+
 def samplers() -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = list(DistributedSampler(range(10), shuffle=False))
@@ -425,6 +454,7 @@ def findings(with_metrics: bool) -> dict[str, list[str]]:
         accumulation_and_join,
         zero_optimizer,
         sharded,
+        hybrid,
         samplers,
         *([metrics] if with_metrics else []),
     ]

@@ -7,6 +7,7 @@ tenth step).
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,8 @@ def main() -> None:
     member = launchers.find()
     assert isinstance(member, ElasticRendezvous)
     number, step = member._invitation.number, 0
+    assert os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
+    assert "HOROVOD_RANK" not in os.environ  # not known, and an outer job's is not ours
     while True:
         with Engine(member.connect(), member.settings) as engine:
             try:
@@ -48,6 +51,8 @@ def main() -> None:
                     sent = np.array([float(step) if engine.rank == 0 else 0.0])
                     step = int(allreduce(engine, "sync", sent)[0])
                 member.note_synced()
+                known = (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"])
+                assert known == (str(engine.rank), str(engine.size))
                 print(
                     f"rank {engine.rank} of {engine.size} pid {os.getpid()} slot {os.environ['LOCAL_RANK']}"
                 )
@@ -60,6 +65,13 @@ def main() -> None:
                 engine.shutdown()
     member.finish()
     print(f"done at {step}")
+
+
+def train(stop: str) -> tuple[str, ...]:
+    """Do it as a function; return rank and size of the last generation, as Horovod's variables tell them."""
+    sys.argv[1:] = [stop]
+    main()
+    return tuple(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE"))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.horovod import runner as horovod
 from sparkhvd.interfaces import interfaces
 from sparkhvd.runner.command import main
+from tests.harness.by_value import by_value
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
+
+by_value(__name__)
 
 # Without torch: the engine alone.
 SCRIPT = """
@@ -23,9 +27,9 @@ import os, subprocess, sys, time
 from sparkhvd import launchers, rank_context
 from sparkhvd.engine.engine import Engine
 os.environ["SPARKHVD_STALL_SHUTDOWN_TIME_SECONDS"] = "20"
+rendezvous = launchers.find()
 children = subprocess.run([sys.executable, "-c", "from sparkhvd import launchers; launchers.find()"],
                           capture_output=True, text=True) if "children" in sys.argv else None
-rendezvous = launchers.find()
 engine = Engine(rendezvous.connect(), rendezvous.settings)
 engine.barrier().wait()
 place = rank_context.context()
@@ -78,7 +82,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "output"
     flags = ("-np", "2", "-x", "GIVEN=a b", "--output-filename", str(folder), "-prefix-timestamp")
-    ended = run(*flags, "--gloo", sys.executable, str(script), "children")
+    # The ranks are programs of programs that sparkhvdrun starts, which hand no descriptor on.
+    wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    command = [sys.executable, "-c", wrapper, sys.executable, str(script), "children"]
+    ended = run(*flags, "--gloo", *command)
     assert ended.returncode == 0, ended.stderr
     said = sorted(line.split(" ", 1)[1] for line in ended.stdout.splitlines())
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+", line) for line in ended.stdout.splitlines())
@@ -86,8 +93,10 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
         place = f"{rank} 2 {rank} {rank} 2 {rank} {rank} 2 1 a b 127.0.0.1"
         assert f"[{rank}] {place}" in said
         child = next(line for line in said if line.startswith(f"[{rank}] child:"))
-        assert "SPARKHVD_LAUNCHER_FD" in child
-        assert "no rank itself" in child
+        assert "InvalidArgumentError: init(): this process was started by a rank" in child
+        assert re.search(
+            f"process [0-9]+ has called init.. before it, and is rank {rank} now", child
+        )
         assert (folder / f"rank.{rank}" / "stdout").read_text().splitlines()[0] == place
         assert (folder / f"rank.{rank}" / "stderr").read_text() == f"warning of {rank}\n"
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
@@ -113,6 +122,24 @@ def test_an_address_of_this_host_needs_no_ssh() -> None:
     assert ended.returncode == 0
     assert ended.stdout.count("done") == 2
     assert ended.stderr.startswith("sparkhvdrun: --network-interfaces has no effect on ranks of")
+
+
+def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPARKHVD_SSH", "false")
+    names = ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    said = f"echo {' '.join(f'$HOROVOD_{name}' for name in names)}"
+    ended = run("-np", "4", "-H", "localhost:2,127.0.0.1:2", "sh", "-c", said)
+    assert sorted(ended.stdout.splitlines()) == [
+        f"[{rank}] {rank} {rank} 4 0 1" for rank in range(4)
+    ]
+
+    def place() -> tuple[str, ...]:
+        return tuple(os.environ[f"HOROVOD_{name}"] for name in names)
+
+    found = horovod.run(place, num_proc=2, hosts="localhost:1,127.0.0.1:1")
+    assert found == [("0", "0", "2", "0", "1"), ("1", "1", "2", "0", "1")]
 
 
 def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         hosts.write_text("nonsense here\n")
         job.wait_for(r"printed 'nonsense here'; each of its lines must be .* are kept\.$")
         assert job.end() == 0
+
+
+def test_slow_processes_join_when_they_are_ready_and_one_that_never_does_holds_nobody(
+    tmp_path: Path,
+) -> None:
+    """The ranks are programs of programs that the launcher starts, which hand no descriptor on."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, subprocess, sys, time\n"
+        "time.sleep((0, 0, 1, 3, 1000)[int(os.environ['LOCAL_RANK'])])\n"
+        "sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
+    )
+    flags = ("--min-np", "2", "--max-np", "5", "--host-discovery-script", hosts_script(tmp_path))
+    flags += (sys.executable, str(wrapper))
+    with elastic_run(tmp_path, *flags) as job:
+        first = job.ranks(2)
+        hosts.write_text("localhost:5\n")
+        found = job.ranks(4)
+        assert {found[number] for number in first} == set(first.values())
+        began = time.monotonic()
+        assert job.end() == 0
+        assert time.monotonic() - began < 10
+        job.wait_for(r"finished, and ends those that had not joined: process 4 on localhost")
 
 
 def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path: Path) -> None:
@@ -174,6 +200,33 @@ def test_a_host_that_is_lost_is_asked_again_and_the_others_go_on(
         job.wait_for(rf"process 4 on {A} joined as rank 2")
         assert job.end() == 0
         assert wait_until_gone({*first.values(), *found.values()}, 5) == set()
+
+
+def test_a_function_runs_on_hosts_that_come_and_are_lost(
+    server: sshd.Server, tmp_path: Path
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{A}:2\n")
+    program = (
+        "import sys\n"
+        "from sparkhvd.horovod.runner import run\n"
+        "from tests.processes.launchers.elastic_script import train\n"
+        "print('results', run(train, (sys.argv[1],), min_num_proc=2, max_num_proc=4,"
+        f" host_discovery_script={hosts_script(tmp_path)!r}))"
+    )
+    with elastic_run(tmp_path, "-c", program, SPARKHVD_SSH=server.ssh) as job:
+        first = job.ranks(2)
+        hosts.write_text(f"{A}:2\n{B}:2\n")
+        job.ranks(4)
+        (client,) = find(f"{B} exec")
+        os.kill(client, signal.SIGKILL)
+        job.wait_for(rf"^sparkhvd: 4 -> 2 ranks in .*: process \d on {B} was lost with its host")
+        found = job.ranks(4, 8)
+        assert {found[number] for number in first} == set(first.values())
+        assert job.end() == 0
+        (results,) = job.wait_for("^results (.*)")
+        assert results[1] == str([(str(rank), "4") for rank in range(4)])
+        assert wait_until_gone(set(found.values()), 5) == set()
 
 
 def test_a_host_that_cannot_be_reached_leaves_the_others_alone(

@@ -110,7 +110,10 @@ def test_ranks_meet_and_their_lines_are_passed_on(
     flags = ("-np", "2", "-H", f"{A}:1,{B}:4", "-x", "GIVEN=a b", "-x", "SECRET")
     output = ("--output-filename", str(tmp_path / "output"))
     more = {"NOT_GIVEN": "x", "SECRET": "hidden" * 4, "SPARKHVD_STREAMS": "2"}
-    ended = run(server, tmp_path, *flags, *output, sys.executable, script.name, "secrets", **more)
+    # The ranks are programs of programs that the agents start, which hand no descriptor on.
+    wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    command = (sys.executable, "-c", wrapper, sys.executable, script.name, "secrets")
+    ended = run(server, tmp_path, *flags, *output, *command, **more)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     for rank in range(2):  # one machine: ranks of both addresses share its memory

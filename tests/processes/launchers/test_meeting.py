@@ -167,6 +167,18 @@ def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
         alone, capture_output=True, text=True, timeout=60, check=True, env=environment(**rank)
     )
     assert ended.stdout == "None\n"
+    # Where these variables have made the rank, a program of it would else train alone.
+    made = f"from sparkhvd.launchers import mark; mark({'MASTER_ADDR/10.0.0.1/29500'!r}, by_variables=True)"
+    code = f"import subprocess, sys; {made}; subprocess.run({alone!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment(**rank),
+    )
+    assert "is rank 1, and is no rank itself. Let the rank communicate" in ended.stderr
 
 
 def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: str) -> None:

@@ -68,6 +68,9 @@ def test_too_few_slots_are_told(tmp_path: Path) -> None:
         ({"np": 1, "reset_limit": -1}, "reset_limit is -1"),
         ({"np": 1, "cooldown_range": (5, 1)}, "cooldown_range is 5 1"),
         ({"np": 1, "cooldown_range": (5,)}, "cooldown_range is"),
+        ({"min_np": 1, "hosts": "a", "host_discovery_script": "x"}, "Give one of them"),
+        ({"min_np": 1, "hosts": "a", "hostfile": "x"}, "give one of them"),
+        ({"min_np": 1, "hosts": "a:x"}, "it must be host:slots"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(given: dict[str, Any], text: str) -> None:

@@ -19,6 +19,7 @@ import pytest
 import sparkhvd
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.runner import context, run_local
+from sparkhvd.topology import HOROVOD_NAMES
 from tests.harness import faults
 from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
@@ -104,9 +105,13 @@ def test_a_message_comes_behind_what_was_printed_before_it() -> None:
 def test_ranks_know_the_standard_variables_and_their_threads() -> None:
     def variables() -> dict[str, str]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE")
-        return {name: os.environ[name] for name in names}
+        return {name: os.environ[name] for name in (*names, *HOROVOD_NAMES)}
 
     found = run_local(variables, num_proc=2, env={"MINE": "x"})
+    host = socket.gethostname()
+    for rank, one in enumerate(found):
+        horovod = [one[name] for name in HOROVOD_NAMES]
+        assert horovod == [host, str(rank), "2", str(rank), "2", "0", "1"]
     assert [one["RANK"] for one in found] == ["0", "1"]
     assert [one["LOCAL_RANK"] for one in found] == ["0", "1"]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["MINE"]) for one in found} == {

@@ -31,7 +31,7 @@ from tests.harness.waiting import wait_until
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
-OF_THE_JOB = {"MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_RANK_PROCESS"}
+OF_THE_JOB = {*("MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS")}
 
 
 @pytest.fixture

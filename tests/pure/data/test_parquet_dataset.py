@@ -103,7 +103,58 @@ def test_tables_whose_log_tells_the_rows_are_refused(tmp_path: Path, log: str, k
         open_dataset(tmp_path)
     assert f"{log.rpartition('/')[0]!r} in it shows" in str(raised.value)
     assert kind in str(raised.value)
-    assert "spark.read and give fit(df)" in str(raised.value)
+    assert "Read the table's folder with spark.read." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "a Delta table"),
+        (".hoodie/hoodie.properties", "a Hudi table"),
+        ("_spark_metadata/0", "what a streaming query of Spark wrote"),
+        ("metadata/00003-0f1e2d3c.gz.metadata.json", "an Iceberg table"),
+    ],
+)
+def test_parts_of_tables_whose_log_tells_the_rows_are_refused(
+    tmp_path: Path, log: str, kind: str
+) -> None:
+    table, link = tmp_path / "table", tmp_path / "link"
+    write(table / "data" / "day=0" / "deleted.parquet")
+    link.symlink_to(table / "data" / "day=0")
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "images.metadata.json").write_text("{}")
+    parts = [table / "data", table / "data" / "day=0", link]
+    parts.append(table / "data" / "day=0" / "deleted.parquet")
+    assert all(open_dataset(part).files for part in parts)
+    (table / log).parent.mkdir(parents=True)
+    (table / log).write_text("{}")
+    folder = log.rpartition("/")[0]
+    for part, above in zip(parts, ("..", "../..", "../table", "../../.."), strict=True):
+        with pytest.raises(InvalidArgumentError) as raised:
+            open_dataset(part)
+        assert f"'{above}/{folder}' above it shows that this is a part of {kind}" in str(
+            raised.value
+        )
+
+
+def test_levels_above_that_may_not_be_read_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.parquet")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/lake/team/t/day=0/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    memory.pipe("/lake/team/t/_delta_log/0.json", b"{}")
+    with pytest.raises(InvalidArgumentError, match=r"'\.\./_delta_log' above it"):
+        open_dataset("memory://lake/team/t/day=0")
+    info = type(memory).info
+
+    def limited(self: Any, path: str, **options: Any) -> Any:
+        if "/day=0" not in path:
+            raise PermissionError(f"{path} may not be read")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(type(memory), "info", limited)
+    assert open_dataset("memory://lake/team/t/day=0").files
 
 
 def test_a_footer_that_is_damaged_is_named(tmp_path: Path) -> None:

@@ -79,6 +79,35 @@ def test_floats_follow_the_model(model: str, stored: str) -> None:
     assert (column.dtype, column.tensor_dtype) == (stored, model)
 
 
+@pytest.mark.parametrize("model", ["float32", "bfloat16", "float64"])
+def test_numbers_keep_their_types_for_a_function_of_rows(model: str) -> None:
+    names = {
+        **{"flag": "bool", "byte": "int8", "short": "int16", "int": "int32", "long": "int64"},
+        **{"float": "float32", "double": "float64", "price": "float64", "ints": "int32"},
+        **{"doubles": "float64", "vector": "float64", "nested": "float64", "prices": "float64"},
+    }
+    options = {"model_dtype": model, "keeps_types": True, "class_labels": ["label"]}
+    schema = check([*names], **options)
+    assert {c.name: c.dtype for c in schema.features} == names
+    assert schema.labels[0].dtype == "int64"
+    # What the model takes is as without the function; numbers need not fit it before.
+    plain = check([*names], model_dtype=model)
+    assert [c.for_model() for c in schema.features] == list(plain.features)
+    raw = check(["raw"], decoders=["raw"], keeps_types=True).features[0]
+    assert raw.for_model() is raw
+    assert [c.tensor_dtype for c in schema.columns] == [c.tensor_dtype for c in plain.columns]
+    assert [c.number_type for c in schema.features if c.dtype == "float64"] == ["float64"] * 6
+    # A dtype of the user's own counts.
+    chosen = check(["int"], feature_dtypes={"int": "float32"}, keeps_types=True).features[0]
+    assert chosen.dtype == "float32"
+    weighted = check(["int"], sample_weight_col="double", model_dtype=model, keeps_types=True)
+    assert weighted.sample_weight is not None
+    assert weighted.sample_weight.dtype == "float64"
+    assert weighted.sample_weight.tensor_dtype == model
+    filled = check(["flag"], handle_invalid={"flag": 1}, keeps_types=True).features[0]
+    assert filled.invalid == ("fill", 1)
+
+
 def test_dtypes_can_be_overridden_by_name_or_position() -> None:
     by_name = check(["int", "double"], feature_dtypes={"int": torch.float32})
     by_position = check(["int", "double"], feature_dtypes=["float32", None])

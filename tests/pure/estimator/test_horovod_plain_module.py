@@ -1,10 +1,11 @@
-"""The LightningModule around a plain module: inputs, losses and weights of a batch."""
+"""Batches of Horovod's Lightning estimator: their types behind a function on rows, and inputs, losses and weights of a plain module."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pl = pytest.importorskip("lightning", reason="runs where lightning is")
@@ -16,6 +17,7 @@ from sparkhvd.data.columns.features import Argument, InputBinding  # noqa: E402
 from sparkhvd.data.columns.labels import LabelBinding  # noqa: E402
 from sparkhvd.errors import InvalidArgumentError  # noqa: E402
 from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name  # noqa: E402
+from sparkhvd.lightning.batches import RowFunction  # noqa: E402
 from sparkhvd.training.loss_functions import resolve_losses  # noqa: E402
 
 LABELS = LabelBinding(("y",), ("float32",), ("elementwise",), (True,), (None,))
@@ -76,3 +78,40 @@ def test_the_package_is_that_of_callbacks() -> None:
 
     assert package_name([None, pytorch_lightning.Callback()]) == "pytorch_lightning"
     assert package_name([pl.LightningDataModule]) == "lightning.pytorch"
+
+
+def test_batches_for_lightning_get_the_types_of_the_model() -> None:
+    function = RowFunction(
+        function=dict, fields=[("kept", np.float64, None, False), ("text", str, None, False)]
+    )
+    wanted = {"x": torch.float32, "n": torch.int64, "kind": torch.int64, "": torch.float32}
+    given = {
+        "x": torch.ones(2, dtype=torch.float64),
+        "n": torch.ones(2, dtype=torch.int32),
+        "kind": torch.ones(2, dtype=torch.float64),
+        "text": ["a", "b"],
+    }
+    made = {
+        **given,
+        "n": torch.ones(2, dtype=torch.uint8),  # the function's own choice
+        "half": torch.ones(2, dtype=torch.float16),
+        "new": torch.ones(2, dtype=torch.float64),
+        "kept": torch.ones(2, dtype=torch.float64),
+    }
+    found = function.cast(made, given, wanted)
+    assert found["text"] == ["a", "b"]
+    assert {n: v.dtype for n, v in found.items() if n != "text"} == {
+        "x": torch.float32,
+        "n": torch.uint8,
+        "kind": torch.int64,
+        "half": torch.float16,
+        "new": torch.float32,
+        "kept": torch.float64,
+    }
+    assert function.cast({"n": given["n"]}, given, wanted)["n"].dtype == torch.int64
+    for name, value in (("kind", 0.5), ("kind", torch.nan), ("x", 1e300), ("new", 1e300)):
+        with pytest.raises(
+            InvalidArgumentError, match=f"returned {name!r} with numbers that (float|int)"
+        ):
+            function.cast({name: torch.full((2,), value, dtype=torch.float64)}, given, wanted)
+    assert function.cast({"x": given["x"] * torch.inf}, given, wanted)["x"].isinf().all()

@@ -95,6 +95,7 @@ EXAMPLES: dict[str, Any] = {
     "early_stopping": {"patience": 7},
     "terminate_on_nan": True,
     "compile": True,
+    "pairs_rows": False,
     "lr_scheduler": print,
     "restore_best": True,
     "learning_rate": 0.5,

@@ -63,6 +63,21 @@ def classifier(module: nn.Module, link: str = "softmax", **options: Any) -> Any:
     return trained(TorchClassificationModel, module, link, **options)
 
 
+def test_one_row_is_predicted_as_in_validation() -> None:
+    class Slope(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled()
+            assert torch.is_autocast_enabled("cpu")
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                self.slope = torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+            return self.slope.sum(1, keepdim=True)
+
+    model = trained(TorchRegressionModel, Slope(), "value", width=1, precision="bf16-mixed")
+    assert model.predict([1.0, 2.0, 0.0, 0.0]) == 15.0
+    assert not hasattr(model.getModel(), "slope")  # of a copy
+
+
 # -- types and Params
 
 

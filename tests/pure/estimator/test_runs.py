@@ -14,7 +14,7 @@ from sparkhvd.data.store.checksummed import load_sealed
 from sparkhvd.data.store.default import _temporary, is_temporary_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.runs import Run
+from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 
@@ -76,9 +76,37 @@ def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(
     if sys.version_info >= (3, 11):
         assert error.__notes__ == [
             "The checkpoint after 7 steps of epoch 3 of 10 stays: a fit with run_id='r' and "
-            f"store={run.store.url!r} goes on from there."
+            f"store={run.store.url!r} goes on from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far."
         ]
-    assert capsys.readouterr().err == ""
+    assert bool(capsys.readouterr().err) == (sys.version_info < (3, 11))
+
+
+def test_a_run_that_failed_behind_its_training_says_how_to_get_the_model(run: Run) -> None:
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(10, {}, {}, None, [], "{}"))
+    run.finish(Finished(10), 1)
+    error = RuntimeError("of a logger")
+    run.explain_failure(error, "r", epochs=10, verbose=0, is_trained=True)
+    if sys.version_info >= (3, 11):
+        assert error.__notes__ == [
+            f"The checkpoint after epoch 10 of 10 stays: TorchModel.from_run({run.store.url!r}, 'r') gives the model."
+        ]
+
+
+def test_what_stays_of_a_deleted_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("report.json", "seed.json", "checkpoints/epoch-1.pt"):
+        run.store.write_bytes(f"{run.run_dir}/{path}", b"x")
+    run.delete(["report.json", "timeline.json"])
+    assert run.store.list(run.run_dir) == [f"{run.run_dir}/report.json"]
+
+    def interrupted(self: Store, path: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", interrupted)
+        with pytest.warns(UserWarning, match="Ctrl-C came when the model was there"):
+            run.delete()
+    run.delete()
+    assert run.store.list(run.run_dir) == []
 
 
 @pytest.mark.parametrize("run_id", [None, "r"])

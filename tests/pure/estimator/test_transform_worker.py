@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
+from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.estimator.transform.worker import feature
+from sparkhvd.estimator.transform.worker import Output, PredictSpec, feature, predict, to_arrow
+from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
+from sparkhvd.training.precision import autocast, widened
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
 
 
-def widths(model: nn.Module) -> list[int] | None:
+def widths(model: nn.Module, precision: str = "32") -> list[int] | None:
     inputs = bind_inputs(model, DataSchema((COLUMN,), ()))
-    return output_widths(model.eval(), inputs, [COLUMN])
+    return output_widths(model.eval(), inputs, [COLUMN], precision=precision)
 
 
 class Calls(nn.Module):
@@ -84,6 +87,81 @@ def test_a_forward_that_only_ranks_could_run_is_a_warning(
 ) -> None:
     with pytest.warns(UserWarning, match=rf"forward failed .*{says}.*only ranks have"):
         assert widths(Calls(function)) is None
+
+
+class Energy(nn.Module):
+    """A force field: its output is a gradient with respect to its input, which it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.kept = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        self.kept = force.detach()
+        return force
+
+
+class Narrow(nn.Module):
+    """Takes its input in 16 bits: with a weight in float32 it works in autocast alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight)
+
+
+def transformed(
+    model: nn.Module, rows: Tensor, link: str, precision: str = "32", **options: Any
+) -> Tensor:
+    """Compute an output column as a worker does."""
+    spec = PredictSpec(
+        shell=Fitted(model).shell,
+        weights=Fitted(model).weights,
+        columns=(COLUMN,),
+        sources=(0,),
+        names=("x",),
+        inputs=bind_inputs(model, DataSchema((COLUMN,), ())),
+        links=(link,),
+        outputs=(Output("o", "probability" if link == heads.SOFTMAX else "output", 0, True),),
+        use_gpu=False,
+        precision=precision,
+        **options,
+    )
+    (batch,) = predict(
+        spec, iter([pa.record_batch([to_arrow(rows.double().numpy())], names=["c0"])])
+    )
+    return torch.tensor(batch.column(1).field("values").flatten().to_numpy()).reshape(len(rows), -1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "model", "link"),
+    [
+        ("32", Energy, heads.IDENTITY),
+        ("bf16-mixed", Energy, heads.IDENTITY),
+        ("bf16-mixed", Narrow, heads.SOFTMAX),
+        ("32", lambda: Narrow().bfloat16(), heads.SOFTMAX),
+    ],
+)
+def test_a_model_runs_in_transform_as_in_validation(
+    precision: str, model: Callable[[], nn.Module], link: str
+) -> None:
+    torch.manual_seed(3)
+    module = model().eval()
+    rows = torch.randn(6, 4)
+    assert widths(module, precision) is not None
+    with torch.no_grad(), autocast(precision, torch.device("cpu")):
+        (expected,) = widened([module(rows)])
+    if link == heads.SOFTMAX:
+        expected = expected.softmax(1)
+    with torch.no_grad():
+        found = transformed(module, rows, link, precision)
+    assert torch.equal(found.float(), expected)
 
 
 @pytest.mark.parametrize(

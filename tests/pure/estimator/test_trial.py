@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.trial import try_model
+from sparkhvd.estimator.fitting.trial import Pairs, try_model
+from sparkhvd.training.metrics import resolve_metrics
 
 X = Column("x", "vector", "float32", (4,), "vector", "float32")
 NUMBER = Column("y", "scalar", "float32", (), "double", "float32")
@@ -107,3 +109,33 @@ def test_names_of_outputs_do_not_contradict_the_order_of_the_labels() -> None:
     assert widths(Named("y", "z")) == widths(Named("first", "second")) == (1, 1)
     with pytest.raises(InvalidArgumentError, match="returned the outputs 'z', 'y', and label_cols"):
         widths(Named("z", "y"))
+
+
+def squeezed(output: Tensor, label: Tensor) -> Tensor:
+    return ((output.squeeze() - label) ** 2).mean()
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_loss_and_metrics_are_tried_on_permuted_labels_once(is_asked: bool) -> None:
+    metrics = resolve_metrics([squeezed], ["y"], ["value"])
+    pairs = Pairs([squeezed], metrics, is_asked=is_asked)
+    net, schema = nn.Linear(4, 1), DataSchema((X,), (NUMBER,))
+    labels = bind_labels(schema, squeezed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            try_model(net, bind_inputs(net, schema), schema, labels, metrics=metrics, compare=pairs)
+    said = [str(w.message) for w in caught]
+    assert len(said) == is_asked
+    assert all("loss gives" in text and "metric 'squeezed' gives" in text for text in said)
+    assert not pairs.is_left
+
+
+def test_a_loss_that_torch_warns_of_is_an_error_before_any_job() -> None:
+    def loss(output: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.l1_loss(output.squeeze(1), label)
+
+    net, schema = nn.Linear(4, 1), DataSchema((X,), (NUMBER,))
+    pairs = Pairs([loss], (), is_asked=True)
+    with pytest.raises(InvalidArgumentError, match=r"loss broadcasts: .*label.shape"):
+        try_model(net, bind_inputs(net, schema), schema, bind_labels(schema, loss), compare=pairs)

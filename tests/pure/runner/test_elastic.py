@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from sparkhvd.elastic import Change, Formed
+from sparkhvd.elastic import Change, Decided, Formed
 from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.elastic import launcher as launching
 from sparkhvd.runner.elastic.cooldown import Cooldown
 from sparkhvd.runner.elastic.ends import Ends, end_of
-from sparkhvd.runner.elastic.launcher import Verdict
-from sparkhvd.runner.elastic.options import RankRange
+from sparkhvd.runner.elastic.launcher import Launcher, Verdict
+from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
 from sparkhvd.runner.elastic.report import Report
-from sparkhvd.runner.elastic.slots import Slot, slots_of, slots_to_fill, surplus
+from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.watching import Ended
 
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
@@ -140,3 +146,41 @@ def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> N
     failure = ends(lost, members=(5,)).failure("too few")
     assert not failure.is_lost
     assert ends().failure("").is_lost
+
+
+def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "WAITING_S", 0.1)
+    monkeypatch.setattr(launching, "WAITING_AGAIN_S", 0.1)
+    said: list[str] = []
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    options = ElasticOptions(num_proc=2, least=2, most=4)
+    job = Launcher(options, SLOTS[:2], Mock(), Mock(), Mock(), said.append)
+    events.put(Decided((0, 1)))
+    events.put(Formed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
+    events.put(Offer(SLOTS))
+    for number in (0, 1):
+        threading.Timer(1.0, events.put, [Ended(number, 0)]).start()
+    began = time.monotonic()
+    verdict = job.run(events, 60.0)
+    assert verdict.has_finished
+    assert 0.9 < time.monotonic() - began < 10
+    waits = [line for line in said if line.startswith("still waiting")]
+    assert waits[0] == (
+        "still waiting for these to join: process 2 on b (started 0 s ago), process 3 on b (started 0 s ago)"
+    )
+    assert 2 <= len(waits) <= 10
+    assert said[-1].startswith(
+        "the job has finished, and ends those that had not joined: process 2"
+    )
+
+
+def test_processes_of_a_program_without_ranks_all_run_to_their_end() -> None:
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = Launcher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
+    events.put(Ended(0, 0))
+    threading.Timer(0.3, events.put, [Ended(1, 0)]).start()
+    began = time.monotonic()
+    assert job.run(events, 60.0).has_finished
+    assert time.monotonic() - began >= 0.25

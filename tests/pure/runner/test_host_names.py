@@ -11,7 +11,15 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import Interface
 from sparkhvd.runner import host_names
 from sparkhvd.runner.forwarding import forwarded, given_variables
-from sparkhvd.runner.host_names import Host, Place, is_here, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.host_names import (
+    Host,
+    Place,
+    is_here,
+    merged,
+    parse_hosts,
+    place_ranks,
+    read_hostfile,
+)
 from sparkhvd.runner.hosts.connection import Reach
 
 
@@ -33,11 +41,15 @@ def test_what_is_no_host_is_refused(text: str) -> None:
         parse_hosts(text)
 
 
-def test_a_host_twice_is_refused_also_by_another_name_of_this_one() -> None:
+def test_a_host_twice_is_refused_and_two_names_of_this_one_are_not() -> None:
     with pytest.raises(InvalidArgumentError, match="is there twice, a"):
         parse_hosts("a:1,b:1,a:2")
-    with pytest.raises(InvalidArgumentError, match=r"is there twice, localhost and 127\.0\.0\.1"):
-        parse_hosts("localhost:1,127.0.0.1:1")
+    with pytest.raises(InvalidArgumentError, match="is there twice, a and me@a"):
+        parse_hosts("a:1,me@a:1")
+    hosts = parse_hosts("b:1,localhost:2,c:1,127.0.0.1:3")
+    assert hosts == [Host("b", 1), Host("localhost", 2), Host("c", 1), Host("127.0.0.1", 3)]
+    assert merged(hosts) == [Host("b", 1), Host("localhost", 5), Host("c", 1)]
+    assert merged(hosts[:3]) == hosts[:3]
 
 
 def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +66,9 @@ def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -
     assert is_here("fd00::7")
     assert not any(map(is_here, ("10.0.0.8", "127.0.0.2", "node77", "other.example", "me@node7")))
     assert not asked
-    with pytest.raises(InvalidArgumentError, match=r"is there twice, localhost and 10\.0\.0\.7"):
-        parse_hosts("localhost:1,10.0.0.7:1")
+    hosts = parse_hosts("localhost:1,10.0.0.7:1")
+    assert merged(hosts) == [Host("localhost", 2)]
+    assert merged(hosts, Reach(port=2222).is_here) == hosts
     assert Reach().is_here("10.0.0.7")
     # Perhaps a container, at its own port.
     assert not Reach(port=2222).is_here("10.0.0.7")
@@ -87,6 +100,7 @@ def test_settings_travel_and_secrets_do_not() -> None:
             "OMP_NUM_THREADS": "3",
         },
         **{"AWS_SECRET_ACCESS_KEY": "x", "HOME": "/root", "SPARKHVD_RANK_PROCESS": "7"},
+        **{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "SPARKHVD_PLACE": "of this rank"},
     }
     sent = forwarded(environ)
     assert set(sent) == {"PATH", "SPARKHVD_STREAMS", "HOROVOD_TIMELINE", "OMP_NUM_THREADS"}

@@ -151,6 +151,10 @@ def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "2345",
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+        **{"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"},
+        **{"HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"},
+        **{"HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2"},
         "CUDA_VISIBLE_DEVICES": "4,7",
     }
     assert frame.gpu == 1

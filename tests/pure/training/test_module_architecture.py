@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from sparkhvd.training.modules.architecture import (
-    copy_with,
     describe,
     dump_shell,
     foreign_class,
-    light_copy,
     load_shell,
     rebuild,
     tensors_of,
 )
+from sparkhvd.training.modules.copies import copy_with, light_copy
 
 
 def tied() -> nn.Module:

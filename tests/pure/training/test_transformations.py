@@ -131,6 +131,16 @@ def test_class_labels_stay_whole() -> None:
         halves.apply(given, made.columns, is_training=True)
 
 
+def test_numbers_that_the_model_cannot_hold_are_errors_behind_the_function() -> None:
+    functions = Transformations(row=lambda row: {"x": row["x"], "y": row["y"] * 1e300})
+    given = {"x": columns()["x"], "y": np.ones(3)}
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"transformation_fn returned 'y' with numbers that float32 cannot hold \(float64\)",
+    ):
+        functions.apply(given, (X, Y), is_training=True)
+
+
 def varying(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "x": row["x"][: int(row["n"]) + 1]}
 

@@ -77,6 +77,31 @@ class Restless(nn.Module):
         time.sleep(STEP_S)
 
 
+class Restive(Callback):
+    """Changes at some steps what no state dict of torch holds, and group options."""
+
+    def on_train_begin(self, ctx: Any) -> None:
+        ctx.model.layers[3].bias.requires_grad_(False)
+        ctx.model.layers[2].p = 0.3
+        for group in ctx.optimizer.param_groups:
+            group["betas"] = (0.8, 0.99)
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        linear, norm, dropout, last = ctx.model.layers
+        if ctx.step % 70 == 30:
+            norm.eval()
+            linear.bias.requires_grad_(False)
+            dropout.p = 0.2
+        if ctx.step % 70 == 60:
+            linear.bias.requires_grad_(True)
+            last.bias.requires_grad_(True)
+        if ctx.step == 90:
+            (group,) = ctx.optimizer.param_groups
+            rest = {**group, "params": [last.weight], "weight_decay": 0.01}
+            group["params"] = [p for p in group["params"] if p is not last.weight]
+            ctx.optimizer.param_groups.append(rest)
+
+
 def case(folder: Path, **options: Any) -> Case:
     folder.mkdir()
     model = Restless(folder)
@@ -87,6 +112,7 @@ def case(folder: Path, **options: Any) -> Case:
         rows=ROWS,
         metrics=["mse"],
         lr_scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=NUM_STEPS),
+        user={"callbacks": [Restive()]},
         options={
             "batch_size": BATCH_SIZE,
             "epochs": EPOCHS,

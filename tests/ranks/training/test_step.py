@@ -265,3 +265,49 @@ def test_terminate_on_nan_changes_nothing_else(store: Store) -> None:
     )
     case.train(2, terminate_on_nan=True)
     assert_close(case.weights(2), case.reference(2, 2)[1], 1e-5)
+
+
+def squeezed(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return ((output.squeeze() - label) ** 2).mean()
+
+
+def squeezed_rows(output: torch.Tensor, label: torch.Tensor, reduction: str) -> torch.Tensor:
+    assert reduction == "none"
+    return (output.squeeze() - label) ** 2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ranks_find_a_loss_over_all_pairs_of_rows_where_the_driver_could_not(
+    store: Store, weighted: bool
+) -> None:
+    model = linear()
+    loss: Any = squeezed_rows if weighted else squeezed
+    case = Case(store, model, torch.optim.Adam(model.parameters()), loss=loss, weighted=weighted)
+    case.metrics = {"mine": squeezed}
+    assert case.train(1).warning == ""
+    store.delete(RUN_DIR)
+    said = case.train(2, checks_pairs=True).warning
+    assert said.startswith("loss gives the same number when the labels")
+    assert "metric 'mine' gives the same number" in said
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("loss", "The first batch, on rank 0: loss broadcasts: Using a target size"),
+        ("metrics", "metric 'broadcasting' broadcasts: Using a target size"),
+    ],
+)
+def test_a_loss_or_metric_that_torch_warns_of_is_an_error_in_ranks(
+    store: Store, where: str, says: str
+) -> None:
+    def broadcasting(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output.squeeze(1), label)
+
+    model = linear()
+    case = Case(store, model, torch.optim.Adam(model.parameters()))
+    setattr(case, where, broadcasting)
+    # One rank, because threads share Python's filters of warnings.
+    with pytest.raises(RanksFailed) as failed:
+        case.train(1)
+    assert str(failed.value.errors[0]).startswith(says)

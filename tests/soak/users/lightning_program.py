@@ -162,8 +162,17 @@ def buffers(runs: Runs) -> Row:
     return {"same": all(each == found[0] for each in found)}
 
 
+class Scaled(torch.optim.SGD):
+    """Its step has an argument of its own."""
+
+    def step(self, closure: Any = None, *, factor: float = 0.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.05 * factor
+        return super().step(closure)
+
+
 def manual(runs: Runs) -> Row:
-    """Two networks against each other, with an optimizer each, and clipping by hand."""
+    """Two networks against each other, with an optimizer each, clipping by hand, and an argument of a step."""
 
     class Two(runs.pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -183,13 +192,13 @@ def manual(runs: Runs) -> Row:
                 second.zero_grad()
                 gap = self.net(batch[0]) - self.other(batch[0])
                 self.manual_backward(gap.square().mean())
-                second.step()
+                second.step(factor=1.0)
                 self.untoggle_optimizer(second)
 
         def configure_optimizers(self) -> Any:
             return (
                 torch.optim.Adam(self.net.parameters(), lr=0.01),
-                torch.optim.SGD(self.other.parameters(), lr=0.05, momentum=0.9),
+                Scaled(self.other.parameters(), lr=0.05, momentum=0.9),
             )
 
     trainer, model = runs.trainer(), Two()

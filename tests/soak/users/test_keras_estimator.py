@@ -444,3 +444,32 @@ def test_example_of_a_dataframe() -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
     accuracy = float(ended.stdout.split()[-1])
     assert accuracy > 0.9
+
+
+class Presses(Logger):
+    """Presses Ctrl-C when it gets the model."""
+
+    def begin(self, fit: Fit) -> Sink:
+        return PressingSink()
+
+
+class PressingSink(Sink):
+    def log(self, metrics: Sequence[Metric]) -> None: ...
+
+    def log_model(self, model: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")
+def test_a_failure_behind_training_names_the_state(df: DataFrame, tmp_path: Path) -> None:
+    """The model is there, and the state goes when the next fit has it."""
+    with pytest.raises(KeyboardInterrupt) as failed:
+        estimator(1, tmp_path, loggers=[Presses()]).fit(df)
+    (note,) = failed.value.__notes__
+    assert note.startswith("The state after epoch 3 of 3 stays: a fit with run_id='KerasEstimator_")
+    name = note.split("'")[1]
+    assert f"store='file://{tmp_path}'" in note
+    found = estimator(1, tmp_path, run_id=name).fit(df)
+    assert_same(found, estimator(1, tmp_path).fit(df))
+    assert [each.name for each in (tmp_path / "keras_runs").iterdir()] == [name]

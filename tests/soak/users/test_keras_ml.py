@@ -131,6 +131,9 @@ def test_auc_of_two_ranks_is_that_of_one_process_and_of_spark(df: DataFrame) -> 
 
 
 def stacked(row: dict[str, Any]) -> dict[str, Any]:
+    assert [row[name].dtype for name in ("a", "b", "y")] == [
+        np.float64
+    ] * 3  # the columns are doubles
     return {"a": np.stack([row["a"] - 1, 2 * row["b"]]), "y": row["y"], "b": row["b"] * 0}
 
 

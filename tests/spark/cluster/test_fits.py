@@ -253,6 +253,20 @@ if "--second" not in sys.argv:
     again = prepare(df, schema, store, app_id="app", data_key="mine")
     print("AGAIN", again.reused, len(store.data_directories()))
 
+    import warnings
+    from sparkhvd.data.tables import warn_of_tables
+
+    spark.range(4).selectExpr("id", "id % 2 AS k").write.partitionBy("k").parquet(FOLDER + "/table")
+    plain = spark.read.parquet(FOLDER + "/table/k=1").where("id > 0").select("id")
+    as_it_is = spark.read.format("text").load(FOLDER + "/table/k=1").selectExpr("length(value) AS id")
+    os.mkdir(FOLDER + "/table/_delta_log")
+    open(FOLDER + "/table/_delta_log/0.json", "w").close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for frame in (df, as_it_is, as_it_is.union(plain)):
+            warn_of_tables(frame, store)
+    print("WARNED", len(caught), *(w.message for w in caught))
+
     from sparkhvd import TorchEstimator
     from sparkhvd.estimator.fitting.cluster import resolve_cluster
     from sparkhvd.spark import SparkShim
@@ -293,6 +307,15 @@ def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> 
     assert "FOUND 1 3 112.5 9" in output  # the last one is the application's
     assert "ASKED 1\n" in output  # a request takes milliseconds, and there are dozens of keys
     assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
+
+
+def test_a_client_is_told_of_a_table_that_is_read_past_its_log(
+    of_a_client: tuple[Path, str],
+) -> None:
+    folder, output = of_a_client
+    assert (
+        f"WARNED 1 The DataFrame reads files in '{folder}/table' without the '_delta_log'" in output
+    )
 
 
 def test_data_go_when_the_process_ends_and_connect_needs_a_key(

@@ -97,7 +97,7 @@ print("RUNS", model.getStore().list("runs/r"))
 
 
 PARQUET = """
-import torch
+import torch, warnings
 from torch import nn
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import InvalidArgumentError
@@ -116,6 +116,19 @@ for path, column in ((FOLDER + "/none", "x"), (FOLDER + "/table", "z")):
         estimator.copy({estimator.feature_cols: [column]}).fit_on_parquet(path, spark=spark)
     except InvalidArgumentError as e:
         print("REFUSED", e)
+# A part of a table whose log tells its rows, as files and as a DataFrame.
+from sparkhvd.data.tables import warn_of_tables
+spark.sql("SELECT '{}' AS value").write.text(FOLDER + "/table/_delta_log")
+try:
+    estimator.fit_on_parquet(FOLDER + "/table/half=0", spark=spark)
+except InvalidArgumentError as e:
+    print("REFUSED", e)
+part = spark.read.parquet(FOLDER + "/table/half=0").where("y > 0")
+for store in (model.getStore(), model.getStore().direct):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_tables(part, store)
+    print("WARNED", [str(w.message) for w in caught])
 """
 
 
@@ -156,7 +169,11 @@ def refused(output: str) -> list[str]:
 def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str]) -> None:
     output = printed["parquet"]
     assert "ROWS 40" in output
-    first, second = refused(output)
+    first, second, part = refused(output)
+    assert "'../_delta_log' above it shows that this is a part of a Delta table" in part
+    warned = [line for line in output.splitlines() if line.startswith("WARNED")]
+    assert "without the '_delta_log' there" in warned[0]
+    assert warned[1] == "WARNED []"  # this client itself sees nothing there
     assert "/none'): there is no such file or folder" in first
     assert "names column 'z'" in second
 

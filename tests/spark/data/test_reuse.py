@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,31 @@ def test_a_source_is_read_again_only_if_it_changed(
     changed = prepared(spark.read.parquet(path), store)
     assert not changed.reused
     assert labels(store, changed) == [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("log", "reader"),
+    [("_delta_log/0.json", "format('delta')"), ("metadata/v1.metadata.json", "format('iceberg')")],
+)
+def test_a_table_that_is_read_past_its_log_is_told_once(
+    spark: SparkSession, store: Store, tmp_path: Path, log: str, reader: str
+) -> None:
+    table = tmp_path / "a table"
+    frame = numbers(spark, 4).withColumn("k", F.col("id") % 2)
+    frame.coalesce(1).write.partitionBy("k").parquet(str(table / "data"))
+    df = spark.read.parquet(str(table / "data" / "k=0")).where("id >= 0")
+    df = df.union(spark.read.parquet(str(table / "data")).select("id", "label"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(df, store)
+        (table / log).parent.mkdir()
+        (table / log).write_text("{}")
+        prepared(numbers(spark), store)  # reads no files
+    with pytest.warns(UserWarning, match="The DataFrame reads files") as told:
+        assert prepared(df, store).manifest.num_rows == 6
+    (text,) = [str(w.message) for w in told]
+    assert f"in 'file:{table}' without the {log.partition('/')[0]!r} there" in text
+    assert f"Read the table: spark.read.{reader}.load('file:{table}')." in text
 
 
 def test_a_file_rewritten_in_place_is_read_again(

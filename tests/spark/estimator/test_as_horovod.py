@@ -162,6 +162,44 @@ def test_the_estimator_does_what_horovods_does(spark: SparkSession, tmp_path: Pa
     )
 
 
+def test_fewer_batches_than_passes_of_a_step_are_one_step(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    from sparkhvd.horovod.spark.torch import TorchEstimator
+
+    df = spark.createDataFrame([(float(n), 2.0 * n) for n in range(4)], ["x", "y"])
+    given = {
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 1,
+        "backward_passes_per_step": 3,
+        "num_proc": 2,
+        "verbose": 0,
+    }
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = TorchEstimator(
+        model=module, optimizer=optimizer, store=str(tmp_path / "horovods"), **given
+    ).fit(df)
+    assert [record["rows"] for record in model._fitted.history] == [4]
+    for group in optimizer.param_groups:
+        group["lr"] *= 2  # of two ranks
+    x = torch.arange(4.0).reshape(-1, 1)
+    torch.nn.functional.mse_loss(module(x), 2 * x).backward()
+    optimizer.step()
+    for name, weights in model.getModel().state_dict().items():
+        torch.testing.assert_close(weights, module.state_dict()[name])
+
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    ours = sparkhvd.TorchEstimator(
+        model=module, optimizer=optimizer, drop_last=True, store=str(tmp_path / "ours"), **given
+    )
+    with pytest.raises(InvalidArgumentError, match="drop_last leaves out a step that is not full"):
+        ours.fit(df)
+
+
 def test_a_backend_and_another_number_of_ranks_are_refused(
     spark: SparkSession, tmp_path: Path
 ) -> None:

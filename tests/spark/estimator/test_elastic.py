@@ -41,6 +41,17 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(data, "x array<double>, y double")
 
 
+class Uncertain(torch.nn.Module):
+    """A loss with a parameter, which ranks that come must get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label) ** 2).mean() * torch.exp(-self.log_var) + self.log_var
+
+
 class Kill(Callback):
     """Kills the last of two ranks in the third step, once; the other one is slow until another one joins."""
 
@@ -120,6 +131,8 @@ def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
         mlp(2),
         Store.create(tmp_path / "store"),
         num_proc=(1, 2),
+        loss=Uncertain(),
+        optimizer="sgd",
         lr_scaling="linear",
         learning_rate=0.01,
         callbacks=[Kill(tmp_path)],
@@ -127,7 +140,9 @@ def test_ranks_change_between_epochs_where_the_rest_of_one_cannot_be_divided(
         batch_size=16,
         epochs=4,
     )
-    history = fit.fit(df).history
+    fitted = fit.fit(df)
+    history = fitted.history
+    assert fitted.getLoss().log_var > 0.05
     assert {record["rows"] for record in history} == {401}
     ranks = [record["ranks"] for record in history]
     assert (ranks[0], ranks[-1]) == (1, 2), ranks

@@ -32,11 +32,29 @@ if TYPE_CHECKING:
 travels_by_value = by_value(__name__)
 
 LIMIT_S = 10.0
+
+
+class Changes(Callback):
+    """Changes groups and what is trained in the first epoch, which a fit that goes on does not call again."""
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        layer = ctx.model.layer
+        if ctx.step == 1:
+            layer.bias.requires_grad_(False)
+            (group,) = ctx.optimizer.param_groups
+            rest = {**group, "params": [layer.bias], "lr": 0.2}
+            group.update(params=[layer.weight], weight_decay=0.1)
+            ctx.optimizer.param_groups.append(rest)
+        if ctx.step == 5:
+            layer.bias.requires_grad_(True)
+
+
 # Of a fit that dies in its second epoch, and of the one that it must equal.
 OPTIONS: dict[str, Any] = {
     "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
     "validation": 0.2,
     "epochs": 3,
+    "callbacks": [Changes()],
 }
 
 

@@ -25,6 +25,7 @@ from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.precision import autocast
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers
@@ -252,6 +253,43 @@ def test_params_of_training_reach_the_ranks(
     saved = Checkpoints(store, "runs/shaped").load(best).model
     for name, value in fitted.getModel().state_dict().items():
         assert torch.equal(value, saved[name])
+    # In 16 bits as validation was, until the model says otherwise.
+    for precision, is_narrow in (("bf16-mixed", True), ("32", False)):
+        rows = fitted.copy().setPrecision(precision).transform(df).select("x", "y__output")
+        given, found = (torch.tensor(values) for values in zip(*rows.collect(), strict=True))
+        with torch.no_grad(), autocast(precision, torch.device("cpu")):
+            expected = fitted.getModel()(given.float())[:, 0].float()
+        assert torch.allclose(found.float(), expected, rtol=1e-2 if is_narrow else 1e-5)
+        assert torch.equal(found, found.bfloat16().to(found.dtype)) is is_narrow
+
+
+class InDouble(nn.Module):
+    """Adds a tensor of torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.get_float32_matmul_precision() == "high"
+        return self.layer(x.float()) + torch.full((1,), 2.0**-40)
+
+
+def test_settings_of_torch_hold_in_ranks_and_in_transform(
+    spark: SparkSession, store: Store
+) -> None:
+    df = numbers(spark, 8, 2, 1).select(F.array("a0", "a1").alias("x"), "y")
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    try:
+        fitted = estimator(InDouble(), store, num_proc=1, loss=nn.MSELoss()).fit(df)
+        rows = fitted.transform(df).select("x", "y__output").collect()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    # No output in float32 would have what was added in float64.
+    found = torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    assert not torch.equal(found, found.float().double())
 
 
 @soak("pure/data/test_reader")

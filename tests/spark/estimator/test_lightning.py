@@ -66,6 +66,7 @@ def test_a_killed_rank_costs_nothing_but_time(spark: SparkSession, tmp_path: Pat
             random_seed=5,
             checkpoint_interval_s=1e-6,
             callbacks=callbacks,
+            trainer_args={"precision": "bf16-mixed"},
             verbose=0,
         ).fit(df)
         for callbacks in ([], [KilledOnce(tmp_path / "killed")])
@@ -76,4 +77,5 @@ def test_a_killed_rank_costs_nothing_but_time(spark: SparkSession, tmp_path: Pat
     assert [r["loss"] for r in whole.history] == [r["loss"] for r in stopped.history]
     for model in (whole, stopped):
         assert [r["rows"] for r in model.history] == [ROWS, ROWS]
+    assert stopped.getPrecision() == "bf16-mixed"  # of transform, too
     assert stopped.transform(df).where("y__output IS NULL").count() == 0

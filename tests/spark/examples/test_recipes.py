@@ -1,4 +1,4 @@
-"""examples/recipes: each script as a user runs it, with an evaluation that must come out well; text.py in soak/users."""
+"""examples/recipes: each script as a user runs it, with an evaluation that must come out well; text.py and language_model.py in soak/users."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 travels_by_value = by_value(__name__)
 
@@ -135,21 +135,52 @@ def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(
 def test_a_lost_rank_is_relaunched_and_said(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def dies_once() -> int:
+    """Return more than Spark's limit of results on the second launch."""
+
+    def dies_once() -> tuple[int, bytes]:
         here = context()
         assert here is not None
         if here.attempt == 0 and here.rank == 1:
             faults.kill_self()
         if here.attempt == 0:
             time.sleep(60)
-        return here.attempt
+        return here.attempt, bytes([here.rank]) * (5 << 20)
 
     report = job.launch(SparkShim(spark), dies_once, (), {}, 2, job.LaunchOptions(max_retries=1))
-    assert report.results == [1, 1]
+    assert report.results == [(1, b"\0" * (5 << 20)), (1, b"\1" * (5 << 20))]
     assert report.attempts == 2
     said = capfd.readouterr().err
     assert "sparkhvd: Rank 1 of 2 on host 127.0.0.1 ended with signal SIGKILL" in said
     assert "Relaunching (1 of 1)." in said
+
+
+def test_a_large_result_that_is_lost_with_its_executor_is_computed_again(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(folder: str) -> bytes:
+        with open(os.path.join(folder, "calls"), "a") as calls:
+            calls.write("x")
+        return b"r" * (5 << 20)
+
+    loses = [True]
+    collect = SparkShim.collect
+
+    def loses_once(shim: SparkShim, stage: DataFrame, tag: str, *rest: Any) -> list[Row]:
+        if tag.endswith("-results") and loses:
+            loses.clear()
+            spark.catalog.clearCache()
+        return collect(shim, stage, tag, *rest)
+
+    monkeypatch.setattr(SparkShim, "collect", loses_once)
+    assert run(large, (str(tmp_path),), num_proc=1, spark=spark, max_retries=1) == [
+        b"r" * (5 << 20)
+    ]
+    assert (tmp_path / "calls").read_text() == "xx"
+    loses.append(True)
+    with pytest.raises(RankError, match="its result was on an executor that is gone") as e:
+        run(large, (str(tmp_path),), num_proc=1, spark=spark, max_retries=0)
+    assert (e.value.rank, e.value.exit) == (0, "lost")
+    assert (tmp_path / "calls").read_text() == "xxx"
 
 
 def test_an_exception_is_not_relaunched(spark: SparkSession, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ travels_by_value = by_value(__name__)
 
 def train(steps: int) -> dict[str, Any]:
     """Train a network by DDP and by FSDP2, and in one process; what a user's script does."""
+    import os
+
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -26,6 +28,7 @@ def train(steps: int) -> dict[str, Any]:
 
     dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are there
     rank, size = dist.get_rank(), dist.get_world_size()
+    assert [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE")] == [str(rank), str(size)]
 
     def network() -> nn.Module:
         torch.manual_seed(1)

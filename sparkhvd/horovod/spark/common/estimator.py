@@ -17,7 +17,7 @@ from sparkhvd.horovod.spark.common import parquet
 from sparkhvd.horovod.spark.common.backend import SparkBackend, launch_arguments
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import EstimatorParams
-from sparkhvd.horovod.spark.common.store import Store, checked_for_fit
+from sparkhvd.horovod.spark.common.store import Store, bare_url
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.fitting.request import Request
     from sparkhvd.estimator.params.options import FitOptions
 
-__all__ = ["HorovodEstimator"]
+__all__ = ["HorovodEstimator", "checked_for_fit"]
 
 # Arguments of `SparkBackend` that decide how its ranks are launched: names in `LaunchOptions`.
 _LAUNCH = {
@@ -49,6 +49,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     """Mixin before an estimator of sparkhvd."""
 
     _trusts_own_files: ClassVar[bool] = True
+    _short_steps = True
     _store_class: ClassVar[type[Store]] = Store
     # Columns of the fit that hold text, and bytes.
     _texts: frozenset[str] = frozenset()
@@ -220,3 +221,37 @@ def _metadata(schema: StructType) -> dict[str, dict[str, Any]]:
         }
         for each in schema.fields
     }
+
+
+def checked_for_fit(store: Any) -> Any:
+    """Return a store whose runs are where its own methods say.
+
+    Raises:
+        InvalidArgumentError: it is a class without a place, or one of its methods asks for what a run cannot have.
+    """
+    if not isinstance(store, Store):
+        return store
+    kind = type(store).__name__
+    if not hasattr(store, "_place"):
+        raise InvalidArgumentError(
+            f"store is a {kind}, whose __init__ has not called that of its base, so it has no place. Derive it from FilesystemStore and "
+            "call super().__init__(prefix_path)."
+        )
+    name = "a-run"
+    run = bare_url(store._absolute(store.get_run_path(name)))
+    folder, _, last = run.rpartition("/")
+    if last != name or "://" not in run:
+        raise InvalidArgumentError(
+            f"{kind}.get_run_path({name!r}) is {run!r}, and a run is a folder with the name of its run_id. Return an absolute path or URL "
+            "of a folder, '/', and the run_id; or give runs_path."
+        )
+    for method, wanted in (("get_checkpoint_path", "checkpoints"), ("get_logs_path", "logs")):
+        given = getattr(store, method)(name)
+        if given is not None and bare_url(store._absolute(given)) not in (f"{run}/{wanted}", run):
+            raise InvalidArgumentError(
+                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: they are in {run}/{wanted}. Override get_run_path or give "
+                f"runs_path to have the whole run elsewhere, and leave {method} as it is."
+            )
+    if folder != bare_url(store.full_url("runs")):
+        store._move_runs(folder)
+    return store

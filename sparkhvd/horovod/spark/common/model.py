@@ -19,6 +19,7 @@ from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.runner.payload import bytes_of, kept_carried
 from sparkhvd.runner.pickling import dumps
 from sparkhvd.spark import SparkShim
+from sparkhvd.training.torch_settings import settings_here
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -132,7 +133,9 @@ def _by_rows(
     """
     rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
     # Bytes, because the module and the function may be of a library that imports horovod.
-    carried = kept_carried(SparkShim(dataset.sparkSession), dumps((predict, model)))
+    carried = kept_carried(
+        SparkShim(dataset.sparkSession), dumps((predict, model, settings_here()))
+    )
     outputs = _row_outputs(carried)
     as_lists = sql.udf(lambda row: outputs(row), ArrayType(ArrayType(DoubleType())))
     first = dataset.limit(1).select(as_lists(rows).alias("outputs")).collect()
@@ -164,11 +167,14 @@ def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list
             from sparkhvd.runner.preflight import enter_worker
 
             enter_worker(is_as_horovod=is_as_horovod)
-            predict, model = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's
+            predict, model, settings = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's
             model.eval()
-            loaded.extend((predict, model))
-        predict, model = loaded
-        made = predict(model, row.asDict())
+            from sparkhvd.training.torch_settings import as_on_driver
+
+            loaded.extend((predict, model, lambda: as_on_driver(settings)))
+        predict, model, prepared = loaded
+        with prepared():
+            made = predict(model, row.asDict())
         several = made if isinstance(made, (list, tuple)) else [made]
         return [np.asarray(each, np.float64).reshape(-1).tolist() for each in several]
 

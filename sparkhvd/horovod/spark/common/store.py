@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -34,6 +35,9 @@ _ARGUMENTS = (
     *("storage_options", "checkpoint_filename"),
 )
 
+# Begins of paths in DBFS.
+_DBFS = re.compile(r"(dbfs:/+|(file:(//)?)?/dbfs(/+|$))")
+
 __all__ = [
     "AbstractFilesystemStore",
     "DBFSLocalStore",
@@ -41,7 +45,7 @@ __all__ = [
     "HDFSStore",
     "LocalStore",
     "Store",
-    "checked_for_fit",
+    "bare_url",
     "host_hash",
     "is_databricks",
 ]
@@ -69,7 +73,7 @@ class Store(StoreWithRuns):
         if options:
             named["storage_options"] = {**(named.get("storage_options") or {}), **options}
         address = os.fspath(path_or_url)
-        if address.startswith(("dbfs:/", "/dbfs/", "file:/dbfs/")):
+        if DBFSLocalStore.matches_dbfs(address):
             return DBFSLocalStore(address, *names, **named)
         kind = HDFSStore if address.startswith("hdfs://") else FilesystemStore
         return kind(address, *names, **named)
@@ -79,8 +83,8 @@ class Store(StoreWithRuns):
     def described(self) -> dict[str, Any]:
         """Return what a saved estimator or model says of the store: the folders that its methods name, in place of a subclass."""
         folders = {r: getattr(self, f"get_{r}_data_path")(None) for r in ("train", "val", "test")}
-        runs = _bare(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
-        moved = None if runs == _bare(own.Store.full_url(self, "runs")) else runs
+        runs = bare_url(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
+        moved = None if runs == bare_url(own.Store.full_url(self, "runs")) else runs
         return {"folders": folders, "runs": moved, "save_runs": self.saving_runs()}
 
     @classmethod
@@ -318,6 +322,24 @@ LocalStore = FilesystemStore
 class DBFSLocalStore(FilesystemStore):
     """Store in DBFS: "/dbfs/..." or "dbfs:/..."."""
 
+    @staticmethod
+    def matches_dbfs(path: str) -> bool:
+        """Return True if a path or URL is in DBFS."""
+        return re.match(_DBFS, path) is not None
+
+    @staticmethod
+    def normalize_path(path: str) -> str:
+        """Return the URL of a path in DBFS as files are opened by it: "file:///dbfs/...".
+
+        Raises:
+            InvalidArgumentError: it is not in DBFS.
+        """
+        if not DBFSLocalStore.matches_dbfs(path):
+            raise InvalidArgumentError(
+                f"DBFSLocalStore: {path!r:.200} is not in DBFS. Give a path such as '/dbfs/...' or 'dbfs:/...'."
+            )
+        return f"file:///dbfs/{re.sub(_DBFS, '', path)}".rstrip("/")
+
 
 class HDFSStore(FilesystemStore):
     """Store in HDFS.
@@ -329,6 +351,9 @@ class HDFSStore(FilesystemStore):
         user: as who it is written.
         kerb_ticket: path of a ticket's cache.
         **names: others as of `FilesystemStore`; `driver` and `extra_conf` have no effect.
+
+    Raises:
+        InvalidArgumentError: the URL is of another file system.
     """
 
     def __init__(
@@ -342,8 +367,12 @@ class HDFSStore(FilesystemStore):
     ) -> None:
         for name in ("driver", "extra_conf"):
             names.pop(name, None)
-        address = prefix_path
-        if "://" not in prefix_path:
+        address, scheme = prefix_path, urlsplit(prefix_path).scheme
+        if scheme not in ("", "hdfs", "viewfs"):
+            raise InvalidArgumentError(
+                f"HDFSStore: {prefix_path!r:.200} is not in HDFS. Give a path or a URL of hdfs://, or open it by Store.create()."
+            )
+        if not scheme:
             place = "" if host is None else host if port is None else f"{host}:{port}"
             address = f"hdfs://{place}/{prefix_path.lstrip('/')}"
         words = {"user": user, "kerb_ticket": kerb_ticket}
@@ -357,39 +386,6 @@ def _appended(url: str, text: str) -> str:
     return f"{path}{text}{mark}{query}"
 
 
-def _bare(url: str) -> str:
+def bare_url(url: str) -> str:
+    """Return a URL without its query."""
     return url.partition("?")[0].rstrip("/")
-
-
-def checked_for_fit(store: Any) -> Any:
-    """Return a store whose runs are where its own methods say.
-
-    Raises:
-        InvalidArgumentError: it is a class without a place, or one of its methods asks for what a run cannot have.
-    """
-    if not isinstance(store, Store):
-        return store
-    kind = type(store).__name__
-    if not hasattr(store, "_place"):
-        raise InvalidArgumentError(
-            f"store is a {kind}, whose __init__ has not called that of its base, so it has no place. Derive it from FilesystemStore and "
-            "call super().__init__(prefix_path)."
-        )
-    name = "a-run"
-    run = _bare(store._absolute(store.get_run_path(name)))
-    folder, _, last = run.rpartition("/")
-    if last != name or "://" not in run:
-        raise InvalidArgumentError(
-            f"{kind}.get_run_path({name!r}) is {run!r}, and a run is a folder with the name of its run_id. Return an absolute path or URL "
-            "of a folder, '/', and the run_id; or give runs_path."
-        )
-    for method, wanted in (("get_checkpoint_path", "checkpoints"), ("get_logs_path", "logs")):
-        given = getattr(store, method)(name)
-        if given is not None and _bare(store._absolute(given)) not in (f"{run}/{wanted}", run):
-            raise InvalidArgumentError(
-                f"{kind}.{method}({name!r}) is {given!r}, which a fit would not use: they are in {run}/{wanted}. Override get_run_path or give "
-                f"runs_path to have the whole run elsewhere, and leave {method} as it is."
-            )
-    if folder != _bare(store.full_url("runs")):
-        store._move_runs(folder)
-    return store

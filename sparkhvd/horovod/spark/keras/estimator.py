@@ -17,7 +17,7 @@ from sparkhvd.estimator.params.table import param
 from sparkhvd.horovod.spark.common.backend import launch_arguments
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
-from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.keras import estimator as own
 from sparkhvd.keras.following import Following
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.estimator.params.options import FitOptions
 
-__all__ = ["KerasEstimator", "KerasModel"]
+__all__ = ["EstimatorParams", "KerasEstimator", "KerasModel"]
 
 # Arguments of `SparkBackend` that are those of `run`.
 _LAUNCH = ("stderr", "stdout", "verbose", "start_timeout", "prefix_output_with_timestamp")

@@ -15,7 +15,7 @@ from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
-from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 from sparkhvd.horovod.spark.lightning.plain import PlainModule, check_metrics, package_name
 from sparkhvd.lightning import estimator as lightning
 from sparkhvd.lightning.batches import RowFunction, encoded
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.params.options import FitOptions
     from sparkhvd.training.train_fn import TrainFnContext
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["MIN_PL_VERSION", "EstimatorParams", "TorchEstimator", "TorchModel"]
+
+# The oldest pytorch-lightning of Horovod's estimator, with which programs compare theirs. sparkhvd itself needs 2.4.
+MIN_PL_VERSION = "1.3.8"
 
 # Params of a plain module that its LightningModule takes.
 _OF_PLAIN = (

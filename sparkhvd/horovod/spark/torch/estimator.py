@@ -10,9 +10,9 @@ from sparkhvd import estimator as own
 from sparkhvd.estimator import Callback
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
-from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE
+from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["EstimatorParams", "TorchEstimator", "TorchModel"]
 
 
 class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `history` is a Param here

@@ -1,0 +1,28 @@
+"""Horovod's `horovod.spark.conf`: pairs for `SparkConf.setAll()`, which jobs whose ranks change need with Horovod.
+
+Nothing here needs them: a rank that dies is replaced in its task. Names of Spark's settings are those since Spark 3.1.
+"""
+
+from typing import NoReturn
+
+__all__ = [
+    "SPARK_CONF_ALWAYS_RESTART_FAILED_TASK",
+    "SPARK_CONF_BLACKLIST_DISABLED",
+    "SPARK_CONF_BLACKLIST_ENABLED",
+]
+
+SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", str(2**31 - 1))
+SPARK_CONF_BLACKLIST_DISABLED = ("spark.excludeOnFailure.enabled", "false")
+SPARK_CONF_BLACKLIST_ENABLED = ("spark.excludeOnFailure.enabled", "true")
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith(
+        "SPARK_CONF_"
+    ):  # `from ... import` would drop the sentence of an AttributeError
+        raise ImportError(
+            f"horovod.spark.conf.{name} is not in sparkhvd: no setting of Spark is needed for ranks that change. Leave it out, or give its "
+            "name and value to SparkConf.set().",
+            name=__name__,
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""`FabricStrategy`: Fabric's DDP strategy on the ranks of a job.
+
+A program of Fabric calls `backward` and `step` as it likes, so its modules stay in DDP, over the job's engine; `SparkhvdStrategy` knows
+the loop of a `Trainer`, and leaves the gradients to the optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkhvd.distributed import ddp_hook
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.lightning import process_group
+from sparkhvd.lightning.devices import check_size, own_device
+from sparkhvd.lightning.environment import environment_of, join
+
+__all__ = ["register"]
+
+# Arguments of Fabric's strategy that the job has decided.
+_DECIDED = ("process_group_backend", "start_method", "timeout")
+
+# In place of Fabric's DDPStrategy, of either package, which `register` puts behind this class.
+_Base: Any = object
+
+
+class Strategy(_Base):  # type: ignore[misc]
+    """Strategy of Lightning Fabric that trains on the ranks of a job of sparkhvd: one device for each rank.
+
+    Every rank makes its own `Fabric`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun and the
+    like have. A process on its own is a job of one rank.
+
+    Args:
+        gradient_as_bucket_view: gradients live in memory that the ranks of a host share; `ddp_hook` reduces them there.
+        **options: of Fabric's `DDPStrategy`, as `checkpoint_io`, and of `DistributedDataParallel`, as `find_unused_parameters`.
+
+    Raises:
+        InvalidArgumentError: an option is the job's; `devices` and `num_nodes` of the `Fabric` are not those of the job.
+    """
+
+    _package: Any
+    # Lightning's.
+    parallel_devices: Any
+
+    def __init__(self, *, gradient_as_bucket_view: bool = False, **options: Any) -> None:
+        if decided := [name for name in _DECIDED if name in options]:
+            raise InvalidArgumentError(
+                f"FabricStrategy({decided[0]}=...): the job has its processes, its backend and its timeouts. Leave it out, or use "
+                "DDPStrategy(process_group_backend='sparkhvd', ...)."
+            )
+        options.setdefault("cluster_environment", environment_of(self._package)())
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        self._has_views = gradient_as_bucket_view
+        self._own_device: torch.device | None = None
+
+    def _set_world_ranks(self) -> None:
+        """Join the job, and take this rank's device; Fabric calls it when it is made."""
+        place = join()
+        if self._own_device is None:
+            devices = [torch.device(each) for each in self.parallel_devices]
+            is_gpu = devices[0].type == "cuda"
+            check_size(len(devices), self.num_nodes, is_gpu, place, "Fabric")
+            self._own_device = own_device(devices, place)
+            self.parallel_devices = [self._own_device] * place.local_size
+        super()._set_world_ranks()  # of rank_zero_only
+
+    def _configure_launcher(self) -> None:
+        """Start no processes."""
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()  # anew after an exception
+        process_group.ensure()
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self._own_device is not None
+        return self._own_device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Rank and size for a `DistributedSampler`."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Wrap a module in DDP."""
+        wrapped = super().setup_module(module)
+        if self._has_views:
+            wrapped.register_comm_hook(None, ddp_hook)
+        return wrapped
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy by its name."""
+        strategy_registry.register(
+            "sparkhvd", cls, description="One rank of sparkhvd for each device", override=True
+        )
+
+
+@functools.cache
+def register(package: Any) -> type[Any]:
+    """Return the strategy's class for a package of Fabric, and register it there by its name."""
+    strategies = package.strategies
+    kind: Any = type(
+        "FabricStrategy",
+        (Strategy, strategies.DDPStrategy),
+        {"__module__": "sparkhvd.lightning", "__doc__": Strategy.__doc__, "_package": package},
+    )
+    kind.register_strategies(strategies.STRATEGY_REGISTRY)
+    return kind  # type: ignore[no-any-return]

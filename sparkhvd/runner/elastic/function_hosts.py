@@ -1,0 +1,262 @@
+"""A function on processes that come and go, without Spark: of this host, or of several by ssh.
+
+**Threads**: the caller's decides, the coordinator has one, each process one on its host, and so has each agent here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TextIO, TypeVar
+
+from sparkhvd.elastic import Coordinator, Invitation
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.rendezvous import Listener
+from sparkhvd.runner import launching
+from sparkhvd.runner.elastic.discovery import DiscoveryScript
+from sparkhvd.runner.elastic.ends import Ends, end_of
+from sparkhvd.runner.elastic.host_group import HostGroup
+from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused
+from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
+from sparkhvd.runner.elastic.slots import slots_of
+from sparkhvd.runner.forwarding import forwarded
+from sparkhvd.runner.host_names import Host, merged
+from sparkhvd.runner.hosts.connection import Reach
+from sparkhvd.runner.hosts.function_members import FunctionMembers
+from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
+from sparkhvd.runner.trainers import TrainersPlan
+from sparkhvd.runner.watching import Ended, Lost, Signalled
+from sparkhvd.settings import Settings
+
+__all__ = ["HostsOfFunction", "launch_elastic_function"]
+
+R = TypeVar("R")
+
+# How long interrupted ranks may take, beyond their grace, to be killed and reported.
+_MARGIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class HostsOfFunction:
+    """Hosts on which a function runs; by default this one.
+
+    Attributes:
+        given: hosts with slots; None for this one, or those that the script prints.
+        script: program that prints the hosts that are there; "" for none.
+        slots: of this host, or of a host that the script prints without; None for the largest number of ranks, or an error.
+        port: of ssh; None for what its configuration says.
+        identity_file: private key; None likewise.
+        interfaces: by which the ranks talk; "" for those of the settings.
+    """
+
+    given: Sequence[Host] | None = None
+    script: str = ""
+    slots: int | None = None
+    port: int | None = None
+    identity_file: str | None = None
+    interfaces: str = ""
+
+    @property
+    def is_this_one(self) -> bool:
+        """Whether no host is named."""
+        return self.given is None and not self.script
+
+    def discovery(self) -> DiscoveryScript | None:
+        """Return what tells of hosts later; None if these stay.
+
+        Raises:
+            InvalidArgumentError: hosts are given, too.
+        """
+        if not self.script:
+            return None
+        if self.given is not None:
+            raise InvalidArgumentError(
+                "host_discovery_script tells the hosts, and so do hosts= and hostfile=. Give one of them."
+            )
+        return DiscoveryScript(self.script, self.slots, launching.environ())
+
+
+def launch_elastic_function(
+    fn: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    ranks: RankRange,
+    *,
+    hosts: HostsOfFunction,
+    start_timeout_s: float | None = None,
+    env: Mapping[str, str],
+    settings: Settings | None = None,
+    verbose: int = 1,
+    use_gpu: bool | None = None,
+    stream: TextIO | None = None,
+) -> list[R]:
+    """Call `fn(*args, **kwargs)` on processes that come and go; return the results by rank.
+
+    Args:
+        fn: any function that pickles.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+        ranks: numbers of ranks.
+        hosts: where they run.
+        start_timeout_s: longest wait for the ranks to begin with.
+        env: of `run_local`.
+        settings: of `run_local`.
+        verbose: of `run_local`.
+        use_gpu: of `run_local`.
+        stream: gets the ranks' output.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the discovery script fails, or this process cannot listen. Nothing has started.
+        ElasticError: there were too few ranks for too long, or they have changed too often.
+        RankError: every process has failed.
+    """
+    ranks.largest()
+    program = launching.dump_call(fn, args, kwargs)
+    env = launching.check_env(env)
+    chosen = launching.choose_settings(settings, env)
+    if hosts.interfaces:
+        chosen = JobSettings(replace(chosen.values, interfaces=hosts.interfaces), chosen.fixed)
+    wait_s = chosen.values.start_timeout_s if start_timeout_s is None else start_timeout_s
+    discovery = hosts.discovery()
+    reach = Reach(chosen.values.ssh_command, hosts.port, hosts.identity_file)
+    known = list(hosts.given or ()) if discovery is None else list(discovery.first())
+    if hosts.is_this_one:
+        known = [Host(socket.gethostname(), hosts.slots or ranks.largest() or 1)]
+    known = merged(known, reach.is_here)
+    limits = ranks.options(ranks.first(sum(host.slots for host in known)), wait_s)
+    if ranks.most is None and not hosts.is_this_one:
+        limits = replace(limits, most=None)  # every slot
+    group = HostGroup(tuple(host.name for host in known), reach, chosen, env)
+    if group.others:
+        group = replace(group, env={**forwarded(launching.environ()), **env})
+    log = launching.log_to(stream, verbose=verbose, timestamps=False)
+    job = _Job(group, limits, program, use_gpu, log)
+    return job.run(known, discovery, say=functools.partial(_say, verbose))
+
+
+def _say(verbose: int, text: str) -> None:
+    if verbose > 0:
+        sys.stderr.write(f"sparkhvd: {text}\n")
+        sys.stderr.flush()
+
+
+@dataclass
+class _Job:
+    """A job that runs.
+
+    Attributes:
+        group: its hosts.
+        limits: of its ranks.
+        program: pickled call.
+        use_gpu: of `run_local`.
+        log: gets each line of the ranks' output.
+        events: for the launcher.
+        outcomes: of processes that have ended, by number.
+        results: pickled, likewise.
+    """
+
+    group: HostGroup
+    limits: ElasticOptions
+    program: bytes = field(repr=False)
+    use_gpu: bool | None
+    log: Callable[[str], None]
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+
+    def run(
+        self,
+        known: Sequence[Host],
+        discovery: DiscoveryScript | None,
+        say: Callable[[str], None],
+    ) -> list[R]:
+        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        settings = self.group.settings.values
+        key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
+        put, patience_s = self.events.put, settings.elastic_patience_s
+        address = self.group.address()
+        with contextlib.ExitStack() as stack:
+            processes = self._processes(stack, address)
+            coordinator = stack.enter_context(
+                Coordinator(
+                    key,
+                    job_id,
+                    Listener.bind(address, settings),
+                    self.limits.limits(patience_s),
+                    on_decided=put,
+                    on_formed=put,
+                    on_refused=lambda number, refusal: put(Refused(number, refusal)),
+                )
+            )
+
+            def invite(number: int) -> Invitation:
+                return self.limits.invitation(key, job_id, number, coordinator.endpoint, patience_s)
+
+            launcher = Launcher(
+                self.limits,
+                slots_of(known),
+                processes,
+                coordinator,
+                invite,
+                say,
+                INTERRUPT_GRACE_S,
+            )
+            if discovery is not None:
+                stack.enter_context(discovery)
+                discovery.follow(known, lambda found: put(self.group.checked(found)))
+            try:
+                verdict = launcher.run(self.events)
+            except KeyboardInterrupt:
+                put(Signalled(signal.SIGINT))
+                launcher.run(self.events, INTERRUPT_GRACE_S + _MARGIN_S)
+                raise
+        ends = Ends(verdict, self.outcomes)
+        if not verdict.has_finished:
+            raise ends.failure(verdict.problem).error
+        return [launching.load_result(self.results[number]) for number in ends.order()]
+
+    def _processes(self, stack: contextlib.ExitStack, address: str) -> Processes:
+        """Return what starts processes; they end with the stack."""
+        group = self.group
+        if group.others:
+            return stack.enter_context(
+                Agents(
+                    group.reach,
+                    None,
+                    lambda host: group.order(host, sys_path=sys.path, use_gpu=self.use_gpu),
+                    lambda _, __, line: self.log(line.decode(errors="replace")),
+                    self._note_loss,
+                    self.program,
+                    self._note_end,
+                )
+            )
+        plan = TrainersPlan(group.env, sys.path, os.getcwd(), group.settings, self.use_gpu)
+        members = FunctionMembers(
+            plan, self.program, address, socket.gethostname(), self.log, self._note_end
+        )
+        return LocalProcesses(stack.enter_context(members))
+
+    def _note_end(self, outcome: Outcome, result: bytes) -> None:
+        assert outcome.rank is not None
+        self.outcomes[outcome.rank], self.results[outcome.rank] = outcome, result
+        self.events.put(end_of(outcome))
+
+    def _note_loss(self, event: Ended | Lost) -> None:
+        if isinstance(event, Lost):
+            for number in event.ranks:
+                self.outcomes[number] = Outcome(
+                    number, Kind.LOST, host=event.host, exit="connection lost", message=event.why
+                )
+        self.events.put(event)

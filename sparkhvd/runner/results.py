@@ -1,0 +1,164 @@
+"""Results of ranks on their way through Spark: as many at once as `spark.driver.maxResultSize` lets pass.
+
+Spark ends a job whose tasks return more than that, when all ranks are done and their results are lost. So the rows of a stage stay on the
+disks of the executors (`persist`) until the driver has them: their outcomes and small results come with the stage itself, the rest by further jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.arrow_buffers import binary_array, int32_array
+from sparkhvd.errors import RankError
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, chunks, describe, embed
+from sparkhvd.spark import SparkShim
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, Row
+
+__all__ = [
+    "LIMIT_KEY",
+    "OUTCOME_PART",
+    "Pieces",
+    "collect",
+    "is_of_rest",
+    "lost",
+    "pieces_for",
+    "rows_of",
+]
+
+LIMIT_KEY = "spark.driver.maxResultSize"
+_DEFAULT_LIMIT = 1 << 30
+# The row with this part number holds the outcome; parts 0, 1, ... are the result.
+OUTCOME_PART = -1
+_SIZE = re.compile(r"(\d+)\s*([kmgtp]?)b?")
+# What Spark counts for a task beside its rows: accumulators, above all.
+_TASK_BYTES = 16 << 10
+_LEAST_PIECE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces in which results travel.
+
+    Attributes:
+        num_bytes: of a piece.
+        at_once: the most that one job brings; None for any number.
+    """
+
+    num_bytes: int = CHUNK_BYTES
+    at_once: int | None = None
+
+
+def pieces_for(conf: Mapping[str, str], size: int) -> Pieces:
+    """Return the pieces for the results of `size` ranks under Spark's limit."""
+    match = _SIZE.fullmatch(conf.get(LIMIT_KEY, "").strip().lower())
+    limit = int(match[1]) << 10 * " kmgtp".index(match[2] or " ") if match else _DEFAULT_LIMIT
+    if not limit:  # Spark's word for no limit
+        return Pieces()
+    # Half of it: Spark's own form of the rows is larger than they are.
+    room = limit // 2 - size * _TASK_BYTES
+    num_bytes = min(CHUNK_BYTES, max(_LEAST_PIECE_BYTES, room))
+    return Pieces(num_bytes, max(1, room // num_bytes))
+
+
+def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a rank that has ended well: its outcome, then its result in pieces of at most `num_bytes`."""
+    import pyarrow as pa
+
+    outcome = replace(outcome, num_parts=-(-len(result) // num_bytes))
+    parts = [(OUTCOME_PART, outcome.to_json().encode())]
+    for part, data in itertools.chain(parts, enumerate(chunks(result, num_bytes))):
+        columns = [int32_array(rank), int32_array(part), binary_array(data)]
+        yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
+
+
+def collect(
+    shim: SparkShim,
+    stage: DataFrame,
+    pieces: Pieces,
+    size: int,
+    tag: str,
+    description: str,
+    interrupt: Callable[[], None] | None,
+) -> list[Row]:
+    """Collect all rows of a stage of ranks.
+
+    Args:
+        shim: session.
+        stage: of `task.ROW_SCHEMA`.
+        pieces: that its tasks yield.
+        size: number of ranks.
+        tag: of the job in which the ranks run; see `is_of_rest` for the others.
+        description: of the jobs in Spark's UI.
+        interrupt: called at Ctrl-C before the ranks' job is cancelled.
+    """
+    if pieces.at_once is None:
+        return shim.collect(stage, tag, description, interrupt)
+    with _kept(stage) as kept:
+        first = kept.where(f"part < {pieces.at_once // size}")
+        rows = shim.collect(first, tag, description, interrupt)
+        for wanted in _rest(rows, pieces.at_once):
+            rows += shim.collect(kept.where(wanted), _tag_of_rest(tag), f"{description}, results")
+        return rows
+
+
+def is_of_rest(tags: str | None, tag: str) -> bool:
+    """Return True in a task that Spark has started for rows of ranks that have ended: it has lost them, with an executor.
+
+    Args:
+        tags: of the task's job, as Spark has them.
+        tag: of the ranks' job.
+    """
+    return _tag_of_rest(tag) in (tags or "")
+
+
+def lost(rank: int, size: int, attempt: int, job_id: str) -> RankError:
+    """Return the error about a result that the driver wanted to have from an executor which is gone."""
+    message = "it had ended, and its result was on an executor that is gone"
+    outcome = Outcome(rank, Kind.LOST, "", attempt, "lost", message=message, job_id=job_id)
+    return RankError(f"{describe(outcome, size)}\n{embed(outcome)}", rank=rank, exit="lost")
+
+
+def _tag_of_rest(tag: str) -> str:
+    return f"{tag}-results"
+
+
+@contextlib.contextmanager
+def _kept(stage: DataFrame) -> Iterator[DataFrame]:
+    """Keep the rows of a stage on the executors' disks inside the block, once there are any."""
+    from pyspark import StorageLevel
+
+    kept = stage.persist(StorageLevel.DISK_ONLY)
+    try:
+        yield kept
+    finally:
+        with contextlib.suppress(Exception):  # the application may be over
+            kept.unpersist()
+
+
+def _rest(rows: Sequence[Any], at_once: int) -> Iterator[str]:
+    """Yield the conditions of the rows that are missing, by jobs."""
+    found = {(row["rank"], row["part"]) for row in rows}
+    missing = [
+        (row["rank"], part)
+        for row in rows
+        if row["part"] == OUTCOME_PART
+        for part in range(Outcome.from_json(bytes(row["data"]).decode()).num_parts)
+        if (row["rank"], part) not in found
+    ]
+    missing.sort()
+    for start in range(0, len(missing), at_once):
+        parts: dict[int, list[int]] = {}
+        for rank, part in missing[start : start + at_once]:
+            parts.setdefault(rank, []).append(part)
+        yield " or ".join(
+            f"(rank = {rank} and part between {of_rank[0]} and {of_rank[-1]})"
+            for rank, of_rank in parts.items()
+        )

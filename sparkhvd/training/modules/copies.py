@@ -1,0 +1,115 @@
+"""Copies of modules whose parameters keep the hooks and attributes that users attach."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from sparkhvd.training.modules.attached import Hooks, add_hooks, hooks_of
+
+__all__ = ["copied", "copy_function", "copy_with", "light_copy"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied(module: M) -> M:
+    """Copy a module."""
+    return _attach(module, copy.deepcopy(module))
+
+
+def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
+    """Copy a module with the tensors of a state dict in place of its own, which are not copied."""
+    memo: dict[int, object] = {}
+    for name, old in module.state_dict(keep_vars=True).items():
+        new = state.get(name)
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            continue
+        # Other shapes and kinds are left to load_state_dict; tied tensors stay tied.
+        if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
+            is_parameter = isinstance(old, nn.Parameter)
+            replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
+            memo.setdefault(id(old), replacement)
+    made = copy.deepcopy(module, memo)
+    made.load_state_dict(state)
+    return _attach(module, made)
+
+
+def light_copy(module: nn.Module) -> nn.Module:
+    """Copy a module for reading: its parameters are new objects over the same memory."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad)
+        for p in module.parameters()
+        if type(p) is nn.Parameter
+    }
+    return _attach(module, copy.deepcopy(module, memo))
+
+
+def _attach(module: nn.Module, made: M) -> M:
+    """Attach to the tensors of a copy what the original's have; it refers to the copy's where it refers to these."""
+    pairs = list(zip(_tensors(module), _tensors(made), strict=False))
+    if not any(vars(old) or hooks_of(old) for old, _ in pairs):
+        return made
+    parts: list[tuple[object, object]] = [*zip(module.modules(), made.modules(), strict=False)]
+    memo: dict[int, Any] = {id(old): new for old, new in [*pairs, *parts]}
+    for old, new in pairs:
+        vars(new).update({name: _deepcopy(value, memo) for name, value in vars(old).items()})
+        if (hooks := hooks_of(old)) is not None:
+            add_hooks(new, Hooks(*(tuple(_deepcopy(h, memo) for h in each) for each in hooks)))
+    return made
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value, functions with their closures; one that cannot be copied is shared."""
+    try:
+        if isinstance(value, types.FunctionType):
+            return copy_function(value, memo)
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - a lock, a session
+        return value
+
+
+def copy_function(
+    function: types.FunctionType, memo: dict[int, Any], names: Mapping[str, object] | None = None
+) -> types.FunctionType:
+    """Copy a function with its closure and defaults.
+
+    Args:
+        function: the function.
+        memo: of `copy.deepcopy`: what takes the place of which object.
+        names: globals of the copy; None: those of the function, which is returned as it is where it has no closure.
+
+    Raises:
+        Exception: something in it cannot be copied.
+    """
+    if id(function) in memo:
+        made: types.FunctionType = memo[id(function)]
+        return made
+    if names is None and not function.__closure__:
+        return function
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(
+        function.__code__,
+        function.__globals__ if names is None else dict(names),
+        function.__name__,
+        copy.deepcopy(function.__defaults__, memo),
+        cells,
+    )
+    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    made.__dict__.update(function.__dict__)
+    memo[id(function)] = made  # it may name itself
+    for cell, old in zip(cells, function.__closure__ or (), strict=True):
+        content = old.cell_contents
+        is_function = isinstance(content, types.FunctionType)
+        cell.cell_contents = (
+            copy_function(content, memo) if is_function else copy.deepcopy(content, memo)
+        )
+    return made

@@ -1,0 +1,76 @@
+"""Train and eval modes of the user's modules, whose own `train` and `eval` may return anything."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TypeVar
+
+from torch import nn
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.copies import light_copy
+
+__all__ = ["check_modes", "in_mode"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def in_mode(module: M, *, is_training: bool) -> M:
+    """Put a module into train or eval mode; return the module, whatever its method returns."""
+    if is_training:
+        module.train()
+    else:
+        module.eval()
+    return module
+
+
+def check_modes(module: nn.Module, param: str) -> None:
+    """Check on a copy that `train` and `eval` of a module and its parts set modes; the module is not changed.
+
+    Raises:
+        InvalidArgumentError: a method of one of these names does something else, such as a training loop.
+    """
+    own = [
+        (path, type(part).__qualname__, name)
+        for path, part in module.named_modules()
+        # torch calls `eval` of the whole, which calls `train` of every part.
+        for name in ("train", "eval")[: 1 if path else 2]
+        if _has_own(part, name)
+    ]
+    if not own:
+        return
+    copied = light_copy(module)
+    for path, kind, name in own:
+        part = copied.get_submodule(path)
+        if problem := _problem(part, name):
+            where = f" (its part {path!r})" if path else ""
+            raise InvalidArgumentError(
+                f"{param}{where}: {kind}.{name} is not the {name} of torch.nn.Module: {problem}. It is called to "
+                "switch between training and evaluation. Give your method another name."
+            )
+
+
+def _has_own(part: nn.Module, name: str) -> bool:
+    return name in vars(part) or not (getattr(type(part), name).__module__ or "").startswith(
+        "torch."
+    )
+
+
+def _problem(part: nn.Module, name: str) -> str:
+    """Describe what the method of this name does instead of setting the mode; "" if it sets it."""
+    method = getattr(part, name)
+    taken = [(True,), ()] if name == "train" else [()]
+    try:
+        for arguments in taken:
+            inspect.signature(method).bind(*arguments)
+    except TypeError as e:
+        wanted = "train(mode=True)" if name == "train" else "eval() without arguments"
+        return f"it cannot be called as {wanted}, because of a {e}"
+    # Set by hand: a mode that the method leaves as it is shows that it sets none.
+    for each in part.modules():
+        each.training = True
+    try:
+        method(False) if name == "train" else method()
+    except Exception as e:  # noqa: BLE001 - the user's own code
+        return f"called for eval mode it raised {type(e).__name__}: {e}"
+    return "called for eval mode it leaves `training` True" if part.training else ""

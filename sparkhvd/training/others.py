@@ -1,0 +1,358 @@
+"""State of the user's losses and metrics: parameters that are trained beside the model's, buffers, and states of objects.
+
+A loss may be a module, hold one, or be a function that names one. What belongs to the model is left to the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.metrics import AnyMetric, Metric
+from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
+from sparkhvd.training.to_device import to_cpu
+from sparkhvd.training.types import State, Stateful
+from sparkhvd.training.user_code.callbacks import unreadable
+
+__all__ = ["Others", "returned_loss"]
+
+_Found = tuple[str, "nn.Module | nn.Parameter", bool]
+
+
+class Others:
+    """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
+
+    Attributes:
+        parameters: by name, but for those of the model.
+        trained: those that an optimizer gets which a function makes: of losses, not of what functions merely name.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[object] = (),
+        metrics: Sequence[AnyMetric] = (),
+        model: nn.Module | None = None,
+        steps: Mapping[str, object] = MappingProxyType({}),
+        *,
+        trains: bool = True,
+    ) -> None:
+        """Find them.
+
+        Args:
+            losses: one per label.
+            metrics: those of functions count; torchmetrics begin anew with each pass.
+            model: of the fit.
+            steps: the user's functions that compute losses, by name.
+            trains: the losses train the model.
+        """
+        functions = {f"loss{i}": loss for i, loss in enumerate(losses)}
+        functions |= {f"metric {m.name}": m.function for m in metrics if isinstance(m, Metric)}
+        functions.update({name: step for name, step in steps.items() if step is not None})
+        self._of_model = _ids(model)
+        self._roots: list[tuple[str, nn.Module]] = []
+        self._objects: dict[str, Stateful] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.trained: list[nn.Parameter] = []
+        for name, function in functions.items():
+            self._add(name, function, trains=trains and name.startswith("loss"))
+        # Of frozen ones that nobody has written to since, the program has the values.
+        self._versions: dict[str, int] = {}
+        self._loaded: set[str] = set()
+
+    def _add(self, name: str, function: object, *, trains: bool) -> None:
+        if _has_state(function) and id(function) not in map(id, self._objects.values()):
+            self._objects[name] = cast("Stateful", function)
+        for path, found, is_own in _held(function):
+            full = f"{name}.{path}" if path else name
+            known = {id(module) for _, module in self._roots}
+            if id(found) in self._of_model | known:
+                continue
+            if isinstance(found, nn.Parameter):
+                named = {full: found}
+            else:
+                self._roots.append((full, found))
+                named = {f"{full}.{n}": p for n, p in found.named_parameters()}
+            taken = self._of_model | set(map(id, self.parameters.values()))
+            new = {n: p for n, p in named.items() if id(p) not in taken}
+            self.parameters.update(new)
+            if trains and is_own:
+                self.trained += [p for p in new.values() if p.requires_grad]
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self._roots or self._objects)
+
+    @property
+    def has_tensors(self) -> bool:
+        """True if there is a parameter or buffer."""
+        return bool(self.parameters or self.buffers())
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules by name, those of the model left out, each once."""
+        seen = set(self._of_model)
+        for root, module in self._roots:
+            for path, part in module.named_modules():
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield f"{root}.{path}" if path else root, part
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers as they are now, saved by state dicts or not."""
+        return {
+            f"{name}.{leaf}": value
+            for name, part in self.modules()
+            for leaf, value in part._buffers.items()
+            if value is not None
+        }
+
+    def load_buffers(self, values: Mapping[str, Tensor | None]) -> None:
+        """Give buffers these values; None empties one."""
+        parts = dict(self.modules())
+        with torch.no_grad():
+            for name, value in values.items():
+                path, _, leaf = name.rpartition(".")
+                old = parts[path]._buffers.get(leaf) if path in parts else None
+                if old is not None and value is not None and old.shape == value.shape:
+                    old.copy_(value)
+                elif path in parts:
+                    parts[path]._buffers[leaf] = None if value is None else value.to(self._device())
+
+    def _device(self) -> torch.device:
+        tensors = itertools.chain(self.parameters.values(), self.buffers().values())
+        return next((each.device for each in tensors), torch.device("cpu"))
+
+    def extra_states(self) -> State:
+        """Return the extra states of modules that have one, on the CPU."""
+        return {
+            name: to_cpu(part.get_extra_state())
+            for name, part in self.modules()
+            if type(part).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def load_extra_states(self, states: Mapping[str, object]) -> None:
+        """Load the states of `extra_states`."""
+        parts = dict(self.modules())
+        for name in parts.keys() & states.keys():
+            parts[name].set_extra_state(states[name])
+
+    def to(self, device: torch.device) -> None:
+        """Move modules and parameters to a device, in place: an optimizer holds these."""
+        for _, module in self._roots:
+            module.to(device)
+        for parameter in self.parameters.values():
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return everything for a checkpoint; {} if there is nothing.
+
+        Raises:
+            InvalidArgumentError: the state of an object cannot be read back.
+        """
+        if not self:
+            return {}
+        unchanged = {
+            name
+            for name, version in self._versions.items()
+            if self.parameters[name]._version == version and name not in self._loaded
+        }
+        return {
+            "parameters": {n: p.detach() for n, p in self.parameters.items() if n not in unchanged},
+            "buffers": self.buffers(),
+            "extra": self.extra_states(),
+            "objects": {
+                name: _readable(name, each.state_dict()) for name, each in self._objects.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
+        """Load what a checkpoint holds; entries that it lacks stay as they are.
+
+        Raises:
+            InvalidArgumentError: a parameter has another shape, or is not there.
+        """
+        for name, value in state.get("parameters", {}).items():
+            own = self.parameters.get(name)
+            if own is None or own.shape != value.shape:
+                found = "none" if own is None else f"{tuple(own.shape)}"
+                raise InvalidArgumentError(
+                    f"{what} not fit this loss: parameter {name!r} has shape {tuple(value.shape)} there and {found} here. Give the same "
+                    "loss, or another run_id."
+                )
+        with torch.no_grad():
+            for name, value in state.get("parameters", {}).items():
+                self.parameters[name].copy_(value)
+                self._loaded.add(name)
+        self.load_buffers(state.get("buffers", {}))
+        self.load_extra_states(state.get("extra", {}))
+        for name in self._objects.keys() & state.get("objects", {}).keys():
+            self._objects[name].load_state_dict(state["objects"][name])
+
+    def rank_state(self) -> State:
+        """Return what differs between ranks inside an epoch, on the CPU; {} if nothing can."""
+        state = {
+            "buffers": to_cpu(self.buffers()),
+            "extra": self.extra_states(),
+            "objects": {name: to_cpu(each.state_dict()) for name, each in self._objects.items()},
+        }
+        return state if any(state.values()) else {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a rank's own state."""
+        self.load_state_dict(state, "")
+
+    # -- ranks ---------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Give all ranks rank 0's state; all ranks must call it, before the first step.
+
+        Checkpoints leave out parameters that neither the optimizer holds nor anybody changes afterwards: the program has them.
+        """
+        if not self:
+            return
+        if self.parameters:
+            hvd.broadcast_parameters(self.parameters, 0)
+        self.share()
+        stepped = _stepped(optimizer)
+        self._versions = {
+            name: p._version
+            for name, p in self.parameters.items()
+            if id(p) not in stepped and (optimizer is not None or not p.requires_grad)
+        }
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that an optimizer holds, with names that none of the model's has."""
+        stepped = _stepped(optimizer)
+        return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
+
+    def share(self) -> None:
+        """Give all ranks rank 0's buffers and states, which batches of their own have changed; all ranks must call it."""
+        if not (self._roots or self._objects):
+            return
+        state = self.rank_state() if hvd.rank() == 0 else None
+        state = hvd.broadcast_object(state, 0, name="others")
+        if hvd.rank():
+            gone = self.buffers().keys() - state.get("buffers", {}).keys()
+            self.load_buffers(dict.fromkeys(gone))
+            self.load_rank_state(state)
+
+
+def _readable(name: str, state: State) -> State:
+    if kind := unreadable(state):
+        raise InvalidArgumentError(
+            f"The {name} has a {kind} in its state_dict(), which a checkpoint cannot be read with. It may hold numbers, texts, "
+            "lists, dicts and tensors."
+        )
+    return state
+
+
+def returned_loss(
+    losses: Sequence[object], model: nn.Module, module: nn.Module, state: Mapping[str, Any]
+) -> object:
+    """Return the losses of a fit with their trained state: one, or a list with one per label. Those without state are not copied.
+
+    Args:
+        losses: as the user gave them.
+        model: of the user.
+        module: the trained one, to whose tensors a loss refers that refers to the model's.
+        state: of a checkpoint.
+    """
+    made = losses
+    if state and Others(losses, (), model):
+        made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
+        Others(made).load_state_dict(state, "The state of the checkpoint does")
+    return made[0] if all(each is made[0] for each in made) else list(made)
+
+
+def _stepped(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(p) for group in groups for p in group["params"]}
+
+
+def _ids(model: nn.Module | None) -> set[int]:
+    if model is None:
+        return set()
+    return {id(part) for part in itertools.chain(model.modules(), model.parameters())}
+
+
+def _has_state(value: object) -> bool:
+    """Return True for an object with a state that is no module."""
+    is_object = not isinstance(value, (nn.Module, type, types.FunctionType, functools.partial))
+    return is_object and all(
+        callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict")
+    )
+
+
+def _is_constant(module: nn.Module) -> bool:
+    """Return True for a loss of torch, whose buffers are options: the weights of classes."""
+    return type(module).__module__ == "torch.nn.modules.loss"
+
+
+def _held(function: object, depth: int = 3) -> Iterator[_Found]:
+    """Yield the modules and parameters of a loss: path, object, and whether the loss is or has it, rather than names it."""
+    if isinstance(function, nn.Parameter):
+        yield "", function, True
+    elif isinstance(function, nn.Module):
+        if not _is_constant(function):
+            yield "", function, True
+    elif depth and isinstance(function, types.FunctionType):
+        for name, value in _named_by(function).items():
+            yield from ((_joined(name, p), found, False) for p, found, _ in _held(value, depth - 1))
+    elif depth and not isinstance(function, (type, str, types.ModuleType)):
+        for name, value in _parts(function).items():
+            yield from ((_joined(name, p), found, own) for p, found, own in _held(value, depth - 1))
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if name and path else name or path
+
+
+def _parts(value: object) -> dict[str, object]:
+    """Return the objects that a callable object holds, by name; those of our wrappers are the user's loss itself."""
+    if isinstance(value, functools.partial):
+        arguments = {str(i): each for i, each in enumerate(value.args)}
+        return {"": value.func, **arguments, **value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"": value.__self__}
+    if not callable(value):
+        return {}
+    parts = getattr(value, "__dict__", {})
+    if type(value).__module__.startswith("sparkhvd."):
+        return dict(
+            itertools.islice(((("", each) for each in parts.values() if callable(each))), 1)
+        )
+    return dict(parts)
+
+
+def _named_by(function: types.FunctionType) -> dict[str, object]:
+    """Return what a function refers to, closure and globals, where pickles hold it by value."""
+    found: dict[str, object] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # empty
+            continue
+    if _is_by_value(function):
+        names = sorted(set(function.__code__.co_names) & {*function.__globals__})
+        found.update({n: function.__globals__[n] for n in names if n not in found})
+    return found
+
+
+def _is_by_value(function: Callable[..., object]) -> bool:
+    """Return True if pickles hold a function with its globals, rather than its name."""
+    home = getattr(function, "__module__", None) or "__main__"
+    if home == "__main__" or home in cloudpickle.list_registry_pickle_by_value():
+        return True
+    return getattr(sys.modules.get(home), function.__name__, None) is not function

@@ -1,0 +1,275 @@
+"""Check that losses and metrics compare each row's output with the label of that row.
+
+`((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels. Such a
+function gives the same number when the labels of a batch are permuted; one that pairs rows gives another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.metrics import AnyMetric, Metric, no_broadcast
+from sparkhvd.training.modules.copies import copy_function
+from sparkhvd.training.types import Loss
+
+__all__ = ["unpaired"]
+
+# Larger outputs are not made up.
+_MOST_ELEMENTS = 1 << 23
+_FEW_ROWS, _MANY_ROWS = 3, 12
+_NUM_PERMUTATIONS = 3
+_HALF = (torch.float16, torch.bfloat16)
+# Globals that a function may change; other objects are too many to copy.
+_CHANGEABLE = (nn.Module, Tensor, dict, list, set)
+
+Function = Callable[[Tensor, Tensor], object]
+# Makes outputs or labels of the shape and dtype of an example.
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def unpaired(
+    losses: Sequence[Loss],
+    metrics: Sequence[AnyMetric],
+    outputs: Sequence[Tensor],
+    labels: Sequence[Tensor],
+) -> str:
+    """Compute losses and metrics of made-up rows; describe those that do not pair rows, or return "".
+
+    The functions are copied and random numbers put back, so nothing changes. One that raises is left to the training.
+
+    Args:
+        losses: one per label.
+        metrics: those of functions are checked.
+        outputs: of a few rows, one per label; their shapes, dtypes and devices count.
+        labels: as the losses get them.
+
+    Raises:
+        InvalidArgumentError: torch warns that a loss or metric broadcasts.
+    """
+    found = []
+    for i, loss in enumerate(losses):
+        if not _is_torchs(loss) and not _pairs(loss, outputs[i], labels[i], "loss"):
+            found.append(_text("loss", outputs[i], labels[i]))
+    for metric in metrics:
+        if not isinstance(metric, Metric) or isinstance(metric.function, str):
+            continue
+        output, label = outputs[metric.label].detach(), labels[metric.label]
+        name = f"metric {metric.name!r}"
+        if not _pairs(metric.function, output, label, name, is_metric=True):
+            found.append(_text(name, output, label))
+    if not found:
+        return ""
+    return (
+        " ".join(found)
+        + " Where a function compares whole batches by intention, set pairs_rows=False."
+    )
+
+
+def _text(name: str, output: Tensor, label: Tensor) -> str:
+    shapes = [str(("rows", *t.shape[1:])).replace("'", "") for t in (output, label)]
+    line = "output = output.reshape(label.shape)"
+    if output.shape == label.shape and label.ndim == 2 and label.shape[1] == 1:
+        line = "output, label = output.squeeze(1), label.squeeze(1)"
+    return (
+        f"{name} gives the same number when the labels of a batch are permuted: it does not compare each row's output with the label of "
+        f"that row. It gets the output as {shapes[0]} and the label as {shapes[1]}; if it removes or adds an axis of one alone, "
+        f"they broadcast to all pairs of rows. Begin it with `{line}`."
+    )
+
+
+def _is_torchs(loss: object) -> bool:
+    """Return True for a loss of torch itself, whose shapes are matched."""
+    while isinstance(loss, (functools.partial, ClassMean)):
+        loss = loss.func if isinstance(loss, functools.partial) else loss.loss
+    kind = loss if isinstance(loss, types.FunctionType) else type(loss)
+    return (getattr(kind, "__module__", None) or "").startswith("torch.nn.")
+
+
+def _pairs(
+    function: Function, output: Tensor, label: Tensor, name: str, *, is_metric: bool = False
+) -> bool:
+    """Return False if a function depends on the labels, and in no trial on which row has which."""
+    num_rows = _num_rows(output, label)
+    if num_rows == 0:
+        return True
+    # The training computes losses of outputs in 16 bits in float32.
+    output, label = (t.float() if t.dtype in _HALF else t for t in (output, label))
+    examples = [t.detach()[:1].expand(num_rows, *t.shape[1:]) for t in (output, label)]
+    depends = False
+    with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
+        call = _copied(function)
+        for number, (draw_output, draw_label) in enumerate(_draws(output, label)):
+            generator = torch.Generator().manual_seed(number)
+            made = draw_output(examples[0], generator)
+            given, other = (draw_label(examples[1], generator) for _ in range(2))
+            orders = [
+                torch.randperm(num_rows, generator=generator) for _ in range(_NUM_PERMUTATIONS)
+            ]
+            value = _value(call, made, given, name)
+            if value is None:
+                continue
+            # One after the other: a loss may be a large network, and the first mostly tells.
+            permuted = (_value(call, made, given[order], name) for order in orders)
+            if not all(_is_close(value, each, output.dtype) for each in permuted):
+                return True
+            # The mean error (output - label).mean() is the same for all shapes: nothing is lost by them.
+            others = [_other_axes(given)] if is_metric else [other]
+            depends |= not all(
+                _is_close(value, _value(call, made, each, name), output.dtype) for each in others
+            )
+    return not depends
+
+
+class _LeftAlone(Exception):
+    """The function cannot be copied, so it is not called."""
+
+
+def _copied(function: Function) -> Function:
+    """Copy a function with its closure and the objects of its module that it names, so that calls change nothing.
+
+    Raises:
+        _LeftAlone: it cannot be copied.
+    """
+    try:
+        if not isinstance(function, types.FunctionType):
+            return copy.deepcopy(function)
+        names = {
+            n: function.__globals__[n] for n in _names(function.__code__) & {*function.__globals__}
+        }
+        owned = {n: copy.deepcopy(v) for n, v in names.items() if isinstance(v, _CHANGEABLE)}
+        return copy_function(function, {}, {**function.__globals__, **owned})
+    except Exception as e:
+        raise _LeftAlone from e
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return the global names of code and of the functions in it."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _value(call: Function, output: Tensor, label: Tensor, name: str) -> float | None:
+    """Return the number that a function gives, or the mean of its numbers; None where it raises or gives none.
+
+    Raises:
+        InvalidArgumentError: torch warns that it broadcasts.
+    """
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with no_broadcast(name):
+                result = call(output, label)
+        result = result[0] if isinstance(result, tuple) else result
+        value = float(torch.as_tensor(result).detach().double().mean())
+    except InvalidArgumentError as e:
+        if isinstance(e.__cause__, UserWarning):
+            raise
+        return None
+    except Exception:  # noqa: BLE001 - made-up numbers may not suit it
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _is_close(a: float, b: float | None, dtype: torch.dtype) -> bool:
+    if b is None:
+        return True
+    return abs(a - b) <= 100 * torch.finfo(dtype).eps * max(abs(a), abs(b))
+
+
+@contextlib.contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """Put back the generators of torch, numpy and random."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+# --- made-up rows -----------------------------------------------------------------------------------------------
+
+
+def _num_rows(output: Tensor, label: Tensor) -> int:
+    """Return a number of rows that no other axis has; 0 where none are made up."""
+    if not output.is_floating_point() or not (len(output) and len(label)):
+        return 0
+    elements = max(math.prod(t.shape[1:]) for t in (output, label))
+    if elements > _MOST_ELEMENTS:
+        return 0
+    rows = _MANY_ROWS if elements * _MANY_ROWS <= 1 << 16 else _FEW_ROWS
+    while rows in {*output.shape[1:], *label.shape[1:]}:
+        rows += 1
+    return rows
+
+
+def _other_axes(label: Tensor) -> Tensor:
+    return label.squeeze(1) if label.ndim == 2 and label.shape[1] == 1 else label.unsqueeze(1)
+
+
+def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:
+    """Yield ways to make up rows. Functions may take logits, probabilities or values, and compare them with a bound."""
+    if label.is_floating_point():
+        yield from (
+            (_normal, _normal),
+            (_uniform, _uniform),
+            (_normal, _uniform),
+            (_wide, _wide),
+            (_normal, functools.partial(_whole, 2)),
+            (_wide, functools.partial(_whole, 2)),
+        )
+        return
+    # The class axis is the second, as for cross-entropy.
+    is_classes = output.ndim > 1 and label.shape[1:] != output.shape[1:]
+    classes = functools.partial(_whole, max(2, output.shape[1]) if is_classes else 2)
+    yield from ((_normal, classes), (_uniform, classes), (_wide, classes))
+    yield _wide, functools.partial(_whole, 20)
+
+
+def _rows_differ(
+    example: Tensor, generator: torch.Generator, draw: Callable[..., Tensor]
+) -> Tensor:
+    """Draw numbers that differ between rows more than inside them."""
+    per_row = (len(example), *[1] * (example.ndim - 1))
+    drawn = (
+        draw(per_row, generator=generator) + draw(tuple(example.shape), generator=generator)
+    ) / 2
+    return drawn.to(example)
+
+
+def _normal(example: Tensor, generator: torch.Generator) -> Tensor:
+    return _rows_differ(example, generator, torch.randn)
+
+
+def _uniform(example: Tensor, generator: torch.Generator) -> Tensor:
+    return _rows_differ(example, generator, torch.rand)
+
+
+def _wide(example: Tensor, generator: torch.Generator) -> Tensor:
+    return 10 * _normal(example, generator)
+
+
+def _whole(bound: int, example: Tensor, generator: torch.Generator) -> Tensor:
+    return (
+        (_uniform(example.new_empty(example.shape, dtype=torch.float64), generator) * bound)
+        .floor()
+        .to(example)
+    )

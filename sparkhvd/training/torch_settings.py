@@ -1,0 +1,225 @@
+"""Process-wide settings of torch that change results: from the driver to ranks and to workers of `transform`.
+
+A setting travels where it differs from torch's default, so that an unchanged session sends none. What another version of torch
+does not have is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+
+__all__ = ["TorchSettings", "as_on_driver", "held", "settings_here"]
+
+# Values by the names of `_SETTINGS`.
+TorchSettings: TypeAlias = "Mapping[str, Any]"
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Process-wide setting of torch.
+
+    Attributes:
+        name: as users know it, below `torch`.
+        get: returns the value; raises in versions without it.
+        put: sets it.
+        defaults: torch's own values, of all versions and builds.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    defaults: tuple[object, ...]
+
+
+def _function(getter: str, setter: str, *defaults: object) -> _Setting:
+    get, put = operator.attrgetter(getter), operator.attrgetter(setter)
+    return _Setting(setter, lambda: get(torch)(), lambda value: put(torch)(value), defaults)
+
+
+def _attribute(path: str, *defaults: object) -> _Setting:
+    parent, _, name = path.rpartition(".")
+    get, of = operator.attrgetter(path), operator.attrgetter(parent)
+    return _Setting(path, lambda: get(torch), lambda v: setattr(of(torch), name, v), defaults)
+
+
+def _library(kind: str) -> _Setting:
+    """Describe a choice of a library, whose getter returns a value of an enumeration and sets it too."""
+    choose = operator.attrgetter(f"backends.cuda.preferred_{kind}_library")
+    return _Setting(
+        f"backends.cuda.preferred_{kind}_library",
+        lambda: choose(torch)().name.lower(),
+        lambda value: choose(torch)(value),
+        ("default", "cublas"),
+    )
+
+
+def _autocast_dtype(device: str, default: torch.dtype) -> _Setting:
+    return _Setting(
+        f"set_autocast_dtype({device!r})",
+        lambda: torch.get_autocast_dtype(device),
+        lambda value: torch.set_autocast_dtype(device, value),
+        (default,),
+    )
+
+
+def _flushes_denormals() -> bool:
+    """Return True if numbers too small for a normal float become 0; torch has no getter."""
+    return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
+
+
+# Settings of older versions stand above those that replace them, which they set as well.
+_SETTINGS = (
+    _function("get_default_dtype", "set_default_dtype", torch.float32),
+    _function("get_float32_matmul_precision", "set_float32_matmul_precision", "highest"),
+    _function("get_deterministic_debug_mode", "set_deterministic_debug_mode", 0),
+    _attribute("utils.deterministic.fill_uninitialized_memory", True),
+    _Setting("set_flush_denormal", _flushes_denormals, torch.set_flush_denormal, (False,)),
+    _Setting(
+        "autograd.set_detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+        ((False, True),),
+    ),
+    _autocast_dtype("cpu", torch.bfloat16),
+    _autocast_dtype("cuda", torch.float16),
+    _attribute("backends.cudnn.enabled", True),
+    _attribute("backends.cudnn.benchmark", False),
+    _attribute("backends.cudnn.benchmark_limit", 10, None),
+    _attribute("backends.cudnn.deterministic", False),
+    _attribute("backends.cudnn.allow_tf32", True),
+    _attribute("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", True),
+    _attribute("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", True),
+    _attribute("backends.cuda.matmul.allow_fp16_accumulation", False),
+    _function("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp", True),
+    _function(
+        "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp", True
+    ),
+    _function("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp", True),
+    _function("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp", True),
+    _function(
+        "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+        "backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+        False,
+    ),
+    _library("linalg"),
+    _library("blas"),
+    _attribute("backends.mkldnn.enabled", True),
+    _attribute("backends.mkldnn.deterministic", False),
+    _attribute("backends.mkldnn.allow_tf32", False, None),
+    _function("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled", True),
+    _attribute("backends.opt_einsum.strategy", "auto", None),
+    _attribute("backends.quantized.engine", "x86", "qnnpack", "none"),
+    _attribute("backends.fp32_precision", "none"),
+    _attribute("backends.cuda.matmul.fp32_precision", "none"),
+    _attribute("backends.cudnn.conv.fp32_precision", "tf32", "none"),
+    _attribute("backends.cudnn.rnn.fp32_precision", "tf32", "none"),
+    _attribute("backends.mkldnn.matmul.fp32_precision", "none"),
+    _attribute("backends.mkldnn.conv.fp32_precision", "none"),
+    _attribute("backends.mkldnn.rnn.fp32_precision", "none"),
+)
+_BY_NAME = {setting.name: setting for setting in _SETTINGS}
+_UNKNOWN = object()
+
+
+def settings_here() -> dict[str, Any]:
+    """Return the settings of this process that are not torch's defaults; warns of those that hold only in this process."""
+    for text in _only_here():
+        warnings.warn(text, stacklevel=2)
+    values = {setting.name: _value(setting) for setting in _SETTINGS}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not _UNKNOWN and value not in _BY_NAME[name].defaults
+    }
+
+
+def _value(setting: _Setting) -> Any:
+    # Versions that do not have it, and those that refuse to tell an older setting after a newer one of the same thing was set.
+    try:
+        return setting.get()
+    except (AttributeError, RuntimeError):
+        return _UNKNOWN
+
+
+def _only_here() -> Iterator[str]:
+    """Yield a sentence for each setting of this process, or thread, that is not carried."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        yield (
+            f"torch.set_default_device({str(device)!r}) holds in this process only: ranks and workers of transform make tensors on the CPU, "
+            "unless the model says where, and choose their device by use_gpu. In forward give device=x.device."
+        )
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if kinds:
+        yield (
+            f"torch.autocast({kinds[0]!r}) is on here, and holds in this thread only, in neither ranks nor workers of transform. Give "
+            "precision='bf16-mixed' or '16-mixed'."
+        )
+
+
+@contextlib.contextmanager
+def as_on_driver(settings: TorchSettings) -> Iterator[None]:
+    """Set in this process what `settings_here` returned on the driver; put back what was there when the block ends.
+
+    A setting that cannot be made here is a warning.
+    """
+    before = {name: _value(_BY_NAME[name]) for name in settings if name in _BY_NAME}
+    for name, value in settings.items():
+        _put(name, value, before.get(name, _UNKNOWN))
+    try:
+        yield
+    finally:
+        # In this order too: an older name sets newer ones, which have their own values after it.
+        for name, value in before.items():
+            # Not one that had the driver's value: another thread may have set it, and puts it back.
+            if value is not _UNKNOWN and value != settings[name]:
+                _quietly(_BY_NAME[name], value)
+
+
+def _put(name: str, value: object, before: object) -> None:
+    if value == before:
+        return
+    try:
+        setting = _BY_NAME[name]
+        if _value(setting) != value:  # not set by an older name
+            _quietly(setting, value)
+    except Exception as e:  # noqa: BLE001 - whatever another version or build says
+        warnings.warn(
+            f"The driver has set torch.{name} to {value!r}, which cannot be set here: {type(e).__name__}: {e}. Results may differ.",
+            stacklevel=2,
+        )
+
+
+def _quietly(setting: _Setting, value: object) -> None:
+    """Set a value without torch's recommendations of newer names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        setting.put(value)
+
+
+class _HasSettings(Protocol):
+    @property
+    def torch_settings(self) -> TorchSettings: ...
+
+
+Spec = TypeVar("Spec", bound=_HasSettings)
+Result = TypeVar("Result")
+
+
+def held(function: Callable[[Spec], Result]) -> Callable[[Spec], Result]:
+    """Run a function of a spec with the driver's settings of torch."""
+
+    @functools.wraps(function)
+    def run(spec: Spec) -> Result:
+        with as_on_driver(spec.torch_settings):
+            return function(spec)
+
+    return run

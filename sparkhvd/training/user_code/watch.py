@@ -1,0 +1,210 @@
+"""Changes of the model by callbacks: those that a checkpoint keeps, and those that it cannot keep.
+
+A run that is launched again or resumes builds model and optimizer as the program has them, loads the checkpoint and calls `on_train_begin`, then
+`on_epoch_begin`. What these two do again may be anything but new parameters; attributes of modules with plain values are kept; the rest is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["Watch", "is_plain"]
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_ABSENT = object()
+# Kinds of differences.
+_PARAMETER, _BUFFER, _LAYER, _ATTRIBUTE, _HOOK = "parameter", "buffer", "layer", "attribute", "hook"
+
+# By the name of a module, a parameter, or of the optimizer: for each kind what it has.
+_Seen = dict[str, dict[str, Mapping[Any, object]]]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Difference between two looks at the model: what `owner` has under `name` of a kind."""
+
+    kind: str
+    owner: str
+    name: object
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        full = f"{self.owner}.{self.name}".strip(".")
+        verb = "is another one"
+        if self.before is _ABSENT or self.after is _ABSENT:
+            verb = "is new" if self.before is _ABSENT else "is gone"
+        if self.kind == _HOOK:
+            return f"a hook of {self.owner or 'the model'!r} {verb}"
+        if self.kind == _LAYER:
+            return f"the layer {self.owner!r} {verb}"
+        return f"the {self.kind} {full!r} {verb}"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Change that no checkpoint keeps."""
+
+    what: str
+    callback: str
+    method: str
+    epoch: int
+    before: object
+
+
+class Watch:
+    """Notes what the callbacks of this rank change.
+
+    Attributes:
+        attributes: (module, attribute) of plain values that callbacks have set.
+        regrouped: by methods that repeat and have changed the parameters of the optimizer's groups: the epoch, and those of before.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Watch a model, and hooks of its optimizer."""
+        self._model = model
+        self._optimizer = optimizer
+        self._made: dict[tuple[str, str, object], _Made] = {}
+        self.attributes: set[tuple[str, str]] = set()
+        self.regrouped: dict[str, tuple[int, list[list[Tensor]]]] = {}
+
+    @contextmanager
+    def during(self, callback: object, method: str, epoch: int) -> Iterator[None]:
+        """Note what a method of a callback changes inside the block.
+
+        Raises:
+            InvalidArgumentError: it has changed parameters or saved buffers, other than their values.
+        """
+        if method == "on_train_end":  # behind the last checkpoint
+            yield
+            return
+        before, groups = self._look(), self._groups()
+        yield
+        if self.regrouped.get(method, (epoch,))[0] != epoch:  # another epoch's
+            del self.regrouped[method]
+        if method in ("on_train_begin", "on_epoch_begin") and not _is_same(groups, self._groups()):
+            self.regrouped.setdefault(method, (epoch, groups))
+        for each in _differences(before, self._look()):
+            self._note(each, callback, method, epoch)
+
+    def check(self, epoch: int) -> None:
+        """Refuse changes that a run which resumes in this epoch would not have.
+
+        Raises:
+            InvalidArgumentError: there is one; the message names the callback.
+        """
+        for made in self._made.values():
+            if made.method == "on_train_begin":
+                continue
+            if made.method == "on_epoch_begin" and made.epoch == epoch:
+                continue
+            raise InvalidArgumentError(
+                f"The callback {made.callback} has changed the model in {made.method} of epoch {made.epoch}: {made.what}. No checkpoint "
+                "holds that, and a run that resumes would differ. Do it in on_train_begin, which is called then too."
+            )
+
+    def _note(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
+        name = type(callback).__name__
+        if each.kind in (_PARAMETER, _BUFFER):
+            raise InvalidArgumentError(
+                f"The callback {name} has changed the model in {method}: {each}. A run that resumes could not load its checkpoints. "
+                "Build the model with all of its parameters and buffers before fit, and freeze what is not used yet by requires_grad_(False)."
+            )
+        if each.kind == _ATTRIBUTE and not (callable(each.before) or callable(each.after)):
+            if is_plain(each.after):
+                self.attributes.add((each.owner, str(each.name)))
+            return  # others come from `forward`, such as outputs that a layer remembers
+        if hasattr(callback, "load_state_dict"):  # which may do it again
+            return
+        key = (each.kind, each.owner, each.name)
+        made = self._made.get(key)
+        before = each.before if made is None else made.before
+        if each.after is before and (made is None or made.method != "on_train_begin"):
+            self._made.pop(key, None)  # undone
+        else:
+            self._made[key] = _Made(str(each), name, method, epoch, before)
+
+    def _groups(self) -> list[list[Tensor]]:
+        if self._optimizer is None:
+            return []
+        # Of a distributed optimizer not the property, which would wait.
+        groups = self._optimizer.__dict__["param_groups"]
+        return [list(group["params"]) for group in groups]
+
+    def _look(self) -> _Seen:
+        seen: _Seen = {}
+        for name, module in self._model.named_modules():
+            own = vars(module)
+            hooks = [own.get(kind) for kind in _HOOKS]
+            seen[name] = {
+                _LAYER: {"": module},
+                _ATTRIBUTE: own.copy(),
+                _PARAMETER: module._parameters.copy(),
+                _BUFFER: module._buffers.copy(),
+                _HOOK: _joined(hooks) if any(hooks) else {},
+            }
+        for name, parameter in self._model.named_parameters():
+            hooks = [getattr(parameter, kind, None) for kind in _OF_TENSORS]
+            if any(hooks):
+                seen.setdefault(name, {})[_HOOK] = _joined(hooks)
+        if self._optimizer is not None:
+            hooks = [getattr(self._optimizer, kind, None) for kind in _OF_OPTIMIZERS]
+            if any(hooks):
+                seen["the optimizer"] = {_HOOK: _joined(hooks)}
+        return seen
+
+
+def _is_same(before: list[list[Tensor]], after: list[list[Tensor]]) -> bool:
+    return [list(map(id, group)) for group in before] == [list(map(id, group)) for group in after]
+
+
+def is_plain(value: object) -> bool:
+    """Check whether a checkpoint can hold the value of an attribute."""
+    if isinstance(value, dict):
+        return all(is_plain(each) for each in (*value.keys(), *value.values()))
+    if type(value) in (list, tuple):
+        return all(is_plain(each) for each in value)  # type: ignore[attr-defined]
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _joined(hooks: list[Any]) -> dict[object, object]:
+    """Return hooks by kind and number, without our own, which an added group of parameters brings."""
+    return {
+        (kind, number): function
+        for kind, of_kind in enumerate(hooks)
+        for number, function in (of_kind or {}).items()
+        if not str(getattr(function, "__module__", "")).startswith("sparkhvd.torch.")
+    }
+
+
+def _differences(before: _Seen, after: _Seen) -> Iterator[_Difference]:
+    for owner in before.keys() | after.keys():
+        old, new = before.get(owner, {}), after.get(owner, {})
+        for kind in old.keys() | new.keys():
+            yield from _of_kind(kind, owner, old.get(kind, {}), new.get(kind, {}))
+
+
+def _of_kind(
+    kind: str, owner: str, old: Mapping[Any, object], new: Mapping[Any, object]
+) -> Iterator[_Difference]:
+    if len(old) == len(new) and all(map(operator.is_, old.values(), new.values())):
+        return
+    for name in old.keys() | new.keys():
+        was, is_now = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        if was is is_now or (kind == _ATTRIBUTE and name in _OF_TORCH):
+            continue
+        # A buffer may get another tensor.
+        if kind != _BUFFER or was is _ABSENT or is_now is _ABSENT:
+            yield _Difference(kind, owner, name, was, is_now)

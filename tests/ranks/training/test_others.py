@@ -1,0 +1,322 @@
+"""Losses and metrics with parameters, buffers and states: trained, shared, kept and given back."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator import Callback, TorchModel
+from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.loss_functions import resolve_losses
+from sparkhvd.training.optimizer import check_optimizer
+from sparkhvd.training.others import Others, returned_loss
+from tests.harness.ranks import RanksFailed
+from tests.ranks.training.ranks import RUN_DIR, Case, linear, without_times
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+class Uncertain(nn.Module):
+    """A loss with a learned weight of the task, as for several tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(1))
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        error = ((output - label) ** 2).mean()
+        return (error * torch.exp(-self.log_var) + self.log_var).squeeze()
+
+
+class Centred(nn.Module):
+    """A loss with a buffer that follows the rows of a rank, and a count that state dicts leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * label.detach().mean()
+        self.calls += 1
+        return ((output - label - self.centre) ** 2).mean()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def case(store: Store, loss: Any, optimizer: Any = adam, **fields: Any) -> Case:
+    options = {"batch_size": 16, "epochs": 2, **fields.pop("options", {})}
+    return Case(
+        store,
+        fields.pop("model", None) or linear(),
+        optimizer,
+        loss=loss,
+        options=options,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("kind", ["function", "instance", "closure", "method", "train_step"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_of_a_loss_are_trained_as_in_one_process(
+    store: Store, kind: str, size: int
+) -> None:
+    model, loss = linear(), Uncertain()
+    optimizer: Any = adam
+    if kind != "function":
+        optimizer = adam([*model.parameters(), loss.log_var])
+    given: Any = {"closure": lambda o, t: loss(o, t), "method": loss.forward}.get(kind, loss)
+    used = case(store, given, optimizer, model=model)
+    if kind == "train_step":
+
+        def step(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
+            result: Tensor = loss(model(batch["x"]), batch["y"][:, None])
+            return result
+
+        used.loss, used.user = None, {"train_step": step}
+    losses = [] if kind == "train_step" else [given]
+    steps = used.user
+    assert check_optimizer(optimizer, model, model, Others(losses, (), model, steps))
+    used.train(size)
+
+    # Plain PyTorch, in one process, on batches of all ranks.
+    expected, criterion = copy.deepcopy((model, loss))
+    plain = adam([*expected.parameters(), criterion.log_var])
+    for rows in batches(used, size, 2):
+        plain.zero_grad()
+        x, y = (torch.from_numpy(used.values[name][rows]) for name in "xy")
+        criterion(expected(x), y[:, None]).backward()
+        plain.step()
+    assert criterion.log_var.abs() > 0.05
+    found = used.checkpoint(2)
+    names = {"closure": "loss0.loss.log_var", "train_step": "train_step.loss.log_var"}
+    name = names.get(kind, "loss0.log_var")
+    assert set(found.others["parameters"]) == {name}  # and none that nobody changes
+    torch.testing.assert_close(found.others["parameters"][name], criterion.log_var.detach())
+    torch.testing.assert_close(found.model, dict(expected.state_dict()))
+    assert loss.log_var == 0  # what was given is not changed
+    if kind == "train_step":
+        return
+    made: Any = returned_loss([given], model, model, found.others)
+    back = (
+        made.__closure__[0].cell_contents if kind == "closure" else getattr(made, "__self__", made)
+    )
+    assert torch.equal(back.log_var, found.others["parameters"][name])
+    assert torch.equal(back.fixed, torch.ones(3))
+
+
+def batches(used: Case, size: int, epochs: int) -> list[Any]:
+    """Return the rows of each step over all ranks."""
+    with Reader(
+        used.store,
+        Manifest.load(used.store, "data/k/app"),
+        rank=0,
+        size=1,
+        batch_size=size * used.options["batch_size"],
+        seed=0,
+        shuffle=True,
+        drop_last=False,
+    ) as reader:
+        plans = [reader.plan(epoch) for epoch in range(epochs)]
+    return [plan.batch_rows(0, step) for plan in plans for step in range(plan.num_steps)]
+
+
+class Fails(Callback):
+    """Ends a run in a step behind its first checkpoint inside an epoch."""
+
+    behind: Checkpoints | None = None
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        if Fails.behind and ctx.epoch > 1:
+            time.sleep(0.02)  # they are written beside the training
+            if Fails.behind.latest_position() > (1, 0):
+                raise ValueError("a loss")
+
+
+class Counting:
+    """A metric that is an object with a state: it counts its calls in all epochs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, label: Tensor) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class Both(nn.Module):
+    """A loss with parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uncertain, self.centred = Uncertain(), Centred()
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        result: Tensor = self.uncertain(output, label) + self.centred(output, label)
+        return result
+
+
+@pytest.mark.parametrize("ended", ["inside an epoch", "between epochs"])
+def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, ended: str) -> None:
+    options = {"epochs": 3, "batch_size": 8, "has_validation": True, "validation": 0.25}
+    fields: dict[str, Any] = {"metrics": {"count": Counting()}, "user": {"callbacks": [Fails()]}}
+    other = Store.create(Path(store.url.removeprefix("file://")) / "2")
+    undisturbed = case(other, Both(), options=options, **fields)
+    expected = undisturbed.train(2)
+    interrupted = case(store, Both(), options=options, **fields)
+    if ended == "inside an epoch":
+        Fails.behind = Checkpoints(store, RUN_DIR)
+        try:
+            with pytest.raises(RanksFailed):
+                interrupted.train(2, checkpoint_interval_s=1e-6)
+        finally:
+            Fails.behind = None
+        assert Checkpoints(store, RUN_DIR).latest_position() > (1, 0)
+    else:
+        interrupted.train(2, epochs=1)
+    assert repr(without_times(interrupted.train(2))) == repr(without_times(expected))
+    found, wanted = interrupted.checkpoint(3), undisturbed.checkpoint(3)
+    for part in ("parameters", "buffers"):
+        assert found.others[part].keys() == wanted.others[part].keys()
+        for name, value in found.others[part].items():
+            assert torch.equal(value, wanted.others[part][name]), name
+    assert {"loss0.centred.centre", "loss0.centred.calls"} == found.others["buffers"].keys()
+    assert found.others["objects"] == wanted.others["objects"]
+    assert found.others["objects"]["metric count"]["calls"] > 6
+
+
+def test_a_run_starts_with_the_loss_of_another(store: Store) -> None:
+    case(store, Uncertain()).train(1)
+    path = Checkpoints(store, RUN_DIR).path(2)
+    trained = case(store, Uncertain()).checkpoint(2).others["parameters"]["loss0.log_var"]
+    further = case(store, Uncertain(), lambda p: torch.optim.SGD(p, lr=0.0))
+    store.write_bytes("kept.pt", store.read_bytes(path))
+    store.delete(RUN_DIR)
+    further.train(1, start_from="kept.pt")
+    assert torch.equal(further.checkpoint(2).others["parameters"]["loss0.log_var"], trained)
+
+
+def test_checkpoints_without_the_state_load_and_other_shapes_are_an_error(store: Store) -> None:
+    used = case(store, Uncertain(), options={"epochs": 1})
+    used.train(1)
+    checkpoints = Checkpoints(store, RUN_DIR)
+    whole = checkpoints.load(1)
+    checkpoints.save(replace(whole, others={}))
+    used.train(1, epochs=2)
+    assert used.checkpoint(2).others["parameters"]["loss0.log_var"] != 0
+
+    others = {**whole.others, "parameters": {"loss0.log_var": torch.zeros(2)}}
+    Checkpoints(store, RUN_DIR).save(replace(whole, others=others))
+    store.delete(checkpoints.path(2))
+    with pytest.raises(RanksFailed) as failed:
+        used.train(2, epochs=2)
+    for error in failed.value.errors.values():
+        assert "parameter 'loss0.log_var' has shape (2,) there and (1,) here" in str(error)
+
+
+def test_precision_clipping_and_compiled_models(store: Store) -> None:
+    options = {"precision": "bf16-mixed", "gradient_clip_norm": 0.1, "accumulate": 2, "epochs": 1}
+    used = case(store, Both(), options=options)
+    used.train(2)
+    assert used.checkpoint(1).others["parameters"]["loss0.uncertain.log_var"] != 0
+
+
+def test_sample_weights_and_several_labels_share_one_loss() -> None:
+    class PerRow(Uncertain):
+        reduction = "mean"
+
+    loss = PerRow()
+    given = (loss, loss)
+    used, _ = resolve_losses([loss, loss], 2, per_row=True)
+    assert list(Others(used).parameters) == list(Others(given).parameters)
+    assert [id(p) for p in Others(used).trained] == [id(loss.log_var)]
+
+
+def test_what_is_the_models_and_options_of_torchs_losses_are_left_out() -> None:
+    model = linear()
+
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.first = model, model[0].weight
+
+        def forward(self, output: Tensor, label: Tensor) -> Tensor:
+            return ((output - label) ** 2).mean() + self.first.norm()
+
+    own = Others([Penalty()], (), model)
+    assert (own.parameters, own.trained, own.buffers()) == ({}, [], {})
+    assert not Others([lambda o, t: model(o)], (), model).parameters
+    assert not Others([nn.CrossEntropyLoss(weight=torch.ones(3))])
+    assert returned_loss([nn.MSELoss], model, model, {}) is nn.MSELoss
+
+
+def test_an_optimizer_of_another_model_is_still_refused() -> None:
+    model = linear()
+    loss = Uncertain()
+    with pytest.raises(
+        InvalidArgumentError, match="the model does not have: .* Those of the loss may be in it"
+    ):
+        check_optimizer(adam(linear().parameters()), model, model, Others([loss], (), model))
+
+
+def test_a_metric_whose_state_cannot_be_read_back_is_named(store: Store) -> None:
+    class Odd(Counting):
+        def state_dict(self) -> dict[str, Any]:
+            return {"store": store}
+
+    with pytest.raises(RanksFailed) as failed:
+        case(store, nn.MSELoss(), metrics={"odd": Odd()}).train(1)
+    assert str(failed.value.errors[0]).startswith("The metric odd has a Store in its state_dict()")
+
+
+def test_a_saved_model_has_its_loss() -> None:
+    net, loss = linear(), Uncertain()
+    with torch.no_grad():
+        loss.log_var.fill_(0.5)
+    model = TorchModel.from_module(net, loss=loss, feature_cols=["x"], label_cols=["y"])
+    got = model.getLoss()
+    assert got is not loss
+    assert got.log_var == 0.5
+    archive = Archive()
+    content = encode_model(model, archive)
+    assert content["loss"] == {"code": "loss", "what": f"{__name__}.Uncertain"}
+    assert not any(
+        "log_var" in name for name in archive.tensors
+    )  # the file of weights is the model's
+
+    class Reading:
+        prefixes: dict[str, str] = {}
+
+        def decode(self, name: str, value: object) -> object:
+            return net if name == "model" else loss
+
+    assert decode_fitted(content, Reading()).loss is loss  # type: ignore[arg-type]
+    content.pop("loss")  # as those that were saved before
+    assert decode_fitted(content, Reading()).loss is None  # type: ignore[arg-type]
+    plain = TorchModel.from_module(net, loss=nn.MSELoss(), feature_cols=["x"], label_cols=["y"])
+    assert "loss" not in encode_model(plain, Archive())
