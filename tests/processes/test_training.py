@@ -238,7 +238,12 @@ def compiled_weights(hvd: Any = None) -> list[float]:
 def graphs_of(hvd: Any) -> list[tuple[torch.Tensor, int]]:
     """Train what torch.compile captured, with gradients of its own, with views, and the whole step; return weights and number of graphs."""
     found = []
-    for as_views, whole in ((False, False), (True, False), (False, True)):
+    ways = [(False, False), (True, False)]
+    if hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):
+        ways.append(
+            (False, True)
+        )  # torch before 2.7 traces our hooks in a compiled step (docs/install.md)
+    for as_views, whole in ways:
         model = MLP.build()
         fast: Any = model if whole else torch.compile(model, backend="aot_eager")
         optimizer = hvd.DistributedOptimizer(
@@ -331,6 +336,6 @@ def test_hooks_on_parameters_do_not_break_the_graph(reports: list[dict[str, Any]
             assert torch.equal(result, reports[0]["graphs"][number][0])
             assert distance(result, values(model)) <= BOUNDS[torch.float64]
         # The second training may find the first's.
-        (_, first), (_, second), _ = report["graphs"]
+        (_, first), (_, second), *_ = report["graphs"]
         assert first == 1
         assert second <= 1

@@ -49,9 +49,11 @@ def describe() -> dict[str, Any]:
     import torch
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    # torch 2.4 calls a process pt_main_thread that imports it.
+    status["Name"] = status["Name"].replace("pt_main_thread", "sparkhvd-rank")
     shown = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "Threads")
     return {
-        **{name: status[name].strip() for name in shown},
+        **{field: status[field].strip() for field in shown},
         "environment": {n: v for n, v in os.environ.items() if n not in OF_THE_JOB},
         "cwd": os.getcwd(),
         "path": sys.path,
