@@ -42,6 +42,9 @@ _WORDS = {
     ", or use different names": "",
     ", or give the two tensors different names": "",
     "raise stall_shutdown_s": "raise the timeout of the group",
+    "or raise the timeout.": "or raise the timeout of the group.",
+    "that wait() was given. It goes on; wait again, or shut the engine down.": "timeout of wait(). The operation continues: wait again, "
+    "or destroy the group.",
     "Call shutdown() on a rank only": "Destroy a group on a rank only",
 }
 

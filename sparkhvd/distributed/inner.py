@@ -6,6 +6,7 @@ the configuration that was asked for, which is read at the first operation: only
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -117,11 +118,11 @@ class Inner:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """Return the types of devices for which the group has a backend, and torch the library."""
+        """Return the types of devices for which the group has a backend, torch the library, and this host a GPU."""
         return [
             device
             for device, backend in self._read().items()
-            if device == "cpu" or backend not in (OURS, "nccl") or dist.is_nccl_available()
+            if device == "cpu" or backend not in (OURS, "nccl") or _has_nccl()
         ]
 
     def backend(self) -> str:
@@ -178,6 +179,12 @@ class Inner:
                 # C++ that wants a group's backend, such as DDP's logger, asks ours.
                 self._owner._register_backend(torch.device(device), kind, made)
         return group
+
+
+@functools.cache
+def _has_nccl() -> bool:
+    """Return True where NCCL can run: builds of torch with CUDA have the library on hosts without a GPU, too."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:

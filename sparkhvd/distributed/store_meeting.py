@@ -48,8 +48,9 @@ def exchange(
     except (dist.DistStoreError, RuntimeError) as error:
         missing = [each for each, key in enumerate(keys) if not store.check([key])]
         raise CollectiveTimeoutError(
-            f"init_process_group('sparkhvd') on rank {rank}: ranks {missing} of {size} did not come within "
-            f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method, or raise timeout=."
+            f"a group of backend 'sparkhvd' on rank {rank}: ranks {missing} of {size} did not make it within the timeout of "
+            f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method and make a group on all of its "
+            "ranks, or raise the timeout."
         ) from error
     return [store.get(key).decode() for key in keys]
 
@@ -86,7 +87,7 @@ def monitored_barrier(
         store.delete_key(arrived)
         raise CollectiveTimeoutError(
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-            f"rank 0: no answer in {timeout_ms} ms. Look at the output of rank 0, which names the missing ranks."
+            f"rank 0: no answer within the timeout of {timeout_ms} ms. Look at the output of rank 0, which names the missing ranks."
         ) from error
     store.delete_key(passed)
 
@@ -101,7 +102,7 @@ def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool)
         named = missing if wait_all_ranks else missing[:1]
         raise CollectiveTimeoutError(
             f"[Rank 0]: {'Ranks' if len(named) > 1 else 'Rank'} {', '.join(named)} failed to pass monitoredBarrier in "
-            f"{timeout // timedelta(milliseconds=1)} ms. Look at what the missing ranks do."
+            f"{timeout // timedelta(milliseconds=1)} ms. Look at what the missing ranks do, or raise the timeout of the barrier."
         ) from error
     for key in arrived:
         store.delete_key(key)

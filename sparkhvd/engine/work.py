@@ -149,7 +149,7 @@ class Work:
                     return
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"{self._name}: not finished after the {timeout_s} s that wait() was given. It goes "
+                        f"{self._name}: not finished after the {timeout_s:g} s that wait() was given. It goes "
                         "on; wait again, or shut the engine down."
                     )
                 self._check()

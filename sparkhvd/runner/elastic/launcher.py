@@ -277,7 +277,8 @@ class Launcher:
         due.append(self._say_waiting_at)
         if not self._places:
             due.append(self._deadline)
-        return max(0.0, min((at for at in due if at is not None), default=now + 3600.0) - now)
+        # Nothing may be due: a wait without an end is more than the clock can hold.
+        return max(0.0, min(now + 3600.0, *(at for at in due if at is not None)) - now)
 
     def _fill(self) -> None:
         """Start and remove processes, by the slots that are there."""

@@ -92,6 +92,7 @@ def calls_of_torch_2_14() -> list[str]:
     group.gather_single(whole, own, root=size - 1).wait()
     wanted = torch.arange(float(size)).repeat_interleave(3)[:, None].expand(-1, 2)
     found = {
+        "timeouts": all(" timeout " in text for text in timeouts()),
         "gather_single": rank < size - 1 or torch.equal(whole, wanted),
         "tensors by keyword": torch.equal(by_keyword(group, rank), torch.full((2,), size - 1.0)),
         "options": group.options._timeout == timedelta(seconds=group.launcher.timeout_s),
@@ -107,10 +108,36 @@ def calls_of_torch_2_14() -> list[str]:
         dist.gather_single(own, parts if rank == 0 else None)
         found["dist.gather_single"] = rank > 0 or torch.equal(parts, wanted)
         found["get_backend_impl"] = dist.get_backend_impl(None, cpu) is group
+        found["get_backend_impl without a device"] = dist.get_backend_impl() is group
         found["reconfigure"] = not distributed_c10d._supports_reconfigure()
         found["window"] = not distributed_c10d._supports_window()
         dist.set_timeout(timedelta(seconds=group.launcher.timeout_s))
+    if torch.__version__ >= "2.15":  # before it takes groups of accelerators alone
+        made: Any = dist.split_group(None, [[each] for each in range(size)])
+        found["dist.split_group"] = made.size() == 1
+        dist.destroy_process_group(made)
     return [name for name, ok in found.items() if not ok]
+
+
+def timeouts() -> list[str]:
+    """Texts of errors of time-outs, after which the group is usable."""
+    texts = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.zeros(1)
+    work: Any = None
+    if rank == 0:
+        work = dist.irecv(tensor, size - 1, tag=7)
+        try:
+            work.wait(timedelta(seconds=0.05))
+        except RuntimeError as error:
+            texts.append(str(error))
+    dist.barrier()
+    if rank == size - 1:
+        dist.isend(torch.ones(1), 0, tag=7).wait()  # type: ignore[union-attr]
+    if rank == 0:
+        work.wait()
+        texts.append(f"received {tensor.item()} within the timeout " if tensor.item() == 1 else "")
+    return texts
 
 
 def by_keyword(group: Any, rank: int) -> Tensor:

@@ -176,6 +176,17 @@ def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has
     )
 
 
+def test_a_job_in_which_all_have_joined_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "WAITING_S", 0.1)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = Launcher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
+    events.put(Decided((0, 1)))
+    events.put(Formed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
+    for number in (0, 1):
+        threading.Timer(0.5, events.put, [Ended(number, 0)]).start()
+    assert job.run(events).has_finished
+
+
 def test_processes_of_a_program_without_ranks_all_run_to_their_end() -> None:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = Launcher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
