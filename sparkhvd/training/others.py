@@ -68,6 +68,8 @@ class Others:
             self._add(name, function, trains=trains and name.startswith("loss"))
         # Of frozen ones that nobody has written to since, the program has the values.
         self._versions: dict[str, int] = {}
+        # Buffers as they were at first: a class weight that training leaves alone is the program's, too.
+        self._first_buffers: dict[str, Tensor] = {}
         self._loaded: set[str] = set()
 
     def _add(self, name: str, function: object, *, trains: bool) -> None:
@@ -170,12 +172,21 @@ class Others:
         }
         return {
             "parameters": {n: p.detach() for n, p in self.parameters.items() if n not in unchanged},
-            "buffers": self.buffers(),
+            "buffers": {n: b for n, b in self.buffers().items() if self._is_changed(n, b)},
             "extra": self.extra_states(),
             "objects": {
                 name: _readable(name, each.state_dict()) for name, each in self._objects.items()
             },
         }
+
+    def _is_changed(self, name: str, buffer: Tensor) -> bool:
+        first = self._first_buffers.get(name)
+        return (
+            first is None
+            or name in self._loaded
+            or first.shape != buffer.shape
+            or not torch.equal(first, buffer.cpu())
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
         """Load what a checkpoint holds; entries that it lacks stay as they are.
@@ -196,6 +207,7 @@ class Others:
                 self.parameters[name].copy_(value)
                 self._loaded.add(name)
         self.load_buffers(state.get("buffers", {}))
+        self._loaded |= state.get("buffers", {}).keys()
         self.load_extra_states(state.get("extra", {}))
         for name in self._objects.keys() & state.get("objects", {}).keys():
             self._objects[name].load_state_dict(state["objects"][name])
@@ -225,6 +237,7 @@ class Others:
         if self.parameters:
             hvd.broadcast_parameters(self.parameters, 0)
         self.share()
+        self._first_buffers = {n: b.detach().cpu().clone() for n, b in self.buffers().items()}
         stepped = _stepped(optimizer)
         self._versions = {
             name: p._version

@@ -14,10 +14,11 @@ import random
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.class_mean import ClassMean
@@ -32,8 +33,11 @@ _MOST_ELEMENTS = 1 << 23
 _FEW_ROWS, _MANY_ROWS = 3, 12
 _NUM_PERMUTATIONS = 3
 _HALF = (torch.float16, torch.bfloat16)
-# Globals that a function may change; other objects are too many to copy.
-_CHANGEABLE = (nn.Module, Tensor, dict, list, set)
+# Globals that are not copied: a loss cannot change them, or they are of a session or data.
+_UNCHANGING = (types.ModuleType, type, types.BuiltinFunctionType, np.ndarray)
+_LARGE = {"pyspark", "py4j", "pandas", "pyarrow"}
+# A smaller function is copied for each call, so that state which it changes is put back.
+_SMALL_BYTES = 1 << 20
 
 Function = Callable[[Tensor, Tensor], object]
 # Makes outputs or labels of the shape and dtype of an example.
@@ -110,7 +114,7 @@ def _pairs(
     examples = [t.detach()[:1].expand(num_rows, *t.shape[1:]) for t in (output, label)]
     depends = False
     with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
-        call = _copied(function)
+        call = _caller(function)
         for number, (draw_output, draw_label) in enumerate(_draws(output, label)):
             generator = torch.Generator().manual_seed(number)
             made = draw_output(examples[0], generator)
@@ -133,26 +137,55 @@ def _pairs(
     return not depends
 
 
+def _caller(function: Function) -> Function:
+    """Return a copy of a function, each call of which begins with the state of the first where that is small."""
+    made, num_bytes = _copied(function)
+    if num_bytes > _SMALL_BYTES:
+        return made
+    return lambda output, label: _copied(function)[0](output, label)
+
+
 class _LeftAlone(Exception):
     """The function cannot be copied, so it is not called."""
 
 
-def _copied(function: Function) -> Function:
-    """Copy a function with its closure and the objects of its module that it names, so that calls change nothing.
+def _copied(function: Function) -> tuple[Function, int]:
+    """Copy a function with what it refers to and could change; return the copy and the bytes of its tensors.
 
     Raises:
         _LeftAlone: it cannot be copied.
     """
+    memo: dict[int, Any] = {}
     try:
-        if not isinstance(function, types.FunctionType):
-            return copy.deepcopy(function)
-        names = {
-            n: function.__globals__[n] for n in _names(function.__code__) & {*function.__globals__}
-        }
-        owned = {n: copy.deepcopy(v) for n, v in names.items() if isinstance(v, _CHANGEABLE)}
-        return copy_function(function, {}, {**function.__globals__, **owned})
+        if isinstance(function, types.FunctionType):
+            made: Function = _copied_function(function, function.__module__, memo)
+        else:
+            made = copy.deepcopy(function, memo)
     except Exception as e:
         raise _LeftAlone from e
+    return made, sum(each.nbytes for each in memo.values() if isinstance(each, Tensor))
+
+
+def _copied_function(
+    function: types.FunctionType, home: str, memo: dict[int, Any]
+) -> types.FunctionType:
+    """Copy a function with its closure, the globals that it names, and the functions of its module that it calls."""
+    if id(function) in memo:
+        found: types.FunctionType = memo[id(function)]
+        return found
+    made = copy_function(function, memo, function.__globals__)
+    made.__dict__.update(copy.deepcopy(vars(function), memo))
+    for name in _names(function.__code__) & {*function.__globals__}:
+        value = function.__globals__[name]
+        if isinstance(value, types.FunctionType):
+            if value.__module__ == home:
+                made.__globals__[name] = _copied_function(value, home, memo)
+        elif (
+            not isinstance(value, _UNCHANGING)
+            and type(value).__module__.partition(".")[0] not in _LARGE
+        ):
+            made.__globals__[name] = copy.deepcopy(value, memo)
+    return made
 
 
 def _names(code: types.CodeType) -> set[str]:

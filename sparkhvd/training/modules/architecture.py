@@ -306,14 +306,18 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         kept = tensors_of(module)
         named = [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(t): n for n, t in named if n in kept}
+        self._written: set[str] = set()  # with their attributes, which may refer to each other
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
         name = self._names.get(id(value))
         if name is None or not isinstance(value, Tensor):
             return None
         pid = (name, isinstance(value, nn.Parameter), value.requires_grad)
+        if name in self._written or not vars(value):
+            return pid
+        self._written.add(name)
         # Attributes that the user set, for example for groups of an optimizer.
-        return (*pid, dict(vars(value))) if vars(value) else pid
+        return (*pid, dict(vars(value)))
 
     def reducer_override(self, value: object) -> Any:
         if self._with_hooks and isinstance(value, Tensor) and (hooks := hooks_of(value)):
@@ -356,9 +360,9 @@ class _ShellUnpickler(pickle.Unpickler):
             if is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad)
                 self._new.add(name)
-            for entries in attributes:
-                vars(tensor).update(entries)
             self._made[name] = tensor
+        for entries in attributes:
+            vars(self._made[name]).update(entries)
         return self._made[name]
 
     def load(self) -> Any:

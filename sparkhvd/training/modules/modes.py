@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.modules.copies import light_copy
+from sparkhvd.training.modules.copies import copied
 
 __all__ = ["check_modes", "in_mode"]
 
@@ -39,9 +39,9 @@ def check_modes(module: nn.Module, param: str) -> None:
     ]
     if not own:
         return
-    copied = light_copy(module)
+    trial = copied(module)  # with memory of its own: the method may be a loop that trains
     for path, kind, name in own:
-        part = copied.get_submodule(path)
+        part = trial.get_submodule(path)
         if problem := _problem(part, name):
             where = f" (its part {path!r})" if path else ""
             raise InvalidArgumentError(

@@ -270,7 +270,8 @@ class Callbacks:
         """Load every callback's state of a checkpoint, if it has one."""
         self.stopped = str(state.get("stopped", ""))
         for i, callback in enumerate(self._all):
-            if callback in self._called and (saved := state.get(_key(i, callback))) is not None:
+            is_called = any(callback is each for each in self._called)
+            if is_called and (saved := state.get(_key(i, callback))) is not None:
                 callback.load_state_dict(saved)  # type: ignore[attr-defined]  # its state_dict was saved
 
 

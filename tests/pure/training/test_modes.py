@@ -132,6 +132,9 @@ class OwnLoop(nn.Module):
 
 class LoopOfEpochs(OwnLoop):
     def train(self, epochs: int = 10) -> list[float]:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
         return [0.0 for _ in range(epochs)]
 
 
@@ -160,8 +163,11 @@ class Raises(OwnLoop):
 def test_a_method_of_another_meaning_is_named_before_any_job(
     kind: type[nn.Module], says: str
 ) -> None:
+    model = kind()
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(InvalidArgumentError, match="model: " + says):
-        check_model(kind())
+        check_model(model)
+    assert all(map(torch.equal, model.parameters(), before))
     if kind is EvalOfRows:  # nobody calls that of a part
         check_model(nn.Sequential(kind()))
     else:

@@ -238,6 +238,40 @@ def test_nothing_is_changed() -> None:
         assert (loss.scale.item(), loss.scale.grad) == (1.0, torch.full((1,), 7.0))
 
 
+RANDOM, CALLS = np.random.default_rng(0), []
+
+
+def noted(output: Tensor) -> Tensor:
+    CALLS.append(1)
+    return output
+
+
+def noisy(output: Tensor, label: Tensor) -> Tensor:
+    noisy.calls = getattr(noisy, "calls", 0) + 1  # type: ignore[attr-defined]
+    return ((noted(output) + float(RANDOM.normal()) / 1000 - label) ** 2).mean()
+
+
+def test_generators_and_objects_that_a_loss_names_are_as_before() -> None:
+    before = RANDOM.bit_generator.state
+    assert said(noisy) == ""
+    assert (RANDOM.bit_generator.state, CALLS, vars(noisy)) == (before, [], {})
+
+
+class Annealed:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, label: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls / 1000 * ((output.squeeze() - label) ** 2).mean()
+
+
+def test_each_call_begins_with_the_state_of_the_first() -> None:
+    loss = Annealed()
+    assert "permuted" in said(loss)
+    assert loss.calls == 0
+
+
 def test_no_other_warning_is_shown() -> None:
     def warns(output: Tensor, label: Tensor) -> Tensor:
         warnings.warn("of a function", stacklevel=1)

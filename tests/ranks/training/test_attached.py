@@ -171,6 +171,15 @@ def test_descriptions_hold_attributes_and_no_hooks() -> None:
     assert describe(model) is None  # it is pickled
 
 
+def test_parameters_that_refer_to_each_other_are_pickled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, last = model[0].weight, model[1].weight
+    first.partner, last.partner = last, first  # type: ignore[attr-defined]
+    loaded = load_shell(dump_shell(model), tensors_of(model))
+    assert loaded[0].weight.partner is loaded[1].weight
+    assert loaded[1].weight.partner is loaded[0].weight
+
+
 def test_predictions_need_no_hooks() -> None:
     model = nn.Linear(2, 1)
     lock = threading.Lock()

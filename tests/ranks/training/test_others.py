@@ -221,6 +221,29 @@ def test_a_run_starts_with_the_loss_of_another(store: Store) -> None:
     assert torch.equal(further.checkpoint(2).others["parameters"]["loss0.log_var"], trained)
 
 
+class Scaled(nn.Module):
+    """A loss with a buffer that training leaves alone, as weights of classes are."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.register_buffer("alpha", torch.tensor(alpha))
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        return self.alpha * ((output - label) ** 2).mean()
+
+
+def test_a_run_that_starts_from_another_has_the_buffers_of_its_own_loss(store: Store) -> None:
+    case(store, Scaled(1.0), lambda p: torch.optim.SGD(p, lr=0.0)).train(1)
+    store.write_bytes("kept.pt", store.read_bytes(Checkpoints(store, RUN_DIR).path(2)))
+    losses = {}
+    for alpha in (1.0, 1000.0):
+        store.delete(RUN_DIR)
+        further = case(store, Scaled(alpha), lambda p: torch.optim.SGD(p, lr=0.0))
+        further.train(1, start_from="kept.pt")
+        losses[alpha] = further.checkpoint(2).history[-1]["loss"]
+    assert losses[1000.0] == pytest.approx(1000 * losses[1.0])
+
+
 def test_checkpoints_without_the_state_load_and_other_shapes_are_an_error(store: Store) -> None:
     used = case(store, Uncertain(), options={"epochs": 1})
     used.train(1)
