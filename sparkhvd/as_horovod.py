@@ -1,8 +1,8 @@
 """The name `horovod` for the modules of `sparkhvd.horovod`, in processes that ask for it.
 
 `import horovod.torch` then gives the module `sparkhvd.horovod.torch` itself, so that a class has one identity under both names.
-A finder of imports does it: nothing is written, and no distribution is called horovod. The processes that this one starts do the
-same, because they inherit a variable.
+A finder of imports does it: nothing is written, and no distribution is called horovod. Python programs that this process starts
+have the name, too: they inherit a variable, and a PYTHONPATH with the folder `import_path`, whose `horovod` installs the finder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ __all__ = [
     "install",
     "install_if_asked",
     "is_installed",
+    "path_variables",
     "stub",
     "variables",
 ]
@@ -37,6 +38,7 @@ __all__ = [
 # Processes with the value 1 have the name.
 VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
+_IMPORT_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "import_path")
 # Where a module is looked for, in this order.
 _HOMES = (
     ("horovod", "sparkhvd.horovod"),
@@ -243,7 +245,9 @@ def install() -> None:
             f"install_as_horovod(): {getattr(present, '__file__', None) or present} has been imported as horovod. Call it "
             "before the first import of horovod."
         )
-    os.environ[VARIABLE] = "1"  # noqa: TID251 - for the processes that this one starts
+    environ = os.environ  # noqa: TID251 - for the processes that this one starts
+    environ[VARIABLE] = "1"
+    environ.update(path_variables(environ))
     if not is_installed():
         sys.meta_path.insert(0, _Finder())
         _tell_spawned()
@@ -283,6 +287,16 @@ def install_if_asked() -> None:
 
 def _is_asked() -> bool:
     return os.environ.get(VARIABLE) == "1"  # noqa: TID251 - not a setting: it changes what a process imports
+
+
+def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONPATH by which Python programs of an environment import `horovod`; empty where it does not ask for the name."""
+    if environ.get(VARIABLE) != "1":
+        return {}
+    others = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    if _IMPORT_PATH in others:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([_IMPORT_PATH, *others])}
 
 
 def variables() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Callable
@@ -87,10 +88,12 @@ class Handover:
                 invitation, listener, ask, self.num_threads, self.local_rank, self.gpu
             )
             install(member)
+            atexit.register(member.close)
             return member
         job = Job.from_json(self.job)
         made = SocketRendezvous(job, listener, ask)
         install(made)
+        atexit.register(made.close)  # init() may come again before
         rank_context.install(
             rank_context.RankContext(
                 job.rank, job.size, self.local_rank, job.attempt, self.num_threads, self.gpu

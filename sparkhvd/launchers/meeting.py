@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import multiprocessing
@@ -92,6 +93,7 @@ def meet() -> Rendezvous | None:
     mark(place.job, by_variables=True)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)
+    atexit.register(made.close)  # init() may come again before
     # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     here = topology(job.rank, hosts)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkhvd import processors
+from sparkhvd import as_horovod, processors
 from sparkhvd.elastic import Invitation
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.handover import Handover
@@ -50,7 +50,11 @@ def _handed_over(
 ) -> HandedOver:
     place = Place(handover, listener, is_own=False)
     sockets = [fd for fd in listener.filenos() if fd >= 0]
-    found = {**variables, **place.variables(variables, is_inherited=True)}
+    found = {
+        **variables,
+        **as_horovod.path_variables(variables),
+        **place.variables(variables, is_inherited=True),
+    }
     return HandedOver(rank, found, [place.descriptor, *sockets], place)
 
 

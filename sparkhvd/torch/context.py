@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import socket
 import threading
 import weakref
 from collections import defaultdict
@@ -23,7 +24,7 @@ from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError, NotInitializedError
 from sparkhvd.rendezvous import SingleRendezvous
-from sparkhvd.topology import Topology
+from sparkhvd.topology import Topology, horovod_variables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,7 +197,10 @@ def initialize(
                 place = rendezvous.arrive()
             alone = None if place is None else SingleRendezvous(rendezvous.settings)
             engine = _make_engine(alone or rendezvous)
-            _process.context = Context(engine, cleanup.pop_all(), rendezvous, place)
+            made = Context(engine, cleanup.pop_all(), rendezvous, place)
+            _process.context = made
+        known = horovod_variables(made.place, socket.gethostname())
+        os.environ.update(known)  # noqa: TID251 - for what reads Horovod's; an outer launcher's are of another job
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())

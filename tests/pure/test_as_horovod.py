@@ -185,7 +185,11 @@ assert page(text) == text, "The table of names is old. Write it anew: python -m 
 
 
 def place(extra):
+    import subprocess
     import horovod.torch as hvd
+
+    child = [sys.executable, "-c", "import horovod; print(horovod.__name__)"]
+    assert subprocess.check_output(child, text=True) == "sparkhvd.horovod\\n"
 
     hvd.init()
     return hvd.rank(), hvd.size(), extra, hvd.__name__
@@ -204,10 +208,13 @@ if __name__ == "__main__":
 """
 
 SCRIPT = """
+import os
 import sys
 import horovod.torch as hvd
 
 hvd.init()
+place = [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "CROSS_SIZE")]
+assert place == [str(hvd.rank()), str(hvd.size()), str(hvd.local_rank()), "1"], place
 print(__name__, hvd.rank(), hvd.size(), sys.argv[1:], flush=True)
 """
 
@@ -278,13 +285,35 @@ def test_processes_of_multiprocessing_have_it(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == wanted, done.stderr
 
 
-def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "which", ["program of a shell", *left_to_soak("another rank", "itself", "program of it")]
+)
+def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path, which: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2"]
-    command = [sys.executable, "-u", str(tmp_path / "train.py"), "a"]
+    script = str(tmp_path / "train.py")
+    started = f"import subprocess; subprocess.run([{sys.executable!r}, {script!r}, 'a'], check=True)"
+    command = {
+        "itself": [sys.executable, "-u", script, "a"],
+        "program of it": [sys.executable, "-c", started],
+        "program of a shell": ["sh", "-c", f"HOROVOD_RANK=7 {sys.executable} {script} a | cat"],
+    }[which]
     done = run(*launcher, *command, SPARKHVD_AS_HOROVOD="1")
     said = sorted(line.partition("] ")[2] for line in (done.stdout + done.stderr).splitlines())
     assert said == ["__main__ 0 2 ['a']", "__main__ 1 2 ['a']"], done.stderr
+
+
+def test_programs_of_a_process_with_the_name_have_it_unless_it_is_off(other: Path) -> None:
+    on = as_horovod.path_variables({as_horovod.VARIABLE: "1", "PYTHONPATH": f"{other}:{ROOT}"})
+    assert on["PYTHONPATH"].endswith(f":{other}:{ROOT}")
+    assert as_horovod.path_variables({as_horovod.VARIABLE: "1", **on}) == {}  # it is there
+    assert as_horovod.path_variables({"PYTHONPATH": str(other)}) == {}
+    code = "import horovod; print(horovod.__file__)"
+    found = [run(sys.executable, "-c", code, **on, **{as_horovod.VARIABLE: v}) for v in "10"]
+    wanted = [ROOT / "sparkhvd" / "horovod", other / "horovod"]
+    assert [done.stdout for done in found] == [f"{each}/__init__.py\n" for each in wanted]
+    alone = run(sys.executable, "-c", code, PYTHONPATH=on["PYTHONPATH"].partition(":")[0])
+    assert "No module named 'horovod'" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_killed_ranks_are_replaced_and_the_others_stay(three: ElasticRun) -> Non
     assert three.end() == 0
     done = {int(match[1]) for match in three.wait_for(r"^\[(\d+)\] done at", 3)}
     assert done == {3, 4, 5}
+    assert not any("ResourceWarning" in line for line in three.lines)
     first, *others = three.changes()
     assert re.match(r"3 ranks in \d+\.\d\d s: 3 on localhost$", first)
     told = " ".join(others)

@@ -57,15 +57,24 @@ def check(output: str, size: int) -> None:
 
 def run(command: Sequence[str]) -> str:
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(),
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
 
 def test_torchrun(script: str) -> None:
-    flags = ("--nproc-per-node", "2", "--master-port", "0")
-    check(run([sys.executable, "-m", "torch.distributed.run", *flags, script]), 2)
+    flags = ("--nproc-per-node", "2", "--master-port", "0", "--no-python")
+    command = [sys.executable, "-W", "error", script]
+    output = run([sys.executable, "-m", "torch.distributed.run", *flags, *command])
+    check(output, 2)
+    assert "ResourceWarning" not in output
 
 
 def of_mpi(rank: int, size: int, **changed: str) -> dict[str, str]:

@@ -1,0 +1,18 @@
+"""Give programs that a rank starts the name `horovod`: `as_horovod` puts this folder's parent on their PYTHONPATH.
+
+Where the name is off, `import horovod` finds what it would find without this folder.
+"""
+
+import importlib
+import os
+import sys
+
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _FOLDER]
+del sys.modules[__name__]
+if os.environ.get("SPARKHVD_AS_HOROVOD") == "1":  # noqa: TID251 - not a setting: it changes what a process imports
+    from sparkhvd import as_horovod
+
+    as_horovod.install()
+# The import system returns what is now in sys.modules.
+importlib.import_module(__name__)
