@@ -14,7 +14,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
@@ -112,7 +112,7 @@ class Outcome:
     job_id: str = ""
     warnings: tuple[str, ...] = ()
     unsent: tuple[tuple[int, str, int], ...] = ()
-    num_parts: int = 0
+    num_parts: int = field(default=0, compare=False)  # of the way to the driver, not of the rank
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` rebuilds this outcome."""
