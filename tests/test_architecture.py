@@ -26,6 +26,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
 ENVIRONMENT = {
     "sparkhvd/as_horovod.py": "whether processes have the name horovod, for those that this one starts",
+    "sparkhvd/import_path/horovod.py": "whether this process has the name horovod",
+    "sparkhvd/torch/context.py": "Horovod's variables of a rank's place, for what reads them",
     "sparkhvd/distributed/inner.py": "Gloo's own, by which a user chooses its network interfaces",
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",

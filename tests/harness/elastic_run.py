@@ -38,7 +38,14 @@ class ElasticRun:
         self.stop = folder / "stop"
         self.lines: list[str] = []
         command = [sys.executable, "-m", "sparkhvd.runner.command", *flags]
-        command += [sys.executable, "-W", "error::ResourceWarning", str(SCRIPT), str(self.stop), *script]
+        command += [
+            sys.executable,
+            "-W",
+            "error::ResourceWarning",
+            str(SCRIPT),
+            str(self.stop),
+            *script,
+        ]
         if flags[0] == "-c":  # a program that calls a function, whose argument is the file
             command = [sys.executable, *flags, str(self.stop)]
         self.process = subprocess.Popen(

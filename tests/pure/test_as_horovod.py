@@ -292,7 +292,9 @@ def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path, whic
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2"]
     script = str(tmp_path / "train.py")
-    started = f"import subprocess; subprocess.run([{sys.executable!r}, {script!r}, 'a'], check=True)"
+    started = (
+        f"import subprocess; subprocess.run([{sys.executable!r}, {script!r}, 'a'], check=True)"
+    )
     command = {
         "itself": [sys.executable, "-u", script, "a"],
         "program of it": [sys.executable, "-c", started],

@@ -84,7 +84,16 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
     flags = ("-np", "2", "-x", "GIVEN=a b", "--output-filename", str(folder), "-prefix-timestamp")
     # The ranks are programs of programs that sparkhvdrun starts, which hand no descriptor on.
     wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
-    command = [sys.executable, "-c", wrapper, sys.executable, "-W", "error", str(script), "children"]
+    command = [
+        sys.executable,
+        "-c",
+        wrapper,
+        sys.executable,
+        "-W",
+        "error",
+        str(script),
+        "children",
+    ]
     ended = run(*flags, "--gloo", *command)
     assert ended.returncode == 0, ended.stderr
     said = sorted(line.split(" ", 1)[1] for line in ended.stdout.splitlines())

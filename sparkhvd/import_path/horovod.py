@@ -1,13 +1,13 @@
-"""Give programs that a rank starts the name `horovod`: `as_horovod` puts this folder's parent on their PYTHONPATH.
+"""Give programs that a rank starts the name `horovod`: `as_horovod` puts this folder on their PYTHONPATH.
 
-Where the name is off, `import horovod` finds what it would find without this folder.
+Where the name is off, `import horovod` finds what it would find without this file.
 """
 
 import importlib
 import os
 import sys
 
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _FOLDER]
 del sys.modules[__name__]
 if os.environ.get("SPARKHVD_AS_HOROVOD") == "1":  # noqa: TID251 - not a setting: it changes what a process imports
