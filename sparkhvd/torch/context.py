@@ -200,7 +200,10 @@ def initialize(
             made = Context(engine, cleanup.pop_all(), rendezvous, place)
             _process.context = made
         known = horovod_variables(made.place, socket.gethostname())
-        os.environ.update(known)  # noqa: TID251 - for what reads Horovod's; an outer launcher's are of another job
+        variables = os.environ  # noqa: TID251 - for what reads Horovod's; an outer launcher's are of another job
+        # Libraries that look for these would take a process on its own for a rank.
+        if made.place.size > 1 or known.keys() & variables.keys():
+            variables.update(known)
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())

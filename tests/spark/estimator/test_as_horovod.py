@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ class Model(TorchModel):
 def as_horovod_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = list(sys.meta_path)
     monkeypatch.setenv(as_horovod.VARIABLE, "0")
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     as_horovod.install()
     yield
     sys.meta_path[:] = before
