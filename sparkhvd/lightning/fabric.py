@@ -71,7 +71,7 @@ class Strategy(_Base):  # type: ignore[misc]
         """Start no processes."""
 
     def _setup_distributed(self) -> None:
-        self._set_world_ranks()  # anew after an exception
+        self._set_world_ranks()  # again after an exception
         process_group.ensure()
 
     @property
