@@ -1,7 +1,8 @@
 """Process-wide settings of torch that change results: from the driver to ranks and to workers of `transform`.
 
 A setting travels where it differs from torch's default, so that an unchanged session sends none. What another version of torch
-does not have is left out.
+does not have is left out. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform`
+set their own), view replay, and how `Module.to` replaces parameters.
 """
 
 from __future__ import annotations
@@ -70,6 +71,28 @@ def _autocast_dtype(device: str, default: torch.dtype) -> _Setting:
     )
 
 
+def _autocast_caches() -> _Setting:
+    return _Setting(
+        "set_autocast_cache_enabled",
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+        (True,),
+    )
+
+
+def _checks_sparse_tensors() -> _Setting:
+    def put(value: bool) -> None:
+        checks = torch.sparse.check_sparse_tensor_invariants
+        (checks.enable if value else checks.disable)()
+
+    return _Setting(
+        "sparse.check_sparse_tensor_invariants",
+        lambda: torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        put,
+        (False,),
+    )
+
+
 def _flushes_denormals() -> bool:
     """Return True if numbers too small for a normal float become 0; torch has no getter."""
     return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
@@ -88,6 +111,8 @@ _SETTINGS = (
         lambda value: torch.autograd.set_detect_anomaly(*value),
         ((False, True),),
     ),
+    _checks_sparse_tensors(),
+    _autocast_caches(),
     _autocast_dtype("cpu", torch.bfloat16),
     _autocast_dtype("cuda", torch.float16),
     _attribute("backends.cudnn.enabled", True),
@@ -95,6 +120,9 @@ _SETTINGS = (
     _attribute("backends.cudnn.benchmark_limit", 10, None),
     _attribute("backends.cudnn.deterministic", False),
     _attribute("backends.cudnn.allow_tf32", True),
+    _attribute("backends.cudnn.depthwise_kernel", "auto"),
+    _attribute("backends.miopen.immediate", False),
+    _function("cuda.tunable.is_enabled", "cuda.tunable.enable", False),
     _attribute("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", True),
     _attribute("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", True),
     _attribute("backends.cuda.matmul.allow_fp16_accumulation", False),
@@ -109,8 +137,14 @@ _SETTINGS = (
         "backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         False,
     ),
+    # The order in which attention looks for a kernel; before torch 2.7 there are fewer.
+    _function(
+        "_C._get_sdp_priority_order", "_C._set_sdp_priority_order", [1, 2, 0, 3, 4], [1, 2, 0, 3]
+    ),
     _library("linalg"),
     _library("blas"),
+    _library("rocm_fa"),
+    _function("_C._get_nnpack_enabled", "backends.nnpack.set_flags", True),
     _attribute("backends.mkldnn.enabled", True),
     _attribute("backends.mkldnn.deterministic", False),
     _attribute("backends.mkldnn.allow_tf32", False, None),
@@ -119,12 +153,15 @@ _SETTINGS = (
     _attribute("backends.quantized.engine", "x86", "qnnpack", "none"),
     _attribute("backends.fp32_precision", "none"),
     _attribute("backends.cuda.matmul.fp32_precision", "none"),
+    _attribute("backends.cudnn.fp32_precision", "none"),
     _attribute("backends.cudnn.conv.fp32_precision", "tf32", "none"),
     _attribute("backends.cudnn.rnn.fp32_precision", "tf32", "none"),
+    _attribute("backends.mkldnn.fp32_precision", "none"),
     _attribute("backends.mkldnn.matmul.fp32_precision", "none"),
     _attribute("backends.mkldnn.conv.fp32_precision", "none"),
     _attribute("backends.mkldnn.rnn.fp32_precision", "none"),
 )
+_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 _BY_NAME = {setting.name: setting for setting in _SETTINGS}
 _UNKNOWN = object()
 
@@ -162,6 +199,12 @@ def _only_here() -> Iterator[str]:
         yield (
             f"torch.autocast({kinds[0]!r}) is on here, and holds in this thread only, in neither ranks nor workers of transform. Give "
             "precision='bf16-mixed' or '16-mixed'."
+        )
+    of_all = vars(torch.nn.modules.module)
+    if any(of_all.get(f"_global_{kind}_hooks") for kind in _HOOKS):
+        yield (
+            "Hooks of all modules (torch.nn.modules.module.register_module_...) are called in this process only, in neither ranks nor "
+            "workers of transform. Register hooks of the model itself, which go with it."
         )
 
 
