@@ -7,6 +7,7 @@ Each module imports only those above it:
 
     types             types that training shares
     hashing           SHA-256 of files
+    references        what a user's loss, metric or step function refers to
     together          seeds, and errors that all ranks raise together
     to_device         batches and modules to the rank's device
     precision         mixed precision

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
@@ -58,7 +59,24 @@ def check_optimizer(
             "optimizer is LBFGS, which evaluates the loss several times per step; fit evaluates it once. Give "
             "another optimizer, or write the loop yourself with sparkhvd.runner.run."
         )
+    if others is not None:
+        _warn_of_untrained(built, others, is_made=built is not optimizer)
     return built
+
+
+def _warn_of_untrained(optimizer: torch.optim.Optimizer, others: Others, *, is_made: bool) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if is_made:  # over light copies
+        held |= {id(p) for p in others.trained}
+    names = others.untrained(held)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"The optimizer does not hold parameters that require a gradient and to which the loss refers: {', '.join(names[:3])}{more}. They "
+            "are not trained. Give an optimizer over the model's parameters and these, or make the loss an nn.Module that has them; call "
+            "requires_grad_(False) on them if they are fixed.",
+            stacklevel=3,
+        )
 
 
 def _check_instance(
@@ -81,13 +99,13 @@ def _check_instance(
                 )
 
 
-def _light(others: Others | None) -> list[nn.Parameter]:
+def _light(others: Others | None) -> list[Tensor]:
     """Return the parameters of losses as new objects over the same memory."""
     return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
 
 
 def build_optimizer(
-    optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[nn.Parameter] = ()
+    optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
     """Return the optimizer for this model: the instance, or the one that the function makes of its parameters.
 

@@ -1,19 +1,16 @@
 """State of the user's losses and metrics: parameters that are trained beside the model's, buffers, and states of objects.
 
-A loss may be a module, hold one, or be a function that names one. What belongs to the model is left to the model.
+A loss may be a module, hold one, or be a function that names one: whatever `references` finds. What belongs to the model is left to
+the model.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -21,21 +18,20 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metrics import AnyMetric, Metric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
+from sparkhvd.training.references import is_of_users_class, references
 from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import State, Stateful
 from sparkhvd.training.user_code.callbacks import unreadable
 
 __all__ = ["Others", "returned_loss"]
 
-_Found = tuple[str, "nn.Module | nn.Parameter", bool]
-
 
 class Others:
     """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
 
     Attributes:
-        parameters: by name, but for those of the model.
-        trained: those that an optimizer gets which a function makes: of losses, not of what functions merely name.
+        parameters: by name, but for those of the model; also tensors that require a gradient.
+        trained: those that an optimizer gets which a function makes: of what losses are or have, not of what functions merely name.
     """
 
     def __init__(
@@ -62,8 +58,15 @@ class Others:
         self._of_model = _ids(model)
         self._roots: list[tuple[str, nn.Module]] = []
         self._objects: dict[str, Stateful] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.trained: list[nn.Parameter] = []
+        self._holders: dict[str, object] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.trained: list[Tensor] = []
+        # Names of functions that compute losses of training.
+        self._of_training = tuple(
+            name
+            for name in functions
+            if name == "train_step" or (trains and name.startswith("loss"))
+        )
         for name, function in functions.items():
             self._add(name, function, trains=trains and name.startswith("loss"))
         # Of frozen ones that nobody has written to since, the program has the values.
@@ -73,26 +76,62 @@ class Others:
         self._loaded: set[str] = set()
 
     def _add(self, name: str, function: object, *, trains: bool) -> None:
-        if _has_state(function) and id(function) not in map(id, self._objects.values()):
-            self._objects[name] = cast("Stateful", function)
-        for path, found, is_own in _held(function):
+        for path, found, is_own in references(function, self._of_model):
             full = f"{name}.{path}" if path else name
-            known = {id(module) for _, module in self._roots}
-            if id(found) in self._of_model | known:
-                continue
-            if isinstance(found, nn.Parameter):
-                named = {full: found}
-            else:
-                self._roots.append((full, found))
-                named = {f"{full}.{n}": p for n, p in found.named_parameters()}
-            taken = self._of_model | set(map(id, self.parameters.values()))
-            new = {n: p for n, p in named.items() if id(p) not in taken}
-            self.parameters.update(new)
-            if trains and is_own:
-                self.trained += [p for p in new.values() if p.requires_grad]
+            if isinstance(found, nn.Module):
+                if not _is_constant(found):
+                    named = self._add_module(full, found)
+                    self._add_parameters(named, trains=trains and is_own)
+            elif isinstance(found, Tensor):
+                if _is_parameter(found):
+                    self._add_parameters({full: found}, trains=trains and is_own)
+            elif _has_state(found):
+                if not any(found is each for each in self._objects.values()):
+                    self._objects[full] = cast("Stateful", found)
+            elif is_of_users_class(found) and not any(
+                found is each for each in self._holders.values()
+            ):
+                self._holders[full] = found
+
+    def _add_module(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of a module by name."""
+        if all(part is not module for _, root in self._roots for part in root.modules()):
+            self._roots.append((name, module))
+        return {f"{name}.{n}": p for n, p in module.named_parameters()}
+
+    def _add_parameters(self, named: Mapping[str, Tensor], *, trains: bool) -> None:
+        taken = self._of_model | set(map(id, self.parameters.values()))
+        self.parameters.update({n: p for n, p in named.items() if id(p) not in taken})
+        if trains:
+            taken = self._of_model | set(map(id, self.trained))
+            new = (p for p in named.values() if p.requires_grad and id(p) not in taken)
+            self.trained += new
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self._roots or self._objects)
+
+    def holders(self) -> Iterator[tuple[str, object]]:
+        """Yield by name the user's objects that losses, metrics and steps are or refer to, whose attributes training may change.
+
+        Modules, parameters, functions, classes, objects with a state of their own, and objects of libraries are left out.
+        """
+        yield from self._holders.items()
+
+    def untrained(self, held: Collection[int]) -> list[str]:
+        """Return the names of parameters that computing a loss of training may use and no optimizer steps, but for modules in evaluation mode.
+
+        Args:
+            held: ids of the parameters of the optimizer.
+        """
+        modules = (part for _, part in self.modules() if not part.training)
+        fixed = {id(p) for part in modules for p in part.parameters(recurse=False)}
+        return [
+            name
+            for name, p in self.parameters.items()
+            if p.requires_grad
+            and id(p) not in fixed | set(held)
+            and name.split(".")[0] in self._of_training
+        ]
 
     @property
     def has_tensors(self) -> bool:
@@ -245,7 +284,7 @@ class Others:
             if id(p) not in stepped and (optimizer is not None or not p.requires_grad)
         }
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters that an optimizer holds, with names that none of the model's has."""
         stepped = _stepped(optimizer)
         return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
@@ -283,9 +322,13 @@ def returned_loss(
         state: of a checkpoint.
     """
     made = losses
-    if state and Others(losses, (), model):
+    of_losses = {
+        kind: {n: value for n, value in values.items() if n.startswith("loss")}
+        for kind, values in state.items()
+    }
+    if any(of_losses.values()) and Others(losses, (), model):
         made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
-        Others(made).load_state_dict(state, "The state of the checkpoint does")
+        Others(made).load_state_dict(of_losses, "The state of the checkpoint does")
     return made[0] if all(each is made[0] for each in made) else list(made)
 
 
@@ -302,70 +345,15 @@ def _ids(model: nn.Module | None) -> set[int]:
 
 def _has_state(value: object) -> bool:
     """Return True for an object with a state that is no module."""
-    is_object = not isinstance(value, (nn.Module, type, types.FunctionType, functools.partial))
-    return is_object and all(
-        callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict")
-    )
+    if isinstance(value, (nn.Module, type)):
+        return False
+    return all(callable(getattr(type(value), n, None)) for n in ("state_dict", "load_state_dict"))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def _is_constant(module: nn.Module) -> bool:
     """Return True for a loss of torch, whose buffers are options: the weights of classes."""
     return type(module).__module__ == "torch.nn.modules.loss"
-
-
-def _held(function: object, depth: int = 3) -> Iterator[_Found]:
-    """Yield the modules and parameters of a loss: path, object, and whether the loss is or has it, rather than names it."""
-    if isinstance(function, nn.Parameter):
-        yield "", function, True
-    elif isinstance(function, nn.Module):
-        if not _is_constant(function):
-            yield "", function, True
-    elif depth and isinstance(function, types.FunctionType):
-        for name, value in _named_by(function).items():
-            yield from ((_joined(name, p), found, False) for p, found, _ in _held(value, depth - 1))
-    elif depth and not isinstance(function, (type, str, types.ModuleType)):
-        for name, value in _parts(function).items():
-            yield from ((_joined(name, p), found, own) for p, found, own in _held(value, depth - 1))
-
-
-def _joined(name: str, path: str) -> str:
-    return f"{name}.{path}" if name and path else name or path
-
-
-def _parts(value: object) -> dict[str, object]:
-    """Return the objects that a callable object holds, by name; those of our wrappers are the user's loss itself."""
-    if isinstance(value, functools.partial):
-        arguments = {str(i): each for i, each in enumerate(value.args)}
-        return {"": value.func, **arguments, **value.keywords}
-    if isinstance(value, types.MethodType):
-        return {"": value.__self__}
-    if not callable(value):
-        return {}
-    parts = getattr(value, "__dict__", {})
-    if type(value).__module__.startswith("sparkhvd."):
-        return dict(
-            itertools.islice(((("", each) for each in parts.values() if callable(each))), 1)
-        )
-    return dict(parts)
-
-
-def _named_by(function: types.FunctionType) -> dict[str, object]:
-    """Return what a function refers to, closure and globals, where pickles hold it by value."""
-    found: dict[str, object] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # empty
-            continue
-    if _is_by_value(function):
-        names = sorted(set(function.__code__.co_names) & {*function.__globals__})
-        found.update({n: function.__globals__[n] for n in names if n not in found})
-    return found
-
-
-def _is_by_value(function: Callable[..., object]) -> bool:
-    """Return True if pickles hold a function with its globals, rather than its name."""
-    home = getattr(function, "__module__", None) or "__main__"
-    if home == "__main__" or home in cloudpickle.list_registry_pickle_by_value():
-        return True
-    return getattr(sys.modules.get(home), function.__name__, None) is not function

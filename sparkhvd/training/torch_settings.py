@@ -83,7 +83,8 @@ def _autocast_caches() -> _Setting:
 def _checks_sparse_tensors() -> _Setting:
     def put(value: bool) -> None:
         checks = torch.sparse.check_sparse_tensor_invariants
-        (checks.enable if value else checks.disable)()
+        switch: Callable[[], object] = checks.enable if value else checks.disable
+        switch()
 
     return _Setting(
         "sparse.check_sparse_tensor_invariants",

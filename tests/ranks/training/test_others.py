@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.loss_functions import resolve_losses
+from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.optimizer import check_optimizer
 from sparkhvd.training.others import Others, returned_loss
 from tests.harness.ranks import RanksFailed
@@ -75,16 +77,34 @@ def case(store: Store, loss: Any, optimizer: Any = adam, **fields: Any) -> Case:
     )
 
 
-@pytest.mark.parametrize("kind", ["function", "instance", "closure", "method", "train_step"])
+class Holder:
+    """A loss that is a plain object and keeps a module deep inside."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.parts = {"first": [loss]}
+
+    def __call__(self, output: Tensor, label: Tensor) -> Tensor:
+        result: Tensor = self.parts["first"][0](output, label)
+        return result
+
+
+@pytest.mark.parametrize(
+    "kind", ["function", "instance", "closure", "method", "holder", "train_step"]
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_parameters_of_a_loss_are_trained_as_in_one_process(
     store: Store, kind: str, size: int
 ) -> None:
     model, loss = linear(), Uncertain()
     optimizer: Any = adam
-    if kind != "function":
+    if kind not in ("function", "holder"):
         optimizer = adam([*model.parameters(), loss.log_var])
-    given: Any = {"closure": lambda o, t: loss(o, t), "method": loss.forward}.get(kind, loss)
+    kinds = {
+        "closure": lambda o, t: loss(o, t),
+        "method": loss.forward,
+        "holder": Holder(loss),
+    }
+    given: Any = kinds.get(kind, loss)
     used = case(store, given, optimizer, model=model)
     if kind == "train_step":
 
@@ -108,7 +128,11 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
         plain.step()
     assert criterion.log_var.abs() > 0.05
     found = used.checkpoint(2)
-    names = {"closure": "loss0.loss.log_var", "train_step": "train_step.loss.log_var"}
+    names = {
+        "closure": "loss0.loss.log_var",
+        "holder": "loss0.parts.first.0.log_var",
+        "train_step": "train_step.loss.log_var",
+    }
     name = names.get(kind, "loss0.log_var")
     assert set(found.others["parameters"]) == {name}  # and none that nobody changes
     torch.testing.assert_close(found.others["parameters"][name], criterion.log_var.detach())
@@ -120,6 +144,7 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
     back = (
         made.__closure__[0].cell_contents if kind == "closure" else getattr(made, "__self__", made)
     )
+    back = back.parts["first"][0] if kind == "holder" else back
     assert torch.equal(back.log_var, found.others["parameters"][name])
     assert torch.equal(back.fixed, torch.ones(3))
 
@@ -138,6 +163,101 @@ def batches(used: Case, size: int, epochs: int) -> list[Any]:
     ) as reader:
         plans = [reader.plan(epoch) for epoch in range(epochs)]
     return [plan.batch_rows(0, step) for plan in plans for step in range(plan.num_steps)]
+
+
+class OfTensors:
+    """A loss with a tensor that requires a gradient, and one whose gradient nobody computes."""
+
+    def __init__(self) -> None:
+        self.shift = torch.zeros(1, requires_grad=True)
+        self.unused = torch.ones(2, requires_grad=True)
+
+    def __call__(self, output: Tensor, label: Tensor) -> Tensor:
+        return ((output - label - self.shift) ** 2).mean()
+
+
+def test_tensors_that_require_a_gradient_are_trained(store: Store) -> None:
+    def decays(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+    model, loss = linear(), OfTensors()
+    used = case(store, loss, decays, model=model)
+    used.train(2)
+    expected = copy.deepcopy(model)
+    plain = decays([*expected.parameters(), loss.shift, loss.unused])
+    for rows in batches(used, 2, 2):
+        plain.zero_grad()
+        x, y = (torch.from_numpy(used.values[name][rows]) for name in "xy")
+        loss(expected(x), y[:, None]).backward()
+        plain.step()
+    found = used.checkpoint(2).others["parameters"]
+    torch.testing.assert_close(found["loss0.shift"], loss.shift.detach())
+    assert torch.equal(found["loss0.unused"], torch.ones(2))
+
+
+def test_parameters_that_no_optimizer_holds_are_named() -> None:
+    model, loss = linear(), Uncertain()
+
+    def closure(output: Tensor, label: Tensor) -> Tensor:
+        result: Tensor = loss(output, label)
+        return result
+
+    def said(optimizer: Any, others: Others) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_optimizer(optimizer, model, model, others)
+        return [str(each.message) for each in caught]
+
+    text = "to which the loss refers: {}. They are not trained. Give an optimizer over"
+    named, steps = Others([closure], (), model), Others((), (), model, {"train_step": closure})
+    assert text.format("loss0.loss.log_var") in said(adam, named)[0]
+    assert text.format("train_step.loss.log_var") in said(adam(model.parameters()), steps)[0]
+    assert (
+        text.format("loss0.log_var") in said(adam(model.parameters()), Others([loss], (), model))[0]
+    )
+    # Trained; of a loss of validation and of a metric; fixed, as a teacher is.
+    both = [*model.parameters(), loss.log_var]
+    for optimizer, others in (
+        (adam(both), named),
+        (lambda _: adam(both), named),
+        (adam, Others([loss], (), model)),
+        (adam, Others([closure], (), model, trains=False)),
+        (adam, Others((), resolve_metrics([closure], ["y"], ["value"]), model)),
+        (adam, Others((), (), model, {"validation_step": closure})),
+    ):
+        assert said(optimizer, others) == []
+    loss.eval()
+    assert said(adam, named) == []
+    loss.train().requires_grad_(False)
+    assert said(adam, named) == []
+
+
+class Beta:
+    """A step of training that counts a weight up, with parts of its own."""
+
+    def __init__(self) -> None:
+        self.beta, self.inner, self.counts = 0.0, Counting(), Plain()
+
+    def __call__(self, *args: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class Plain:
+    calls = 0
+
+
+def test_objects_whose_attributes_may_change_are_listed() -> None:
+    step, net, plain = Beta(), linear(), Plain()
+    metrics = resolve_metrics([lambda o, t: plain.calls], ["y"], ["value"])
+    others = Others([nn.MSELoss(), Holder(net)], metrics, net, {"train_step": step})
+    assert [name for name, _ in others.holders()] == [
+        "loss1",
+        "metric <lambda>.plain",
+        "train_step",
+        "train_step.counts",
+    ]
+    assert dict(others.holders())["train_step"] is step
+    assert list(others.state_dict()["objects"]) == ["train_step.inner"]  # has a state of its own
 
 
 class Fails(Callback):
