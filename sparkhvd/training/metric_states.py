@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["MetricState", "StateMetric", "is_metric_collection", "is_state_metric"]
+__all__ = ["MetricState", "StateMetric", "column", "is_metric_collection", "is_state_metric"]
 
 # A state of torchmetrics: a tensor, or a list with an entry per update.
 _StateValue: TypeAlias = "Tensor | list[object]"
@@ -34,6 +34,7 @@ class TorchMetric(Protocol):
     """The part of torchmetrics.Metric that is used here; torchmetrics need not be installed."""
 
     device: torch.device
+    sync_on_compute: bool
     _reductions: Mapping[str, Callable[[_StateValue], _StateValue] | None]
     _defaults: Mapping[str, _StateValue]
     _computed: object
@@ -112,7 +113,7 @@ class StateMetric:
 
     def update(self, output: Tensor, label: Tensor) -> None:
         """Add a batch: (rows, 1) becomes (rows,), and classes become integers even if the loss takes floats."""
-        output, label = _column(output), _column(label)
+        output, label = column(output), column(label)
         if label.is_floating_point() and type(self.metric).__module__.startswith(
             "torchmetrics.classification"
         ):
@@ -150,7 +151,8 @@ class StateMetric:
         return _flat(self.name, self.metric.compute())
 
 
-def _column(tensor: Tensor) -> Tensor:
+def column(tensor: Tensor) -> Tensor:
+    """Return (rows,) for (rows, 1), else the tensor."""
     return tensor[:, 0] if tensor.ndim == 2 and tensor.shape[1] == 1 else tensor
 
 

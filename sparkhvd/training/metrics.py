@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypedDict
 
@@ -107,8 +108,12 @@ class Metric:
 
 
 @contextlib.contextmanager
-def no_broadcast(name: str) -> Iterator[None]:
+def no_broadcast(name: str, labels: str = "") -> Iterator[None]:
     """Turn torch's warning of a label that broadcasts over the output into an error; others stay warnings.
+
+    Args:
+        name: of the function, in the message.
+        labels: shape in which it gets labels of one number per row, in words; "": as of losses.
 
     Raises:
         InvalidArgumentError: a function that is called inside, `name` in the message, has made torch warn.
@@ -120,9 +125,9 @@ def no_broadcast(name: str) -> Iterator[None]:
         except UserWarning as e:
             if not str(e).startswith(_BROADCAST):
                 raise
+            labels = labels or "(rows, 1), like an output of that width"
             raise InvalidArgumentError(
-                f"{name} broadcasts: {' '.join(str(e).split())} It gets labels of one number per row as (rows, 1), like an output of "
-                "that width. Give both the same shape, for example output.reshape(label.shape)."
+                f"{name} broadcasts: {' '.join(str(e).split())} It gets labels of one number per row as {labels}. Give both the same shape, for example output.reshape(label.shape)."
             ) from e
 
 
@@ -348,12 +353,15 @@ class Totals:
         self.values[2] += batch.num_rows
         for i, metric in enumerate(self._means, start=3):
             output = batch.outputs[metric.label].detach()
-            watched = no_broadcast(f"metric {metric.name!r}") if self._is_first else _unwatched
-            with watched:
+            with self._watched(metric.name):
                 self.values[i] += metric.row_sum(output, batch.labels[metric.label])
-        self._is_first = False
         for state in self._states:
-            state.update(batch.outputs[state.label].detach(), batch.labels[state.label])
+            with self._watched(state.name, "(rows,)"):
+                state.update(batch.outputs[state.label].detach(), batch.labels[state.label])
+        self._is_first = False
+
+    def _watched(self, name: str, labels: str = "") -> AbstractContextManager[None]:
+        return no_broadcast(f"metric {name!r}", labels) if self._is_first else _unwatched
 
     def combine(self) -> None:
         """Add up the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""

@@ -55,6 +55,7 @@ class Others:
         functions = {f"loss{i}": loss for i, loss in enumerate(losses)}
         functions |= {f"metric {m.name}": m.function for m in metrics if isinstance(m, Metric)}
         functions.update({name: step for name, step in steps.items() if step is not None})
+        self._functions = tuple(functions)
         self._of_model = _ids(model)
         self._roots: list[tuple[str, nn.Module]] = []
         self._objects: dict[str, Stateful] = {}
@@ -228,12 +229,18 @@ class Others:
         )
 
     def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
-        """Load what a checkpoint holds; entries that it lacks stay as they are.
+        """Load what a checkpoint holds; entries that it lacks stay as they are, and those of other functions are left out.
 
         Raises:
             InvalidArgumentError: a parameter has another shape, or is not there.
         """
-        for name, value in state.get("parameters", {}).items():
+        own_names = tuple(f"{name}." for name in self._functions)
+        parameters = {
+            n: value
+            for n, value in state.get("parameters", {}).items()
+            if f"{n}.".startswith(own_names)
+        }
+        for name, value in parameters.items():
             own = self.parameters.get(name)
             if own is None or own.shape != value.shape:
                 found = "none" if own is None else f"{tuple(own.shape)}"
@@ -242,7 +249,7 @@ class Others:
                     "loss, or another run_id."
                 )
         with torch.no_grad():
-            for name, value in state.get("parameters", {}).items():
+            for name, value in parameters.items():
                 self.parameters[name].copy_(value)
                 self._loaded.add(name)
         self.load_buffers(state.get("buffers", {}))
@@ -322,13 +329,9 @@ def returned_loss(
         state: of a checkpoint.
     """
     made = losses
-    of_losses = {
-        kind: {n: value for n, value in values.items() if n.startswith("loss")}
-        for kind, values in state.items()
-    }
-    if any(of_losses.values()) and Others(losses, (), model):
+    if state and Others(losses, (), model):
         made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
-        Others(made).load_state_dict(of_losses, "The state of the checkpoint does")
+        Others(made).load_state_dict(state, "The state of the checkpoint does")
     return made[0] if all(each is made[0] for each in made) else list(made)
 
 

@@ -2,6 +2,10 @@
 
 `((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels. Such a
 function gives the same number when the labels of a batch are permuted; one that pairs rows gives another.
+
+A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, leaves the loss
+dependent on the labels. It is found by watching torch's operations: one that takes (rows,) and (rows, 1) makes all pairs, and the
+number is another if it takes both as (rows,).
 """
 
 from __future__ import annotations
@@ -9,21 +13,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.metric_states import StateMetric, column
 from sparkhvd.training.metrics import AnyMetric, Metric, no_broadcast
 from sparkhvd.training.modules.copies import copy_function
+from sparkhvd.training.references import named_globals
 from sparkhvd.training.types import Loss
 
 __all__ = ["unpaired"]
@@ -44,6 +54,27 @@ Function = Callable[[Tensor, Tensor], object]
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """Loss or metric that is tried on made-up rows.
+
+    Attributes:
+        name: in messages.
+        function: the user's.
+        output: an example, whose shape, dtype and device count.
+        label: the same, as the function gets it.
+        is_metric: it may be a number that is right for all shapes.
+        labels: shape in which it gets labels of one number per row, in words; "": as of losses.
+    """
+
+    name: str
+    function: Function
+    output: Tensor
+    label: Tensor
+    is_metric: bool = False
+    labels: str = ""
+
+
 def unpaired(
     losses: Sequence[Loss],
     metrics: Sequence[AnyMetric],
@@ -56,30 +87,69 @@ def unpaired(
 
     Args:
         losses: one per label.
-        metrics: those of functions are checked.
+        metrics: those of functions and of the user's subclasses of torchmetrics are checked.
         outputs: of a few rows, one per label; their shapes, dtypes and devices count.
         labels: as the losses get them.
 
     Raises:
         InvalidArgumentError: torch warns that a loss or metric broadcasts.
     """
-    found = []
-    for i, loss in enumerate(losses):
-        if not _is_torchs(loss) and not _pairs(loss, outputs[i], labels[i], "loss"):
-            found.append(_text("loss", outputs[i], labels[i]))
-    for metric in metrics:
-        if not isinstance(metric, Metric) or isinstance(metric.function, str):
-            continue
-        output, label = outputs[metric.label].detach(), labels[metric.label]
-        name = f"metric {metric.name!r}"
-        if not _pairs(metric.function, output, label, name, is_metric=True):
-            found.append(_text(name, output, label))
+    tried = [
+        _Tried("loss", loss, outputs[i], labels[i])
+        for i, loss in enumerate(losses)
+        if not _is_torchs(loss)
+    ]
+    tried += (
+        _of_metric(m, outputs[m.label].detach(), labels[m.label]) for m in metrics if _is_users(m)
+    )
+    found = [text for each in tried if (text := _problem(each))]
     if not found:
         return ""
     return (
         " ".join(found)
         + " Where a function compares whole batches by intention, set pairs_rows=False."
     )
+
+
+def _is_users(metric: AnyMetric) -> bool:
+    if isinstance(metric, StateMetric):
+        return not type(metric.metric).__module__.startswith("torchmetrics.")
+    return isinstance(metric, Metric) and not isinstance(metric.function, str)
+
+
+def _of_metric(metric: AnyMetric, output: Tensor, label: Tensor) -> _Tried:
+    name = f"metric {metric.name!r}"
+    if not isinstance(metric, StateMetric):
+        assert isinstance(metric, Metric)
+        assert not isinstance(metric.function, str)
+        return _Tried(name, metric.function, output, label, is_metric=True)
+
+    def compute(output: Tensor, label: Tensor) -> object:
+        own = metric.metric  # of the copy of this function
+        own.to(output.device)
+        own.sync_on_compute = False
+        own.reset()
+        own.update(output, label)
+        return own.compute()
+
+    return _Tried(name, compute, column(output), column(label), is_metric=True, labels="(rows,)")
+
+
+def _problem(tried: _Tried) -> str:
+    """Describe why a function does not pair rows; "" if it does."""
+    num_rows = _num_rows(tried.output, tried.label)
+    if num_rows == 0:
+        return ""
+    with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
+        call = _caller(tried.function)
+        if not _pairs(call, tried, num_rows):
+            return _text(tried.name, tried.output, tried.label)
+        if operation := _crossing(call, tried, num_rows):
+            return (
+                f"{tried.name} compares all pairs of rows in the operation {operation!r}, which takes numbers of the rows as (rows,) and others "
+                "as (rows, 1), so that it makes (rows, rows) of them. Give both the same shape, for example by squeeze(1)."
+            )
+    return ""
 
 
 def _text(name: str, output: Tensor, label: Tensor) -> str:
@@ -102,39 +172,118 @@ def _is_torchs(loss: object) -> bool:
     return (getattr(kind, "__module__", None) or "").startswith("torch.nn.")
 
 
-def _pairs(
-    function: Function, output: Tensor, label: Tensor, name: str, *, is_metric: bool = False
-) -> bool:
+def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
     """Return False if a function depends on the labels, and in no trial on which row has which."""
-    num_rows = _num_rows(output, label)
-    if num_rows == 0:
-        return True
-    # The training computes losses of outputs in 16 bits in float32.
-    output, label = (t.float() if t.dtype in _HALF else t for t in (output, label))
-    examples = [t.detach()[:1].expand(num_rows, *t.shape[1:]) for t in (output, label)]
     depends = False
-    with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
-        call = _caller(function)
-        for number, (draw_output, draw_label) in enumerate(_draws(output, label)):
-            generator = torch.Generator().manual_seed(number)
-            made = draw_output(examples[0], generator)
-            given, other = (draw_label(examples[1], generator) for _ in range(2))
-            orders = [
-                torch.randperm(num_rows, generator=generator) for _ in range(_NUM_PERMUTATIONS)
-            ]
-            value = _value(call, made, given, name)
-            if value is None:
-                continue
-            # One after the other: a loss may be a large network, and the first mostly tells.
-            permuted = (_value(call, made, given[order], name) for order in orders)
-            if not all(_is_close(value, each, output.dtype) for each in permuted):
-                return True
-            # The mean error (output - label).mean() is the same for all shapes: nothing is lost by them.
-            others = [_other_axes(given)] if is_metric else [other]
-            depends |= not all(
-                _is_close(value, _value(call, made, each, name), output.dtype) for each in others
-            )
+    for made, examples, draw, generator in _made_up(tried, num_rows):
+        given, other = (draw(examples, generator) for _ in range(2))
+        orders = [torch.randperm(num_rows, generator=generator) for _ in range(_NUM_PERMUTATIONS)]
+        value = _value(call, made, given, tried)
+        if value is None:
+            continue
+        # One after the other: a loss may be a large network, and the first mostly tells.
+        permuted = (_value(call, made, given[order], tried) for order in orders)
+        if not all(_is_close(value, each, made.dtype) for each in permuted):
+            return True
+        # The mean error (output - label).mean() is the same for all shapes: nothing is lost by them.
+        changed = _value(call, made, _other_axes(given) if tried.is_metric else other, tried)
+        depends |= not _is_close(value, changed, made.dtype)
     return not depends
+
+
+def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
+    """Return the name of an operation that makes all pairs of rows, where the number is another if it does not; ""."""
+    for made, examples, draw, generator in _made_up(tried, num_rows):
+        given = draw(examples, generator)
+        watched = _Watched(num_rows, made, given, mends=False)
+        with watched:
+            value = _value(call, made, given, tried)
+        if value is None:
+            continue
+        if not watched.crossing:
+            return ""
+        with _Watched(num_rows, made, given, mends=True):
+            mended = _value(call, made, given, tried)
+        if not _is_close(value, mended, made.dtype):
+            return watched.crossing
+    return ""
+
+
+class _Watched(TorchDispatchMode):
+    """Torch's operations inside a function of outputs and labels.
+
+    Attributes:
+        crossing: the name of the first that combines numbers of the rows as (rows,) with others as (rows, 1); "".
+    """
+
+    def __init__(self, num_rows: int, output: Tensor, label: Tensor, *, mends: bool) -> None:
+        """Watch; `mends` gives such operations both in the shape of the smaller."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_rows = num_rows
+        self._mends = mends
+        # What tensors are computed from; it holds none of them.
+        self._sources: Any = WeakTensorKeyDictionary()
+        self._sources[output] = frozenset({"output"})
+        self._sources[label] = frozenset({"label"})
+        self.crossing: str = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the operation."""
+        given = [*_tensors_in(args), *_tensors_in((kwargs or {}).values())]
+        if torch.Tag.pointwise in func.tags and self._crosses(given):
+            self.crossing = self.crossing or str(func.overloadpacket.__name__)
+            if self._mends:
+                args = [_narrow(each, given) if isinstance(each, Tensor) else each for each in args]
+        result = func(*args, **(kwargs or {}))
+        sources = frozenset[str]().union(*map(self._sources_of, given))
+        for each in _tensors_in([result]):
+            self._sources[each] = sources | self._sources_of(each)
+        return result
+
+    def _sources_of(self, tensor: Tensor) -> frozenset[str]:
+        found: frozenset[str] = self._sources.get(tensor, frozenset())
+        return found
+
+    def _crosses(self, given: Sequence[Tensor]) -> bool:
+        """Return True if tensors of different axes make pairs of rows, other than pairs of outputs or of labels."""
+        if any(self._num_row_axes(each.shape) > 1 for each in given):
+            return False
+        for a, b in itertools.combinations(given, 2):
+            of_a, of_b = self._sources_of(a), self._sources_of(b)
+            if not (of_a and of_b) or (of_a == of_b and len(of_a) == 1) or _is_shared(a, b):
+                continue
+            if (
+                a.ndim != b.ndim
+                and self._num_row_axes(torch.broadcast_shapes(a.shape, b.shape)) > 1
+            ):
+                return True
+        return False
+
+    def _num_row_axes(self, shape: torch.Size) -> int:
+        return shape.count(self._num_rows)
+
+
+def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors_in(each)
+
+
+def _is_shared(a: Tensor, b: Tensor) -> bool:
+    """Return True if tensors are views of one: then all pairs are made by intention."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
+    """Remove the axes behind the rows that tensors beside it do not have."""
+    least = min(each.ndim for each in beside if each.ndim)
+    while tensor.ndim > least and tensor.shape[1] == 1:
+        tensor = tensor.squeeze(1)
+    return tensor
 
 
 def _caller(function: Function) -> Function:
@@ -175,8 +324,7 @@ def _copied_function(
         return found
     made = copy_function(function, memo, function.__globals__)
     made.__dict__.update(copy.deepcopy(vars(function), memo))
-    for name in _names(function.__code__) & {*function.__globals__}:
-        value = function.__globals__[name]
+    for name, value in named_globals(function).items():
         if isinstance(value, types.FunctionType):
             if value.__module__ == home:
                 made.__globals__[name] = _copied_function(value, home, memo)
@@ -188,13 +336,7 @@ def _copied_function(
     return made
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Return the global names of code and of the functions in it."""
-    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _value(call: Function, output: Tensor, label: Tensor, name: str) -> float | None:
+def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
     """Return the number that a function gives, or the mean of its numbers; None where it raises or gives none.
 
     Raises:
@@ -206,7 +348,7 @@ def _value(call: Function, output: Tensor, label: Tensor, name: str) -> float | 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with no_broadcast(name):
+            with no_broadcast(tried.name, tried.labels):
                 result = call(output, label)
         result = result[0] if isinstance(result, tuple) else result
         value = float(torch.as_tensor(result).detach().double().mean())
@@ -256,6 +398,18 @@ def _num_rows(output: Tensor, label: Tensor) -> int:
 
 def _other_axes(label: Tensor) -> Tensor:
     return label.squeeze(1) if label.ndim == 2 and label.shape[1] == 1 else label.unsqueeze(1)
+
+
+def _made_up(
+    tried: _Tried, num_rows: int
+) -> Iterator[tuple[Tensor, Tensor, Draw, torch.Generator]]:
+    """Yield outputs, an example of labels, a way to draw labels and its generator, for each trial."""
+    # The training computes losses of outputs in 16 bits in float32.
+    output, label = (t.float() if t.dtype in _HALF else t for t in (tried.output, tried.label))
+    examples = [t.detach()[:1].expand(num_rows, *t.shape[1:]) for t in (output, label)]
+    for number, (draw_output, draw_label) in enumerate(_draws(output, label)):
+        generator = torch.Generator().manual_seed(number)
+        yield draw_output(examples[0], generator), examples[1], draw_label, generator
 
 
 def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from sparkhvd.training.references import references
+
 __all__ = ["Mover", "move_losses", "move_optimizer", "moved", "to_cpu"]
 
 _CPU = torch.device("cpu")
@@ -31,7 +33,14 @@ def move_losses(losses: Iterable[object], device: torch.device) -> None:
                 part.to(device)
             keywords = getattr(part, "keywords", None)  # of a functools.partial
             if isinstance(keywords, dict):
-                keywords.update(moved(keywords, device))
+                plain = {n: each for n, each in keywords.items() if not _has_parameters(each)}
+                keywords.update(moved(plain, device))
+
+
+def _has_parameters(value: object) -> bool:
+    """Return True if a value is or has a tensor to train, which must stay the same object; `Others` moves these."""
+    tensors = (each for _, each, _ in references(value) if isinstance(each, Tensor))
+    return any(each.requires_grad for each in tensors)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class ModelParams(TorchParams):
     )
     metrics = model_param(
         any_value,
-        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) as for loss, or torchmetrics; or a dict",
+        "'accuracy', 'f1', 'auc', 'mse', 'mae', functions of (output, label) as for loss, or torchmetrics, which get (rows,); or a dict",
         default=[],
         annotation="Any",
         train_fn=NOT_SEEN,

@@ -121,6 +121,38 @@ def test_two_classes_of_one_logit_take_float_labels() -> None:
     assert Totals([metric]).means()["BinaryAccuracy"] != totals.means()["BinaryAccuracy"]
 
 
+def test_a_metric_gets_numbers_of_rows_flat_and_may_not_broadcast() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Squared(torchmetrics.Metric):  # type: ignore[misc]
+        def __init__(self, axis: int | None = None) -> None:
+            super().__init__()
+            self.axis = axis
+            self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+        def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+            seen.extend([tuple(output.shape), tuple(label.shape)])
+            output = output if self.axis is None else output.unsqueeze(self.axis)
+            self.total += nn.functional.mse_loss(output, label)
+
+        def compute(self) -> torch.Tensor:
+            result: torch.Tensor = self.total
+            return result
+
+    def add(metric: Any, width: int) -> None:
+        o, t = torch.ones(3, width), torch.zeros(3, width)
+        (made,) = resolve_metrics({"m": metric}, ["y"], ["value"])
+        Totals([made]).add(Forward((o,), (t,), o.mean(), 3.0, False, 3))
+
+    add(Squared(), 1)
+    add(Squared(), 2)
+    assert seen == [(3,), (3,), (3, 2), (3, 2)]
+    with pytest.raises(
+        InvalidArgumentError, match=r"^metric 'm' broadcasts: .* number per row as \(rows,\)\. Give"
+    ):
+        add(Squared(1), 1)
+
+
 def test_a_state_goes_on_where_it_was_saved() -> None:
     metrics = resolve_metrics(
         {"auc": classification.BinaryAUROC(), "r": regression.PearsonCorrCoef()},

@@ -94,8 +94,8 @@ def test_what_functions_name_is_not_their_own() -> None:
     first, second, third = weight(), weight(), weight()
 
     def inner(
-        output: Tensor, default: Tensor = second, *, keyword: list[Tensor] = [third]
-    ) -> Tensor:  # noqa: B006
+        output: Tensor, default: Tensor = second, *, keyword: tuple[Tensor, ...] = (third,)
+    ) -> Tensor:
         return output + first
 
     names = ["first", "default", "keyword.0"]

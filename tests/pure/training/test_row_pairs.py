@@ -18,6 +18,9 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.row_pairs import unpaired
+from tests.harness.later import Later
+
+torchmetrics = Later("torchmetrics")
 
 COLUMN = torch.zeros(2, 1)
 FLAT = torch.zeros(2)
@@ -51,6 +54,16 @@ class Squeezed(nn.Module):
         return F.huber_loss(
             output.squeeze(1) - label, torch.zeros(()).expand(len(output), len(output))
         )
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors = nn.MSELoss(reduction="none")
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        result: Tensor = (self.errors(output[:, 0], label[:, 0]) * label.abs()).mean()
+        return result
 
 
 def test_a_loss_over_all_pairs_is_described_with_shapes_and_the_line_to_write() -> None:
@@ -89,6 +102,86 @@ def test_losses_over_all_pairs_are_found(
     loss: Any, output: Tensor, label: Tensor, per_row: bool
 ) -> None:
     assert said(loss, output, label, per_row=per_row).startswith("loss gives the same number")
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "label"),
+    [
+        (lambda o, t: (((o - t).squeeze() ** 2) * (t > 0)).mean(), COLUMN, COLUMN),
+        (lambda o, t: (((o - t)[:, 0] ** 2) * (t > 0)).sum() / (t > 0).sum(), COLUMN, COLUMN),
+        (
+            lambda o, t: (
+                torch.arange(1.0, 5)[t][:, None] * F.cross_entropy(o, t, reduction="none")
+            ).mean(),
+            SCORES,
+            CLASS,
+        ),
+        (lambda o, t: torch.where(t > 0, (o - t).squeeze() ** 2, 0.0).mean(), COLUMN, COLUMN),
+        # The mask of one axis hides in a module, and a second term pairs rows.
+        (Masked(), COLUMN, COLUMN),
+        (
+            lambda o, t: ((o.squeeze() - t) ** 2).mean() + 0.1 * F.l1_loss(o, t),
+            COLUMN,
+            COLUMN,
+        ),
+    ],
+)
+def test_weights_and_masks_that_broadcast_are_found(
+    loss: Any, output: Tensor, label: Tensor
+) -> None:
+    text = said(loss, output, label)
+    assert re.match(r"loss compares all pairs of rows in the operation '(mul|where|sub)', ", text)
+    assert "set pairs_rows=False" in text
+
+
+def info_nce(output: Tensor, label: Tensor) -> Tensor:
+    distances = ((output[:, None] - label) ** 2).sum(-1)
+    return F.cross_entropy(-distances, torch.arange(len(output)))
+
+
+def ranked(output: Tensor, label: Tensor) -> Tensor:
+    output, label = output.squeeze(1), label.squeeze(1)
+    above = (label[:, None] > label).float() * (label[:, None] - label.float())
+    return (above * F.softplus(output - output[:, None])).sum() / above.sum()
+
+
+def survival(output: Tensor, label: Tensor) -> Tensor:
+    risk, time, event = output.squeeze(1), label[:, 0], label[:, 1] > 0
+    at_risk = (time[:, None] <= time).float()
+    return ((torch.log((at_risk * risk.exp()).sum(1)) - risk) * event).mean()
+
+
+def alike(output: Tensor, label: Tensor) -> Tensor:
+    same = (label.reshape(-1, 1) == label).float()
+    logits = output @ output.T
+    logits = logits - logits.max(1, keepdim=True).values.detach()
+    return -(same * logits.log_softmax(1)).sum(1).mean() / same.sum(1).mean()
+
+
+def ranked_errors(output: Tensor, label: Tensor) -> Tensor:
+    errors = ((output - label) ** 2).squeeze(1)
+    return errors.mean() + (errors[:, None] - errors).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "label"),
+    [
+        (info_nce, PAIR, PAIR),
+        (
+            lambda o, t: F.cross_entropy(-((o - t.squeeze()) ** 2), torch.arange(len(o))),
+            COLUMN,
+            COLUMN,
+        ),
+        (ranked, COLUMN, COLUMN),
+        (survival, COLUMN, PAIR),
+        (alike, SCORES, CLASS),
+        (ranked_errors, COLUMN, COLUMN),
+        (lambda o, t: (torch.outer(t, t) * torch.outer(o, o)).mean(), FLAT, FLAT),
+        (lambda o, t: (o - t).square().mean() + (o.squeeze() + t).mean(), COLUMN, COLUMN),
+    ],
+)
+def test_pairs_that_are_meant_are_not(loss: Any, output: Tensor, label: Tensor) -> None:
+    assert said(loss, output, label) == ""
 
 
 def contrastive(output: Tensor, label: Tensor) -> Tensor:
@@ -180,6 +273,39 @@ def test_losses_with_sample_weights_are_not() -> None:
 )
 def test_metrics(metric: Any, output: Tensor, label: Tensor, is_found: bool) -> None:
     assert bool(of_metric(metric, output, label)) is is_found
+
+
+def test_torchmetrics_of_the_users_own_are_tried() -> None:
+    class Mean(torchmetrics.Metric):  # type: ignore[misc]
+        """The mean of a function."""
+
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+            self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+            self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+        def update(self, output: Tensor, label: Tensor) -> None:
+            self.total += self.function(output, label) * len(label)
+            self.rows += len(label)
+
+        def compute(self) -> Any:
+            return self.total / self.rows
+
+    text = of_metric(Mean(lambda o, t: ((o[:, None] - t) ** 2).mean()))
+    assert text.startswith("metric 'm' gives the same number when the labels")
+    assert "output as (rows,) and the label as (rows,)" in text
+    for right in (Mean(F.mse_loss), Mean(lambda o, t: [][0]), torchmetrics.MeanSquaredError()):
+        assert of_metric(right) == ""
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^metric 'm' broadcasts: .* labels of one number per row as \(rows,\)\.",
+    ):
+        of_metric(Mean(lambda o, t: F.mse_loss(o[:, None], t)))
+    own = Mean(lambda o, t: t.mean())
+    own.update(torch.ones(3), torch.ones(3))
+    assert of_metric(own) == ""
+    assert (own.total, own.rows) == (3, 3)
 
 
 @pytest.mark.parametrize("make", [said, of_metric])

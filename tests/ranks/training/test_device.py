@@ -235,6 +235,11 @@ def test_optimizers_and_losses_move_with_the_model() -> None:
     move_losses(losses, CPU)
     assert len(moved) == 2
     assert partial.keywords["weight"] is weight
+    trained = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    partial = functools.partial(F.cross_entropy, weight=weight, trained=trained)
+    move_losses([partial], torch.device("meta"))
+    assert partial.keywords["trained"] is trained  # an optimizer holds them
+    assert partial.keywords["weight"].device.type == "meta"
 
 
 def test_random_numbers_of_a_gpu_say_nothing_on_a_machine_without(sees: Any) -> None:

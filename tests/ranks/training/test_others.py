@@ -330,6 +330,17 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, en
     assert found.others["objects"]["metric count"]["calls"] > 6
 
 
+def test_what_a_step_has_is_not_of_the_loss_that_comes_back() -> None:
+    model, loss, other = linear(), Uncertain(), Uncertain()
+    others = Others([loss], (), model, {"train_step": lambda *_: other})
+    with torch.no_grad():
+        loss.log_var.fill_(3.0)
+    state = copy.deepcopy(others.state_dict())
+    assert "train_step.other.log_var" in state["parameters"]
+    back: Any = returned_loss([Uncertain()], model, model, state)
+    assert back.log_var == 3.0
+
+
 def test_a_run_starts_with_the_loss_of_another(store: Store) -> None:
     case(store, Uncertain()).train(1)
     path = Checkpoints(store, RUN_DIR).path(2)
