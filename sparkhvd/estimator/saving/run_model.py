@@ -24,8 +24,9 @@ from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.decoding import Decoder
 from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
-from sparkhvd.training.checkpoints.checkpoint import Position
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.others import Others
 
 if TYPE_CHECKING:
@@ -95,12 +96,15 @@ def load_run_model(
     for name, value in values["model"]["params"].items():
         if instance.hasParam(name):
             instance._set(**{name: decoder.decode(name, value)})
-    state, finished = decoder.state, decoder.finished
+    state, finished = decoder.result.model, decoder.finished
     if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
         fitted.module.load_state_dict(state)
     if fitted.loss is not None:
         losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
-        Others(losses).load_state_dict(decoder.others, f"The state in {url} does")
+        Others(losses).load_state_dict(decoder.result.others, f"The state in {url} does")
+        finish(fitted.module, decoder.result, Others(losses, (), fitted.module))
+    else:
+        finish(fitted.module, decoder.result)
     fitted = replace(fitted, history=decoder.history)
     if finished is None:
         warnings.warn(
@@ -132,8 +136,7 @@ class _RunDecoder(Decoder):
         self.finished: Finished | None = run.finished()
         self.position: Position = (0, 0)
         self.history: list[dict[str, Any]] = []
-        self.state: dict[str, Any] = {}
-        self.others: dict[str, Any] = {}  # of losses and metrics
+        self.result = Checkpoint(0, {}, {}, None, [], "")
         self._checkpoints = Checkpoints(run.store, run.run_dir)
         self._pickles = code
 
@@ -158,8 +161,9 @@ class _RunDecoder(Decoder):
                 )
             checkpoint = newest
             self.position, self.history = checkpoint.position, checkpoint.history
-        self.state, self.others = checkpoint.result, checkpoint.others
-        return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
+        self.result = checkpoint.result
+        tensors = self.result.model.items()
+        return {name: value for name, value in tensors if isinstance(value, Tensor)}
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         return {name: base64.b64decode(text) for name, text in self._pickles.items()}
