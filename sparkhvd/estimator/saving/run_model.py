@@ -19,7 +19,13 @@ from torch import Tensor
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.runs import Finished, Run, check_run_id, position_text
+from sparkhvd.estimator.fitting.runs import (
+    MODEL_NAME,
+    Finished,
+    Run,
+    check_run_id,
+    position_text,
+)
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.decoding import Decoder
 from sparkhvd.estimator.saving.encoding import Archive
@@ -32,9 +38,8 @@ from sparkhvd.training.others import Others
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["MODEL_NAME", "load_run_model", "store_run_model"]
+__all__ = ["load_run_model", "store_run_model"]
 
-MODEL_NAME = "model.json"
 _WARM = re.compile(r"/warm-(\d+)$")
 
 M = TypeVar("M", bound=TorchParams)

@@ -85,7 +85,10 @@ class Callback:
     ranks: Literal["all", 0] = "all"
 
     def on_train_begin(self, ctx: CallbackContext) -> None:
-        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded."""
+        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded.
+
+        A resumed run has each change of weights and states by this method once: what the checkpoint holds is loaded again behind it.
+        """
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
         """Run before the first step of an epoch, and again where a run resumes inside one.
@@ -107,7 +110,10 @@ class Callback:
         """
 
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
-        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
+        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`.
+
+        A change of the model's weights or of the optimizer is an error here: the checkpoint lacks it.
+        """
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
         """Run once, when all epochs are done or a callback has stopped the training; not after an error.
