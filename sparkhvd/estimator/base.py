@@ -11,7 +11,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.errors import InvalidArgumentError, RankError
-from sparkhvd.estimator.fitting.cross_validation import FoldModels
+from sparkhvd.estimator.fitting.cross_validation import FoldModels, models_kept
 from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
 from sparkhvd.estimator.fitting.on_parquet import (
     PathLike,
@@ -83,10 +83,16 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
                 (before any rank starts).
             PreflightError: the cluster or the store cannot run this.
             RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
-                `run_id` goes on from it. Without a `run_id` a note at the error names it.
+                `run_id` goes on from it. Without a `run_id` a note at the error names it. Of several maps, the models of those
+                before are in the error's `models`, by index.
         """
         try:
-            return super().fit(dataset, params)
+            if not isinstance(params, (list, tuple)):
+                return super().fit(dataset, params)
+            models: dict[int, M] = {}
+            with models_kept(models):
+                models.update(self.fitMultiple(dataset, params))
+            return [models[index] for index in range(len(params))]
         # The frames of the driver say nothing about a rank, or about an argument; those of a function of the caller's are in the cause.
         except (RankError, InvalidArgumentError) as e:
             raise e.with_traceback(None) from e.__cause__
@@ -136,12 +142,13 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             maps = self._with_run_ids(maps, data)
         session = active_session() if spark is None else spark
         check_session(session)
-        models = []
-        for each in maps:
-            estimator = self.copy(each)
-            sources, decoders = estimator._open_parquet(places, session)
-            models.append(estimator._set(decoders=decoders)._fit_sources(sources))
-        return models if is_list else models[0]
+        models: dict[int, M] = {}
+        with models_kept(models):
+            for index, each in enumerate(maps):
+                estimator = self.copy(each)
+                sources, decoders = estimator._open_parquet(places, session)
+                models[index] = estimator._set(decoders=decoders)._fit_sources(sources)
+        return [*models.values()] if is_list else models[0]
 
     def _open_parquet(
         self, places: Places, spark: SparkSession

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -44,12 +43,15 @@ from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
 from sparkhvd.runner.live.files import Mailbox
+from sparkhvd.training.checkpoints.changes import has_losses
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.elastic import train_elastically
 from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.others import returned_loss
+from sparkhvd.training.others import Others, returned_loss
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -306,15 +308,17 @@ def _complete(
     """Give the model the trained weights, history and timings."""
     result: TrainResult = report.results[0]
     checkpoints = Checkpoints(request.store, spec.run_dir)
-    checkpoint = checkpoints.load_start(checkpoints.path(result.epoch))
-    module = copy_with(request.program.model, checkpoint.result)
+    trained = checkpoints.load_start(checkpoints.path(result.epoch)).result
+    module = copy_with(request.program.model, trained.model)
     for parameter in module.parameters():
         parameter.grad = None
+    loss = _trained_loss(request, module, trained)
+    _finish(module, trained, loss)
     fitted = model._require_fitted()
     model._fitted = replace(
         fitted,
         module=in_mode(module, is_training=False),
-        loss=_trained_loss(request, module, checkpoint.others),
+        loss=loss,
         widths=fitted.widths or result.widths,
         history=result.history,
         timings={
@@ -325,10 +329,24 @@ def _complete(
     )
 
 
-def _trained_loss(request: Request, module: nn.Module, state: Mapping[str, Any]) -> object:
-    """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
+def _finish(module: nn.Module, trained: Checkpoint, loss: object) -> None:
+    """Give model and loss what their state dicts leave out; warn where that fails: the model must not be lost."""
+    losses = loss if isinstance(loss, list) else [loss]
     try:
-        return returned_loss(request.losses, request.program.model, module, state)
+        finish(module, trained, Others(losses, (), module))
+    except Exception as e:  # noqa: BLE001 - the user's own code
+        warnings.warn(
+            "Attributes, flags or unsaved buffers that the training has changed have their first values in the model that fit returns, because setting them raised "
+            f"{type(e).__name__}: {e}. The weights are whole.",
+            stacklevel=2,
+        )
+
+
+def _trained_loss(request: Request, module: nn.Module, trained: Checkpoint) -> object:
+    """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
+    model, is_changed = request.program.model, has_losses(trained.changes)
+    try:
+        return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)
     except Exception as e:  # noqa: BLE001 - the user's own code
         warnings.warn(
             f"getLoss() will give None: the loss cannot be copied: {type(e).__name__}: {e}. The model is whole.",

@@ -122,7 +122,8 @@ class _Training(State, Hooks):
         """Keep a copy of the state as it is after these epochs, and a part of the next."""
         assert self.state is not None
         weights = self.program.model.state_dict()
-        kept = take(self.spec, self.state, history, weights=weights, kept={})
+        own = self.state.changes.own_attributes(self.state.watch)
+        kept = take(self.spec, self.state, history, weights=weights, kept={}, attributes=[own])
         self._held = Checkpoint(**snapshot(vars(kept)))
         self._within = within
         self._cadence.taken(time.monotonic())
@@ -185,7 +186,7 @@ class _Training(State, Hooks):
             self.state.optimizer.load_state_dict(held.optimizer)
         # Which of them a rank calls depends on its number.
         ctx = CallbackContext(self.spec, self.state, self.moment)
-        self.state.callbacks = Callbacks(self.program.user.callbacks, ctx)
+        self.state.callbacks = Callbacks(self.program.user.callbacks, ctx, self.others)
         assert self.schedule is not None
         self.schedule.spread(data.num_steps)
         position = resume(start, self.state)

@@ -148,6 +148,10 @@ class Others:
                     seen.add(id(part))
                     yield f"{root}.{path}" if path else root, part
 
+    def holders(self) -> Iterator[tuple[str, object]]:
+        """Yield nothing."""
+        yield from ()
+
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers as they are now, saved by state dicts or not."""
         return {
@@ -318,7 +322,12 @@ def _readable(name: str, state: State) -> State:
 
 
 def returned_loss(
-    losses: Sequence[object], model: nn.Module, module: nn.Module, state: Mapping[str, Any]
+    losses: Sequence[object],
+    model: nn.Module,
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    is_changed: bool = False,
 ) -> object:
     """Return the losses of a fit with their trained state: one, or a list with one per label. Those without state are not copied.
 
@@ -327,9 +336,10 @@ def returned_loss(
         model: of the user.
         module: the trained one, to whose tensors a loss refers that refers to the model's.
         state: of a checkpoint.
+        is_changed: their attributes have changed too, so they are copied without state.
     """
     made = losses
-    if state and Others(losses, (), model):
+    if (state and Others(losses, (), model)) or is_changed:
         made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
         Others(made).load_state_dict(state, "The state of the checkpoint does")
     return made[0] if all(each is made[0] for each in made) else list(made)

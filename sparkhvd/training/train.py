@@ -34,11 +34,16 @@ from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data, StepPlan
-from sparkhvd.training.checkpoints.changes import set_modes
 from sparkhvd.training.checkpoints.compression_state import load_compression
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
-from sparkhvd.training.checkpoints.resume import Position, TrainingState, find_start, resume
+from sparkhvd.training.checkpoints.resume import (
+    Position,
+    TrainingState,
+    find_start,
+    repeated,
+    resume,
+)
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.compile import compile_model
 from sparkhvd.training.device import agree, choose_device, gpu_of
@@ -110,7 +115,8 @@ def train(spec: TrainSpec) -> TrainResult:
         load_compression(program.compression, start.compression, device)
         state, schedule = build(spec, program, data, profile, others)
         moment = Moment()
-        callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
+        ctx = CallbackContext(spec, state, moment)
+        callbacks = Callbacks(program.user.callbacks, ctx, others)
         state.callbacks = callbacks
         position = resume(start, state)
         # The ranks of a host map the file of a large model's.
@@ -124,9 +130,10 @@ def train(spec: TrainSpec) -> TrainResult:
         with Saver(spec, checkpoints, state) as saver:
             if program.user.train_fn is not None:
                 if position.changes:
-                    set_modes(program.model, position.changes["evaluating"])
-                ctx = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
-                run_train_fn(program.user, ctx, data)
+                    state.changes.set_modes(position.changes, all_of=True)
+                    state.changes.load_attributes(position.changes, hvd.rank())
+                loop = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
+                run_train_fn(program.user, loop, data)
             else:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
@@ -219,8 +226,7 @@ def train_epochs(
     hooks = hooks or Hooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
-    changes, watch = step.state.changes, callbacks.watch
-    with changes.repeated(position.changes, watch, "on_train_begin"):
+    with repeated(step.state, position.changes, "on_train_begin"):
         callbacks.call("on_train_begin")
     stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
     while len(history) < spec.epochs and not stopped:
@@ -230,7 +236,7 @@ def train_epochs(
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         continued = position.changes if position.is_inside else {}
-        with changes.repeated(continued, watch, "on_epoch_begin"):
+        with repeated(step.state, continued, "on_epoch_begin"):
             callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)

@@ -1,15 +1,17 @@
-"""Models of one `fitMultiple`, and the end of the data that their fits share."""
+"""Models of several param maps, and the end of the data that their fits share."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sparkhvd.data.reuse import Scope
 
-__all__ = ["FoldModels"]
+__all__ = ["FoldModels", "models_kept"]
 
 M = TypeVar("M")
 
@@ -36,3 +38,20 @@ class FoldModels(Iterator[tuple[int, M]]):
                 is_last = self._left == 0
             if is_last:
                 self._close()
+
+
+@contextlib.contextmanager
+def models_kept(models: dict[int, M]) -> Iterator[None]:
+    """Give an error inside the models that are there, as its attribute `models`: their training must not be lost."""
+    try:
+        yield
+    except BaseException as e:
+        if models:
+            error: Any = e
+            error.models = dict(models)
+            note = f"The models of the param maps {sorted(models)} are in the attribute `models` of this error, by index."
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # before Python 3.11
+                warnings.warn(note, stacklevel=2)
+        raise

@@ -1,6 +1,7 @@
 """Runs in the store on the driver: new, unfinished or finished, and the fits that may resume them.
 
     runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
+    runs/<run_id>/model.json   description of its model, see `saving/run_model.py`
     runs/<run_id>/finished.json    written when the driver has got the model; the run is over
     runs/<run_id>/holder.json      while a fit goes on: its process, see `data/store/run_lock.py`
     runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
@@ -35,6 +36,7 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
 
 __all__ = [
+    "MODEL_NAME",
     "Finished",
     "Folds",
     "Run",
@@ -44,6 +46,7 @@ __all__ = [
     "position_text",
 ]
 
+MODEL_NAME = "model.json"
 _FINGERPRINT = "fingerprint.json"
 _SEED = "seed.json"
 
@@ -256,17 +259,27 @@ class Run:
                 is_over = self.finished() is not None
             if not is_over:
                 note += f"a fit with run_id={self.name!r} and store={self.store.url!r} goes on from there. "
-            gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}) gives the model"
+            trust = ", trust=True" if self._holds_code() else ""
+            gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}{trust}) gives the model"
             note += f"{gives} so far." if not is_trained else f"{gives}."
             has_notes = hasattr(error, "add_note")  # from Python 3.11 on
             if has_notes:
                 error.add_note(note)
+            elif not verbose:
+                warnings.warn(note, stacklevel=2)
             if verbose and (
                 is_interrupt or not has_notes
             ):  # a notebook shows no notes of an interrupt
                 what = "interrupted" if is_interrupt else "the fit has failed"
                 sys.stderr.write(f"sparkhvd: {what}. {note}\n")
                 sys.stderr.flush()
+
+    def _holds_code(self) -> bool:
+        """Return True if the run's description has classes or functions of the user's, which need trust."""
+        with contextlib.suppress(OSError, SparkhvdError):
+            values = load_sealed(self.store.read_bytes(f"{self.run_dir}/{MODEL_NAME}"))
+            return bool(values and values["code"])
+        return False
 
     def _stays(self, is_trained: bool) -> str:
         """Say how long the store stays; a temporary one, from now on, as long as the user wants it if the training is over."""

@@ -19,21 +19,27 @@ from torch import Tensor
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.runs import Finished, Run, check_run_id, position_text
+from sparkhvd.estimator.fitting.runs import (
+    MODEL_NAME,
+    Finished,
+    Run,
+    check_run_id,
+    position_text,
+)
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.decoding import Decoder
 from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
-from sparkhvd.training.checkpoints.checkpoint import Position
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.others import Others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["MODEL_NAME", "load_run_model", "store_run_model"]
+__all__ = ["load_run_model", "store_run_model"]
 
-MODEL_NAME = "model.json"
 _WARM = re.compile(r"/warm-(\d+)$")
 
 M = TypeVar("M", bound=TorchParams)
@@ -95,12 +101,15 @@ def load_run_model(
     for name, value in values["model"]["params"].items():
         if instance.hasParam(name):
             instance._set(**{name: decoder.decode(name, value)})
-    state, finished = decoder.state, decoder.finished
+    state, finished = decoder.result.model, decoder.finished
     if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
         fitted.module.load_state_dict(state)
     if fitted.loss is not None:
         losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
-        Others(losses).load_state_dict(decoder.others, f"The state in {url} does")
+        Others(losses).load_state_dict(decoder.result.others, f"The state in {url} does")
+        finish(fitted.module, decoder.result, Others(losses, (), fitted.module))
+    else:
+        finish(fitted.module, decoder.result)
     fitted = replace(fitted, history=decoder.history)
     if finished is None:
         warnings.warn(
@@ -132,8 +141,7 @@ class _RunDecoder(Decoder):
         self.finished: Finished | None = run.finished()
         self.position: Position = (0, 0)
         self.history: list[dict[str, Any]] = []
-        self.state: dict[str, Any] = {}
-        self.others: dict[str, Any] = {}  # of losses and metrics
+        self.result = Checkpoint(0, {}, {}, None, [], "")
         self._checkpoints = Checkpoints(run.store, run.run_dir)
         self._pickles = code
 
@@ -158,8 +166,9 @@ class _RunDecoder(Decoder):
                 )
             checkpoint = newest
             self.position, self.history = checkpoint.position, checkpoint.history
-        self.state, self.others = checkpoint.result, checkpoint.others
-        return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
+        self.result = checkpoint.result
+        tensors = self.result.model.items()
+        return {name: value for name, value in tensors if isinstance(value, Tensor)}
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         return {name: base64.b64decode(text) for name, text in self._pickles.items()}

@@ -1,43 +1,57 @@
-"""Changes of model and optimizer during a run that no state dict of torch holds: which parameters are trained, by which group, in which mode.
+"""Changes of model, losses and optimizer during a run that no state dict of torch holds.
 
-A checkpoint holds them as differences from the program, by name. A run that resumes builds what the program has, so that gradients are divided as in an
-undisturbed run, and then makes the same changes.
+Which parameters are trained, by which group, modules in which mode, attributes with which values. A checkpoint holds them as differences from the program,
+by name. A run that resumes builds what the program has, so that gradients are divided as in an undisturbed run, and then makes the same changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
-from sparkhvd.training.user_code.watch import Watch, is_plain
+from sparkhvd.training.modules.attributes import Attributes, Entry, is_plain, set_attributes
+from sparkhvd.training.others import Others
+from sparkhvd.training.user_code.watch import Watch
 
-__all__ = ["Changes", "set_modes"]
+__all__ = ["Changes", "has_losses", "of_rank_0", "set_changes"]
 
 
 class Changes:
-    """Changes since the program was built, which the constructor takes as it is."""
+    """Changes since the program was built, which the constructor takes as it is.
 
-    def __init__(self, model: nn.Module, optimizer: Distributed | None) -> None:
+    Attributes:
+        attributes: of modules, parameters, losses and the optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Distributed | None, others: Others) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._others = others
+        self._parameters: dict[str, Tensor] = _parameters(model, others)
         self._flags = {name: p.requires_grad for name, p in self._parameters.items()}
         names = set(self._parameters.values())
-        others = (p for group in self._param_groups for p in group["params"] if p not in names)
-        self._parameters |= {f"optimizer.{i}": p for i, p in enumerate(others)}
+        unknown = (p for group in self._param_groups for p in group["params"] if p not in names)
+        self._parameters |= {f"optimizer.{i}": p for i, p in enumerate(unknown)}
         self._names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}
         self._groups = self._grouped()
+        self.attributes = Attributes(self._owners)
 
-    def state_dict(self, watch: Watch | None) -> dict[str, Any]:
+    def _owners(self) -> dict[str, object]:
+        owners = _owners(self._model, self._others)
+        if self._optimizer is not None:
+            owners["the optimizer"] = self._optimizer
+        return owners
+
+    def state_dict(self, watch: Watch | None, attributes: Sequence[list[Entry]]) -> dict[str, Any]:
         """Return the changes: plain values by name.
 
         Args:
             watch: of callbacks; None without any.
+            attributes: changes of attributes, of each rank, or of this one alone.
 
         Raises:
             InvalidArgumentError: an option of a group cannot be kept, or one of its parameters.
@@ -50,64 +64,63 @@ class Changes:
                         f"optimizer.param_groups[{number}][{name!r}] is {value!r:.100}, which no checkpoint holds. Options of groups may "
                         "be numbers, texts, tensors, and lists, tuples and dicts of these."
                     )
-        modules = dict(self._model.named_modules())
-        attributes = [
-            (owner, name, getattr(modules[owner], name, None))
-            for owner, name in sorted(watch.attributes if watch is not None else ())
-            if owner in modules
-        ]
         return {
-            "requires_grad": {
-                name: self._parameters[name].requires_grad
-                for name, flag in self._flags.items()
-                if self._parameters[name].requires_grad != flag
-            },
+            "requires_grad": self._changed_flags(),
             "groups": None if groups == self._groups else groups,
             "before": {
                 method: [[self._name(i, p) for p in of_group] for i, of_group in enumerate(before)]
                 for method, (_, before) in (watch.regrouped.items() if watch is not None else ())
             },
-            "attributes": [list(each) for each in attributes if is_plain(each[2])],
-            "evaluating": [name for name, module in modules.items() if not module.training],
+            "attributes": list(attributes),
+            "evaluating": [
+                name
+                for name, module in _modules(self._model, self._others).items()
+                if not module.training
+            ],
         }
 
-    def load(self, state: dict[str, Any], watch: Watch | None) -> None:
-        """Set flags and attributes as `state_dict` has found them."""
+    def for_result(self) -> dict[str, Any]:
+        """Return the part of `state_dict` that the model of a run gets, of this rank."""
+        return {
+            "requires_grad": self._changed_flags(),
+            "attributes": [self.attributes.changes()],
+        }
+
+    def _changed_flags(self) -> dict[str, bool]:
+        return {
+            name: self._parameters[name].requires_grad
+            for name, flag in self._flags.items()
+            if self._parameters[name].requires_grad != flag
+        }
+
+    def own_attributes(self, watch: Watch | None) -> list[Entry]:
+        """Return the changes of attributes on this rank."""
+        return self.attributes.changes(watch.attributes if watch is not None else ())
+
+    def load_flags(self, state: Mapping[str, Any]) -> None:
+        """Set which parameters are trained, as `state_dict` has found it."""
         flags = {**self._flags, **state["requires_grad"]}
         for name in self._flags:
             parameter = self._parameters[name]
             if parameter.requires_grad != flags[name]:
                 parameter.requires_grad_(flags[name])
-        modules = dict(self._model.named_modules())
-        for owner, name, value in state["attributes"]:
-            if owner in modules:
-                setattr(modules[owner], name, value)
-                if watch is not None:
-                    watch.attributes.add((owner, name))
 
-    @contextmanager
-    def repeated(self, state: dict[str, Any], watch: Watch | None, method: str) -> Iterator[None]:
-        """Let callbacks repeat a method inside: what the checkpoint has of it and of later changes counts. All ranks must enter it.
+    def load_attributes(self, state: Mapping[str, Any], rank: int) -> None:
+        """Set this rank's attributes as `state_dict` has found them; rank 0's if it has none of this rank."""
+        of_ranks = state["attributes"]
+        self.attributes.load(of_ranks[rank] if rank < len(of_ranks) else of_ranks[0])
+
+    def set_modes(self, state: Mapping[str, Any], *, all_of: bool) -> None:
+        """Put each module by itself in the mode that `state_dict` has found.
 
         Args:
-            state: that is loaded; {} where nothing is repeated.
-            watch: of the callbacks.
-            method: "on_train_begin", or "on_epoch_begin" of an epoch that is continued.
+            state: of `state_dict`.
+            all_of: also the model's, which an epoch that begins puts in training mode.
         """
-        if not state:
-            yield
-            return
-        options = [{**group, "params": list(group["params"])} for group in self._param_groups]
-        if state["before"].get(method) is not None:  # it adds parameters, which must not be there
-            self.regroup(state["before"][method])
-        yield
-        self.load(state, watch)
-        self.regroup(state["groups"])
-        for group, before in zip(self._param_groups, options, strict=True):
-            group.clear()  # in place, as others may hold it
-            group.update(before)
-        if method == "on_epoch_begin":
-            set_modes(self._model, state["evaluating"])
+        names = set(state["evaluating"])
+        for name, module in _modules(self._model, self._others).items():
+            if all_of or name.startswith("."):
+                module.training = name not in names
 
     def regroup(self, groups: list[list[str]] | None) -> None:
         """Divide the parameters into groups by name, None for those of the program; all ranks must call it.
@@ -159,11 +172,52 @@ class Changes:
         return name
 
 
-def set_modes(model: nn.Module, evaluating: Iterable[str]) -> None:
-    """Put the modules with these names in evaluation mode and all others in training mode, each by itself."""
-    names = set(evaluating)
-    for name, module in model.named_modules():
-        module.training = name not in names
+def set_changes(model: nn.Module, others: Others, state: Mapping[str, Any]) -> None:
+    """Set flags and attributes of copies of a run's model and losses as rank 0 had them.
+
+    Args:
+        model: copy of the program's model.
+        others: of its losses; names that are not there are passed over.
+        state: of `Changes.state_dict`; {} of a checkpoint that has none.
+    """
+    parameters = _parameters(model, others)
+    for name, requires_grad in state.get("requires_grad", {}).items():
+        if name in parameters:
+            parameters[name].requires_grad_(requires_grad)
+    of_ranks = state.get("attributes", [])
+    set_attributes(_owners(model, others), of_ranks[0] if of_ranks else [])
+
+
+def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of `Changes.state_dict` that `set_changes` uses."""
+    return {
+        "requires_grad": state.get("requires_grad", {}),
+        "attributes": state.get("attributes", [])[:1],
+    }
+
+
+def has_losses(state: Mapping[str, Any]) -> bool:
+    """Return True if flags or attributes of losses are in the part of `of_rank_0`."""
+    part = of_rank_0(state)
+    names = [*part["requires_grad"], *(entry[0] for each in part["attributes"] for entry in each)]
+    return any(name.removeprefix("parameter ").startswith(".") for name in names)
+
+
+def _modules(model: nn.Module, others: Others) -> dict[str, nn.Module]:
+    of_losses = {f".{name}": module for name, module in others.modules()}
+    return {**dict(model.named_modules()), **of_losses}
+
+
+def _parameters(model: nn.Module, others: Others) -> dict[str, Tensor]:
+    of_losses = {f".{name}": parameter for name, parameter in others.parameters.items()}
+    return {**dict(model.named_parameters()), **of_losses}
+
+
+def _owners(model: nn.Module, others: Others) -> dict[str, object]:
+    """Return everything whose attributes are looked at, by name."""
+    holders = {f".{name}": holder for name, holder in others.holders()}
+    parameters = {f"parameter {n}": p for n, p in _parameters(model, others).items()}
+    return {**_modules(model, others), **holders, **parameters}
 
 
 def _is_readable(value: object) -> bool:

@@ -10,7 +10,7 @@ import copy
 import io
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 import torch
@@ -32,8 +32,8 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT_VERSION = 5
-# Version 3 had all parameters in it, version 4 nothing of `final`, `others` and `changes`.
+FORMAT_VERSION = 6
+# Version 3 had all parameters in it, version 4 nothing of `final`, `others` and `changes`; 5 was in no release.
 _READ_VERSIONS = (3, 4, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
@@ -65,7 +65,7 @@ class Checkpoint:
         compression: the state of the compression of gradients, see `gather_compression`.
         kept: states of the objects that a `train_fn` keeps, by name.
         frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
-        final: entries of the model's state dict that `on_train_end` has changed; a run that resumes calls it again.
+        final: what `on_train_end` has changed: entries of "model" and "others", all "buffers" and "changes"; a run that resumes calls it again.
         others: state of losses and metrics, see `Others`.
         changes: of model and optimizer since they were built, see `Changes`; {} if it is not known.
     """
@@ -84,7 +84,7 @@ class Checkpoint:
     compression: State = field(default_factory=dict, repr=False)
     kept: State = field(default_factory=dict, repr=False)
     frozen: Frozen | None = None
-    final: State = field(default_factory=dict, repr=False)
+    final: dict[str, Any] = field(default_factory=dict, repr=False)
     others: State = field(default_factory=dict, repr=False)
     changes: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -94,9 +94,12 @@ class Checkpoint:
         return self.epoch, self.step
 
     @property
-    def result(self) -> dict[str, Any]:
-        """The model's state dict for the model of the run, after `on_train_end`."""
-        return {**self.model, **self.final} if self.final else self.model
+    def result(self) -> Checkpoint:
+        """The checkpoint for the model of the run, after `on_train_end`."""
+        if not self.final:
+            return self
+        model = {**self.model, **self.final["model"]}
+        return replace(self, **{**self.final, "model": model}, final={})
 
 
 def write_checkpoint(checkpoint: Checkpoint, sink: IO[bytes] | io.RawIOBase) -> None:
@@ -163,6 +166,6 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
     ):  # not every system has such names, nor every file system mappings
         return dict(torch.load(file, weights_only=True))
     # Out of the mapping, and tied tensors as one: a file that is deleted on NFS takes mapped pages with it.
-    for name in {"model", "final"} & values.keys():
+    for name in {"model", "final", "buffers", "changes"} & values.keys():
         values[name] = copy.deepcopy(values[name])
     return values

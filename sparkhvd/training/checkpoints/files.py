@@ -244,7 +244,7 @@ class Checkpoints:
 
         Takes the model's size of memory: the optimizer's state, twice that with Adam, stays in the file.
         """
-        return self._load_or_advise(path, is_mapped=True).result
+        return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
         """Return a checkpoint of any run for its weights; its tensors but the model's stay in the file. Raises as `load`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -14,7 +16,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Done
-from sparkhvd.training.checkpoints.changes import Changes
+from sparkhvd.training.checkpoints.changes import Changes, set_changes
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
@@ -28,19 +30,23 @@ from sparkhvd.training.checkpoints.module_state import (
 from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
 from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.metrics import Totals, TotalsState
+from sparkhvd.training.modules.attributes import Entry
 from sparkhvd.training.others import Others
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
 from sparkhvd.training.types import Compression, History, State, Stateful
 from sparkhvd.training.user_code.callbacks import Callbacks
+from sparkhvd.training.user_code.watch import Watch
 
 __all__ = [
     "Position",
     "Start",
     "TrainingState",
     "find_start",
+    "finish",
     "load_weights",
+    "repeated",
     "resume",
     "take",
 ]
@@ -75,7 +81,20 @@ class TrainingState:
     changes: Changes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.changes = Changes(self.model, self.optimizer)
+        self.changes = Changes(self.model, self.optimizer, self.others)
+
+    def beside_weights(self) -> State:
+        """Return what the model of the run gets beside its state dict: buffers, changes and losses of this rank."""
+        return {
+            "buffers": unsaved_buffers(self.model),
+            "changes": self.changes.for_result(),
+            "others": self.others.state_dict(),
+        }
+
+    @property
+    def watch(self) -> Watch | None:
+        """Of the callbacks; None before they are there."""
+        return None if self.callbacks is None else self.callbacks.watch
 
 
 class Resumed(TypedDict):
@@ -127,7 +146,7 @@ class Position:
         sums: of these ranks, on one of those that go on; else None.
         seconds: that they have taken.
         sent: names of frozen parameters that rank 0 has sent to the others.
-        changes: of model and optimizer that are loaded, see `Changes.repeated`.
+        changes: of model and optimizer that are loaded, see `repeated`.
     """
 
     history: History
@@ -233,17 +252,17 @@ def _load_start(
             checkpoints.load_start(spec.start_from),
             f"warm_start: the weights of {spec.start_from} do",
         )
-        load_weights(model, start.result, what)
-        others.load_state_dict(start.others, what)
+        load_weights(model, start.result.model, what)
+        others.load_state_dict(start.result.others, what)
     return checkpoint
 
 
 def resume(start: Start, state: TrainingState) -> Position:
     """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
-    watch = state.callbacks.watch if state.callbacks is not None else None
+    state.changes.attributes.reset()
     if changes:
-        state.changes.load(changes, watch)
+        state.changes.load_flags(changes)
         state.changes.regroup(changes["groups"])
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
@@ -272,6 +291,103 @@ def resume(start: Start, state: TrainingState) -> Position:
         sent=sent,
         changes=changes,
     )
+
+
+@contextmanager
+def repeated(state: TrainingState, loaded: Mapping[str, Any], method: str) -> Iterator[None]:
+    """Let callbacks repeat a method inside: what the checkpoint has of it and of later changes counts. All ranks must enter it.
+
+    Weights and states that the method changes have this change already.
+
+    Args:
+        state: of the run.
+        loaded: changes of the checkpoint; {} where nothing is repeated.
+        method: "on_train_begin", or "on_epoch_begin" of an epoch that is continued.
+    """
+    assert state.callbacks is not None
+    changes, is_begin = state.changes, method == "on_train_begin"
+    if not loaded:
+        yield
+        if is_begin:
+            changes.attributes.begun()
+        return
+    held = _Held(state) if state.callbacks.has(method) else None
+    if loaded["before"].get(method) is not None:  # it adds parameters, which must not be there
+        changes.regroup(loaded["before"][method])
+    yield
+    if is_begin:
+        changes.attributes.begun()
+    changes.load_flags(loaded)
+    changes.load_attributes(loaded, hvd.rank())
+    changes.regroup(loaded["groups"])
+    if held is not None:
+        held.restore()
+    changes.set_modes(loaded, all_of=not is_begin)
+
+
+class _Held:
+    """Copy, on the CPU, of everything that a callback could change and a checkpoint has."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._weights = [(p, _copy(p)) for p in self._parameters()]
+        self._buffers = _copy(dict(state.model.named_buffers()))
+        self._extra = copy.deepcopy(extra_states(state.model))
+        self._others = _copy(state.others.rank_state())
+        optimizer = state.optimizer
+        # Of a distributed optimizer not the property, which would wait.
+        groups = [] if optimizer is None else optimizer.__dict__["param_groups"]
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        of_optimizer = {} if optimizer is None else optimizer.state
+        self._of_parameters = [(p, dict(part), _copy(part)) for p, part in of_optimizer.items()]
+        parts: tuple[Stateful | None, ...] = (state.scheduler, state.scaler, state.callbacks)
+        self._parts = [(p, copy.deepcopy(p.state_dict())) for p in parts if p is not None]
+
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from self._state.model.parameters()
+        yield from self._state.others.parameters.values()
+
+    def restore(self) -> None:
+        state = self._state
+        with torch.no_grad():
+            for parameter, value in self._weights:
+                if not torch.equal(parameter.detach().cpu(), value):
+                    parameter.copy_(value)
+            gone = dict(state.model.named_buffers()).keys() - self._buffers.keys()
+            load_buffers(state.model, {**dict.fromkeys(gone), **self._buffers})
+            load_extra_states(state.model, self._extra)
+            state.others.load_rank_state(self._others)
+            self._restore_optimizer()
+        for part, value in self._parts:
+            part.load_state_dict(value)
+
+    def _restore_optimizer(self) -> None:
+        if self._state.optimizer is None:
+            return
+        groups = self._state.optimizer.__dict__["param_groups"]
+        for group, options in zip(groups, self._options, strict=True):
+            parameters = group["params"]
+            group.clear()  # in place, as others may hold it
+            group.update(options, params=parameters)
+        of_parameters = self._state.optimizer.state
+        of_parameters.clear()
+        for parameter, objects, values in self._of_parameters:
+            part = of_parameters[parameter] = {}
+            for name, value in values.items():
+                part[name] = value
+                if isinstance(value, Tensor):  # in place, on its device
+                    part[name] = objects[name].copy_(value)
+
+
+def _copy(value: Any) -> Any:
+    """Copy to the CPU the tensors of a value, in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: _copy(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy, value))
+    return copy.deepcopy(value)
 
 
 def _load_parts(state: TrainingState, resumed: Resumed) -> None:
@@ -313,6 +429,20 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
         ) from e
 
 
+def finish(module: nn.Module, result: Checkpoint, losses: Others | None = None) -> None:
+    """Give a module with the weights of a run what its state dict leaves out: unsaved buffers, flags and attributes.
+
+    Args:
+        module: copy of the program's model.
+        result: `Checkpoint.result`.
+        losses: of the module, for their flags and attributes.
+    """
+    if result.buffers or result.changes:  # else it is of an older version
+        gone = unsaved_buffers(module).keys() - result.buffers.keys()
+        load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
+    set_changes(module, losses or Others(), result.changes)
+
+
 def take(
     spec: TrainSpec,
     state: TrainingState,
@@ -322,10 +452,19 @@ def take(
     *,
     weights: State,
     kept: State,
+    attributes: Sequence[list[Entry]],
 ) -> Checkpoint:
     """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0.
 
-    `weights` is what it holds of the model's state dict, `kept` the states of `TrainingState.kept`.
+    Args:
+        spec: of the run.
+        state: of the run.
+        history: the records of the epochs that are done.
+        step: optimizer steps that are done of the one after those.
+        ranks: each rank's own state.
+        weights: part of the model's state dict.
+        kept: states of `TrainingState.kept`.
+        attributes: their changes on each rank, or on this one alone.
     """
     return Checkpoint(
         epoch=len(history),
@@ -341,5 +480,5 @@ def take(
         ranks=list(ranks),
         kept=kept,
         others=state.others.state_dict(),
-        changes=state.changes.state_dict(state.callbacks.watch if state.callbacks else None),
+        changes=state.changes.state_dict(state.watch, attributes),
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 import sparkhvd.torch as hvd
 from sparkhvd.errors import StoreError
 from sparkhvd.training.checkpoints.cadence import Cadence
+from sparkhvd.training.checkpoints.changes import of_rank_0
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.compression_state import gather_compression
 from sparkhvd.training.checkpoints.files import Checkpoints, Choice
@@ -38,7 +39,7 @@ from sparkhvd.training.metrics import Totals
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
-__all__ = ["WRITE_LIMIT_S", "Saver", "snapshot"]
+__all__ = ["WRITE_LIMIT_S", "Saver", "is_same", "snapshot"]
 
 # The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
@@ -93,23 +94,28 @@ class Saver:
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
-        """Add what the callbacks called inside do to the weights to the last epoch's checkpoint. All ranks must enter it.
+        """Add what the callbacks called inside do to model and losses to the last epoch's checkpoint. All ranks must enter it.
 
         The rest of the checkpoint is that of before: a run that resumes from it calls them again.
         """
         taken = self._taken(history)
         yield
-        final: State = {}
-        if taken is not None:
-            checkpoint, left_out = taken
-            final = self._changed(checkpoint.model, left_out)
-            if final and self._spec.return_best:
-                self._checkpoints.note(
-                    "A callback has changed the model's weights in on_train_end, and return_model='best' returns those of the best epoch, "
-                    "without the change. Change them in on_epoch_end, or set return_model='last'."
-                )
-            elif final:
-                self._save(replace(checkpoint, final=snapshot(final)), left_out)
+        if taken is None:
+            return
+        checkpoint, left_out = taken
+        weights = self._changed(checkpoint.model, left_out)
+        if weights and self._spec.return_best:
+            self._checkpoints.note(
+                "A callback has changed the model's weights in on_train_end, and return_model='best' returns those of the best epoch, "
+                "without the change. Change them in on_epoch_end, or set return_model='last'."
+            )
+        if self._spec.return_best:
+            return
+        final = {"model": snapshot(weights), **snapshot(self._state.beside_weights())}
+        before = {name: getattr(checkpoint, name) for name in final}
+        before["changes"] = of_rank_0(checkpoint.changes)
+        if weights or not is_same(before, {**final, "model": checkpoint.model}):
+            self._save(replace(checkpoint, final=final), left_out)
 
     def _changed(self, before: State, left_out: list[str]) -> State:
         """Return the entries of the model's state dict that are not as before; {} with a note if others are there."""
@@ -125,7 +131,7 @@ class Saver:
                 "Make such changes to what getModel() returns."
             )
             return {}
-        return {n: v for n, v in after.items() if not _is_equal(before.get(n), v)}
+        return {n: v for n, v in after.items() if not is_same(before.get(n), v)}
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         if (taken := self._taken(history, step=step, ranks=ranks)) is not None:
@@ -140,10 +146,21 @@ class Saver:
         """
         compression = gather_compression(self._state.compression)
         kept: State = {name: each.state_dict() for name, each in self._state.kept.items()}
+        own = self._state.changes.own_attributes(self._state.watch)
+        attributes = hvd.allgather_object(own, name="checkpoint.attributes")
         if not self._is_writer:
             return None
         weights, left_out = self._frozen.divide(self._state.model)
-        checkpoint = take(self._spec, self._state, history, step, ranks, weights=weights, kept=kept)
+        checkpoint = take(
+            self._spec,
+            self._state,
+            history,
+            step,
+            ranks,
+            weights=weights,
+            kept=kept,
+            attributes=attributes,
+        )
         self.wait()
         self._taken_at = time.monotonic()
         self._cadence.taken(self._taken_at)
@@ -236,14 +253,17 @@ def snapshot(value: T) -> T:
     return cast("T", _snapshot(value))
 
 
-def _is_equal(before: object, after: object) -> bool:
-    """Check whether an entry of a state dict is as before; False for one that is no tensor."""
-    return (
-        isinstance(before, Tensor)
-        and isinstance(after, Tensor)
-        and before.dtype == after.dtype
-        and torch.equal(before, after.detach().cpu())
-    )
+def is_same(before: object, after: object) -> bool:
+    """Check whether two states have the same values."""
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.dtype == after.dtype and torch.equal(before, after.detach().cpu())
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return before.keys() == after.keys() and all(
+            is_same(v, after[k]) for k, v in before.items()
+        )
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) and all(map(is_same, before, after))
+    return type(before) is type(after) and before == after
 
 
 def _snapshot(value: object) -> object:

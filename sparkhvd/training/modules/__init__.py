@@ -3,6 +3,7 @@
 Each module imports only those above it:
 
     attached       hooks and attributes of parameters
+    attributes     values of attributes that state dicts leave out
     copies         copies of a module
     architecture   a module without its weights
     modes          train and eval modes of a module

@@ -24,6 +24,7 @@ from sparkhvd.training.user_code.watch import Watch
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
+    from sparkhvd.training.others import Others
     from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks", "unreadable"]
@@ -84,7 +85,10 @@ class Callback:
     ranks: Literal["all", 0] = "all"
 
     def on_train_begin(self, ctx: CallbackContext) -> None:
-        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded."""
+        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded.
+
+        A resumed run has each change of weights and states by this method once: what the checkpoint holds is loaded again behind it.
+        """
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
         """Run before the first step of an epoch, and again where a run resumes inside one.
@@ -106,7 +110,10 @@ class Callback:
         """
 
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
-        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
+        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`.
+
+        A change of the model's weights or of the optimizer is an error here: the checkpoint lacks it.
+        """
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
         """Run once, when all epochs are done or a callback has stopped the training; not after an error.
@@ -179,12 +186,12 @@ def _checked(where: str, callback: object) -> Callback:
 class Callbacks:
     """The callbacks of a run on this rank."""
 
-    def __init__(self, callbacks: Sequence[Callback], ctx: CallbackContext) -> None:
-        """Pass `ctx` to every method."""
+    def __init__(self, callbacks: Sequence[Callback], ctx: CallbackContext, others: Others) -> None:
+        """Pass `ctx` to every method, and watch what these do to model and losses."""
         self._all = tuple(callbacks)
         self.ctx = ctx
         self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
-        self.watch = Watch(ctx.model, ctx.optimizer)
+        self.watch = Watch(ctx.model, ctx.optimizer, ctx.scheduler, others)
         # The reason why training ends with the last epoch; equal on all ranks, "" if it continues.
         self.stopped = ""
 
@@ -213,9 +220,13 @@ class Callbacks:
                 f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
             ) from e
 
+    def has(self, hook: str) -> bool:
+        """Return True if a callback of this rank has a method of its own."""
+        return _overrides(hook, self._called)
+
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
         """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
-        if _overrides("on_step_end", self._called):  # reading the loss waits for the accelerator
+        if self.has("on_step_end"):  # reading the loss waits for the accelerator
             self.call("on_step_end", float(loss_sum) / weight if weight else None)
 
     def checkpoint(self, saver: Writer) -> None:
@@ -289,6 +300,8 @@ def unreadable(value: object) -> str:
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
         return next((kind for v in value if (kind := unreadable(v))), "")
+    if value == b"" and isinstance(value, bytes):
+        return "bytes object of length 0"
     plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
     return "" if isinstance(value, plain) else type(value).__name__
 

@@ -6,18 +6,24 @@ A run that is launched again or resumes builds model and optimizer as the progra
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.attributes import can_be_kept, is_record
 
-__all__ = ["Watch", "is_plain"]
+if TYPE_CHECKING:  # it imports callbacks
+    from sparkhvd.training.others import Others
+
+__all__ = ["Watch"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -26,6 +32,7 @@ _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _ABSENT = object()
 # Kinds of differences.
 _PARAMETER, _BUFFER, _LAYER, _ATTRIBUTE, _HOOK = "parameter", "buffer", "layer", "attribute", "hook"
+_FUNCTION = "function"
 
 # By the name of a module, a parameter, or of the optimizer: for each kind what it has.
 _Seen = dict[str, dict[str, Mapping[Any, object]]]
@@ -68,14 +75,22 @@ class Watch:
     """Notes what the callbacks of this rank change.
 
     Attributes:
-        attributes: (module, attribute) of plain values that callbacks have set.
+        attributes: (module, attribute) of values that callbacks have set and a checkpoint holds.
         regrouped: by methods that repeat and have changed the parameters of the optimizer's groups: the epoch, and those of before.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Watch a model, and hooks of its optimizer."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: LRScheduler | None,
+        others: Others,
+    ) -> None:
+        """Watch a model and its losses, hooks of the optimizer, and functions of the scheduler."""
         self._model = model
         self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._others = others
         self._made: dict[tuple[str, str, object], _Made] = {}
         self.attributes: set[tuple[str, str]] = set()
         self.regrouped: dict[str, tuple[int, list[list[Tensor]]]] = {}
@@ -91,7 +106,13 @@ class Watch:
             yield
             return
         before, groups = self._look(), self._groups()
+        written = self._written() if method == "on_checkpoint" else []
         yield
+        if method == "on_checkpoint" and (changed := _changed(written, self._written())):
+            raise InvalidArgumentError(
+                f"The callback {type(callback).__name__} has changed {changed} in on_checkpoint of epoch {epoch}, behind the checkpoint: a run "
+                "that resumes from it would differ. Do it in on_epoch_end."
+            )
         if self.regrouped.get(method, (epoch,))[0] != epoch:  # another epoch's
             del self.regrouped[method]
         if method in ("on_train_begin", "on_epoch_begin") and not _is_same(groups, self._groups()):
@@ -122,10 +143,11 @@ class Watch:
                 f"The callback {name} has changed the model in {method}: {each}. A run that resumes could not load its checkpoints. "
                 "Build the model with all of its parameters and buffers before fit, and freeze what is not used yet by requires_grad_(False)."
             )
-        if each.kind == _ATTRIBUTE and not (callable(each.before) or callable(each.after)):
-            if is_plain(each.after):
-                self.attributes.add((each.owner, str(each.name)))
-            return  # others come from `forward`, such as outputs that a layer remembers
+        if each.kind == _ATTRIBUTE and can_be_kept(each.after):
+            self.attributes.add((each.owner, str(each.name)))
+            return
+        if each.kind == _ATTRIBUTE and not _is_lost(each.before, each.after):
+            return
         if hasattr(callback, "load_state_dict"):  # which may do it again
             return
         key = (each.kind, each.owner, each.name)
@@ -143,9 +165,28 @@ class Watch:
         groups = self._optimizer.__dict__["param_groups"]
         return [list(group["params"]) for group in groups]
 
+    def _written(self) -> list[tuple[str, Any]]:
+        """Return what tells whether weights, their flags, the optimizer's options or its state have changed, by what it is of."""
+        of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
+        tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
+        weights = [(id(each), each._version, each.requires_grad) for each in tensors]
+        if self._optimizer is None:
+            return [("the model", weights)]
+        groups = [
+            {k: _mark(v) for k, v in group.items() if k != "params"}
+            for group in self._optimizer.__dict__["param_groups"]
+        ]
+        states = [{k: _mark(v) for k, v in part.items()} for part in self._optimizer.state.values()]
+        divided = [list(map(id, group)) for group in self._groups()]
+        return [("the model", weights), ("the optimizer", (groups, divided, states))]
+
     def _look(self) -> _Seen:
         seen: _Seen = {}
-        for name, module in self._model.named_modules():
+        modules = itertools.chain(
+            self._model.named_modules(),
+            ((f".{name}", module) for name, module in self._others.modules()),
+        )
+        for name, module in modules:
             own = vars(module)
             hooks = [own.get(kind) for kind in _HOOKS]
             seen[name] = {
@@ -155,7 +196,11 @@ class Watch:
                 _BUFFER: module._buffers.copy(),
                 _HOOK: _joined(hooks) if any(hooks) else {},
             }
-        for name, parameter in self._model.named_parameters():
+        parameters = itertools.chain(
+            self._model.named_parameters(),
+            ((f".{name}", p) for name, p in self._others.parameters.items()),
+        )
+        for name, parameter in parameters:
             hooks = [getattr(parameter, kind, None) for kind in _OF_TENSORS]
             if any(hooks):
                 seen.setdefault(name, {})[_HOOK] = _joined(hooks)
@@ -163,20 +208,54 @@ class Watch:
             hooks = [getattr(self._optimizer, kind, None) for kind in _OF_OPTIMIZERS]
             if any(hooks):
                 seen["the optimizer"] = {_HOOK: _joined(hooks)}
+        if self._scheduler is not None:
+            seen["the scheduler"] = {_FUNCTION: _functions(self._scheduler)}
         return seen
+
+
+def _mark(value: object) -> object:
+    """Return what tells whether a value has changed."""
+    return (id(value), value._version) if isinstance(value, Tensor) else repr(value)
+
+
+def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
+    pairs = zip(before, after, strict=True)
+    return next((what for (what, old), (_, new) in pairs if old != new), "")
 
 
 def _is_same(before: list[list[Tensor]], after: list[list[Tensor]]) -> bool:
     return [list(map(id, group)) for group in before] == [list(map(id, group)) for group in after]
 
 
-def is_plain(value: object) -> bool:
-    """Check whether a checkpoint can hold the value of an attribute."""
-    if isinstance(value, dict):
-        return all(is_plain(each) for each in (*value.keys(), *value.values()))
-    if type(value) in (list, tuple):
-        return all(is_plain(each) for each in value)  # type: ignore[attr-defined]
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+def _is_lost(before: object, after: object) -> bool:
+    """Return True for a value that neither a checkpoint holds nor `forward` remembers, such as outputs of a layer."""
+    if after is _ABSENT:
+        return callable(before)
+    if callable(before) or callable(after):
+        return True
+    if is_record(after):
+        return type(after) is not type(before)  # its values are kept
+    return not _has_tensors(after)
+
+
+def _has_tensors(value: object, depth: int = 4) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and depth:
+        return any(_has_tensors(each, depth - 1) for each in value)
+    return isinstance(value, Tensor)
+
+
+def _functions(scheduler: object) -> dict[object, object]:
+    """Return the functions that a scheduler calls, which its state dict leaves out, by the attribute and number."""
+    found: dict[object, object] = {}
+    for name, value in vars(scheduler).items():
+        entries = value if isinstance(value, list) else [value]
+        found.update({f"{name}[{i}]": each for i, each in enumerate(entries) if callable(each)})
+        for i, each in enumerate(entries):
+            if isinstance(each, LRScheduler) and each is not scheduler:
+                found.update({f"{name}[{i}].{k}": v for k, v in _functions(each).items()})
+    return found
 
 
 def _joined(hooks: list[Any]) -> dict[object, object]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from sparkhvd.training.checkpoints import checkpoint
 from sparkhvd.training.checkpoints.cadence import Cadence
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, write_checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.ranks.training.ranks import RUN_DIR, Case, without_times
@@ -263,6 +265,135 @@ def test_a_run_that_is_interrupted_twice_equals_an_undisturbed_one(
             assert exact(getattr(last, name)) == exact(getattr(whole, name)), name
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.factors = {"scale": 1.0}
+        self.name = Path("a name")
+
+
+class Configured(nn.Module):
+    """Computes with attributes of every kind; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+        self.offset = torch.zeros(1)
+        self.shifts: Any = np.zeros(2, np.float32)
+        self.dtype: torch.dtype = torch.bfloat16
+        self.is_scaled = True
+        self.seen: set[int] = set()
+        self.num_calls, self.of_rank = 0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_calls += 1
+        self.last = x  # of a graph
+        if hasattr(self, "is_scaled"):
+            x = x * self.settings.factors["scale"]
+        x = x.to(self.dtype).to(x.dtype) + self.offset + float(self.shifts.sum()) + self.of_rank
+        return x * (1 + 0.01 * self.num_calls) * (1 + len(self.seen))
+
+
+class Configures(Changing):
+    """Sets attributes, weights and states in methods that a resumed run repeats, and elsewhere."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
+
+    def on_train_begin(self, ctx: Any) -> None:
+        ctx.model[4].offset = ctx.model[4].offset + 0.5
+        ctx.model[4].settings.factors["scale"] *= 2
+        # Ranks have values of their own.
+        ctx.model[4].of_rank = 0.1 * ctx.rank
+        with torch.no_grad():
+            ctx.model[5].weight.mul_(0.5)
+
+    def begin(self, ctx: Any) -> None:
+        ctx.model[1].reset_running_stats()
+        ctx.optimizer.state.clear()
+        with torch.no_grad():
+            ctx.model[3].bias.mul_(0.9)
+        if ctx.epoch == 2:
+            layer = ctx.model[4]
+            layer.settings.factors["scale"] = 0.3
+            layer.shifts = layer.shifts + np.float32(0.1)
+            layer.dtype = torch.float32
+            layer.seen.add(3)
+            ctx.model[0].weight.rate = torch.tensor(0.1)
+            ctx.optimizer.damping = np.float64(0.5)
+            self.loss.factor = 0.3
+            self.loss.layer.eval()
+            self.loss.bias.requires_grad_(True)
+
+    def step(self, ctx: Any, step: int) -> None:
+        if (ctx.epoch, step) == (3, 1):
+            del ctx.model[4].is_scaled
+            ctx.model[4].of_rank += 0.2 * ctx.rank
+
+
+class DampedSGD(torch.optim.SGD):
+    damping = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(getattr(p, "rate", 1.0) * float(self.damping))
+        return super().step(closure)
+
+
+class TrainedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.BatchNorm1d(1)
+        self.bias = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.factor = 1.0
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return self.factor * ((self.layer(output) + self.bias - label) ** 2).mean()
+
+
+@pytest.mark.parametrize("place", [(3, 0), (3, 3)])
+def test_attributes_and_what_methods_write_again_are_kept(
+    tmp_path: Path, place: tuple[int, int]
+) -> None:
+    def new(folder: str) -> Case:
+        model, loss = layers(), TrainedLoss()
+        model[4] = Configured()
+        both = [*model.parameters(), *loss.parameters()]
+        optimizer = DampedSGD(both, lr=0.02, momentum=0.9)
+        options = {"epochs": EPOCHS, "batch_size": 4, "checkpoint_interval_s": 1e-6}
+        user = {"callbacks": [Configures(loss)]}
+        return Case(
+            Store.create(tmp_path / folder),
+            model,
+            optimizer,
+            rows=4 * 4 * 2,
+            loss=loss,
+            options=options,
+            user=user,
+        )
+
+    expected, whole = outcome(new("a"), 2)
+    one = new("b")
+    Changing.at = place
+    assert "Interrupted" in interrupted(one, 2)
+    Changing.at = None
+    found, last = outcome(one, 2)
+    assert found == expected
+    for name in ("model", "optimizer", "others", "changes"):
+        assert exact(getattr(last, name)) == exact(getattr(whole, name)), name
+
+    module = layers()
+    module[4] = Configured()
+    finish(module, last.result)
+    layer = module[4]
+    assert (layer.offset, layer.dtype, layer.seen) == (torch.tensor([0.5]), torch.float32, {3})
+    assert (layer.settings.factors, layer.num_calls) == ({"scale": 0.3}, 4 * EPOCHS)
+    assert not hasattr(layer, "is_scaled")
+    assert module[0].weight.rate == torch.tensor(0.1)
+
+
 def noop(*_: Any) -> None: ...
 
 
@@ -284,6 +415,9 @@ class Alters(Callback):
 
     def on_epoch_end(self, ctx: Any, record: Any) -> None:
         self.alter(ctx, "on_epoch_end")
+
+    def on_checkpoint(self, ctx: Any, path: str) -> None:
+        self.alter(ctx, "on_checkpoint")
 
     def alter(self, ctx: Any, method: str) -> None:
         if method == self.method and self.epoch in (None, ctx.epoch):
@@ -335,6 +469,22 @@ def add_foreign_group(ctx: Any) -> None:
     ctx.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def slow_down(ctx: Any) -> None:
+    ctx.optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def freeze(ctx: Any) -> None:
+    ctx.model[0].requires_grad_(False)
+
+
+def replace_rate(ctx: Any) -> None:
+    ctx.scheduler.lr_lambdas[0] = constant
+
+
+def constant(epoch: int) -> float:
+    return 0.1
+
+
 def add_function(ctx: Any) -> None:
     ctx.optimizer.param_groups[0]["function"] = noop
 
@@ -374,12 +524,24 @@ def add_function(ctx: Any) -> None:
             Alters("on_epoch_begin", add_function, 1),
             "optimizer.param_groups[0]['function'] is <function noop",
         ),
+        (
+            Alters("on_checkpoint", slow_down, 2),
+            "The callback Alters has changed the optimizer in on_checkpoint of epoch 2, behind the checkpoint: a run that resumes from it "
+            "would differ. Do it in on_epoch_end.",
+        ),
+        (Alters("on_checkpoint", freeze, 2), "has changed the model in on_checkpoint of epoch 2"),
+        (
+            Alters("on_epoch_begin", replace_rate, 1),
+            "the function 'the scheduler.lr_lambdas[0]' is another one",
+        ),
     ],
 )
 def test_what_no_checkpoint_holds_is_an_error_when_it_happens(
     tmp_path: Path, callback: Callback, message: str
 ) -> None:
     one = case(tmp_path / "store", 1, [callback])
+    if "scheduler" in message:
+        one.lr_scheduler = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 1.0)
     assert message in interrupted(one, 1)
     assert Checkpoints(one.store, RUN_DIR).latest_position() < (3, 0)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import Callback
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from tests.ranks.training.ranks import RUN_DIR, Case
 
 
@@ -121,13 +122,28 @@ def test_another_structure_leaves_the_weights_of_the_last_epoch(store: Store) ->
 
 class Reads(Callback):
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
-        ctx.model.requires_grad_(False)
+        ctx.model.eval()(torch.zeros(2, 3))
+
+
+class Freezes(Callback):
+    def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
+        ctx.model[0].requires_grad_(False)
+        ctx.model[1].momentum = 0.3
 
 
 def test_nothing_is_written_if_nothing_changes(store: Store) -> None:
     reads = case(store, Reads())
     assert reads.train(1).warning == ""
     assert reads.checkpoint(3).final == {}
+
+
+def test_flags_and_attributes_are_in_the_model_that_comes_back(store: Store) -> None:
+    case(store, Freezes()).train(1)
+    checkpoints = Checkpoints(store, RUN_DIR)
+    module = net()
+    finish(module, checkpoints.load_start(checkpoints.path(3)).result)
+    assert [p.requires_grad for p in module.parameters()] == [False, False, True, True, True, True]
+    assert module[1].momentum == 0.3
 
 
 def averaging_loop(ctx: Any) -> None:

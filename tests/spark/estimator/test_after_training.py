@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd import RankError, Store, TorchModel
+from sparkhvd import InvalidArgumentError, RankError, Store, TorchModel
 from sparkhvd.data.store import default
 from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import SparkhvdError
@@ -91,7 +91,9 @@ class PressingSink(Sink):
 def explained(error: BaseException) -> tuple[str, str]:
     """Return store and run of the model that a note names."""
     (note,) = error.__notes__  # type: ignore[attr-defined,unused-ignore]
-    named = re.search(r"TorchModel\.from_run\('([^']+)', '([^']+)'\) gives the model", note)
+    named = re.search(
+        r"TorchModel\.from_run\('([^']+)', '([^']+)', trust=True\) gives the model", note
+    )
     assert note.startswith("The checkpoint after epoch 2 of 2 stays")
     assert named is not None
     return named[1], named[2]
@@ -141,6 +143,18 @@ def test_a_failure_behind_training_names_the_weights(
     resumed = again.fit(df)
     assert same(resumed.getModel(), tmp_path)
     assert len(resumed.history) == 2
+
+
+def test_an_error_with_the_second_map_has_the_model_of_the_first(
+    tmp_path: Path, df: DataFrame
+) -> None:
+    fit = estimator(nn.Linear(2, 1), Store.create(tmp_path / "store"), num_proc=1)
+    with pytest.raises(InvalidArgumentError, match="epochs") as failed:
+        fit.fit(df, [{}, {fit.epochs: 0}])
+    note = "The models of the param maps [0] are in the attribute `models` of this error, by index."
+    assert note in failed.value.__notes__  # type: ignore[attr-defined,unused-ignore]
+    model: Any = failed.value
+    assert model.models[0].transform(df).count() == 40
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ class Net(nn.Module):
         mask = torch.tensor([[1.0, 0.0]])
         self.layer.weight.register_hook(lambda grad: grad * mask)
         self.layer.bias.no_decay = True  # type: ignore[attr-defined]
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.settings = {"scale": 1.0}
 
     def __len__(self) -> int:
         return 0
@@ -39,8 +41,10 @@ class Net(nn.Module):
         super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
         result: Tensor = self.layer(x)
-        return result
+        return result * self.settings["scale"]
 
 
 class Uncertain(nn.Module):
@@ -54,11 +58,15 @@ class Uncertain(nn.Module):
 
 
 class Fills(Callback):
-    """Sets the bias when the training is over."""
+    """Changes a setting of the module, and sets the bias when the training is over."""
+
+    def on_epoch_end(self, ctx: Any, record: Any) -> None:
+        ctx.model.settings["scale"] /= 2
 
     def on_train_end(self, ctx: Any, history: Any) -> None:
         with torch.no_grad():
             ctx.model.layer.bias.fill_(7.0)
+        ctx.model.layer.weight.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +104,16 @@ def test_a_fit_keeps_all_of_it(df: DataFrame, tmp_path: Path) -> None:
         assert not module.training
         assert module.layer.bias.tolist() == [7.0]
         assert module.layer.bias.no_decay
+        assert module.settings == {"scale": 0.25}
+        assert module.calls.item() == 6  # three steps in each epoch
+        assert not module.layer.weight.requires_grad
         assert hooks_of(module.layer.weight) is not None
         changed = module.layer.weight != before
         assert changed.tolist() == [[True, False]]
         assert found.getLoss().log_var.abs() > 0.01
         assert torch.equal(found.getLoss().log_var, model.getLoss().log_var)
     assert net.layer.bias.tolist() != [7.0]
+    assert net.settings == {"scale": 1.0}
     row = loaded.transform(df).first()
     assert row is not None
     expected = model.getModel()(torch.tensor([row.x], dtype=torch.float32)).item()
