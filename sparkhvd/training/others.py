@@ -148,10 +148,6 @@ class Others:
                     seen.add(id(part))
                     yield f"{root}.{path}" if path else root, part
 
-    def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield nothing."""
-        yield from ()
-
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers as they are now, saved by state dicts or not."""
         return {

@@ -301,14 +301,24 @@ class Both(nn.Module):
         return result
 
 
+class Annealed(Holder):
+    """A loss that is a plain object and counts its weight up."""
+
+    beta = 1.0
+
+    def __call__(self, output: Tensor, label: Tensor) -> Tensor:
+        self.beta += 0.1
+        return self.beta * super().__call__(output, label)
+
+
 @pytest.mark.parametrize("ended", ["inside an epoch", "between epochs"])
 def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, ended: str) -> None:
     options = {"epochs": 3, "batch_size": 8, "has_validation": True, "validation": 0.25}
     fields: dict[str, Any] = {"metrics": {"count": Counting()}, "user": {"callbacks": [Fails()]}}
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
-    undisturbed = case(other, Both(), options=options, **fields)
+    undisturbed = case(other, Annealed(Both()), options=options, **fields)
     expected = undisturbed.train(2)
-    interrupted = case(store, Both(), options=options, **fields)
+    interrupted = case(store, Annealed(Both()), options=options, **fields)
     if ended == "inside an epoch":
         Fails.behind = Checkpoints(store, RUN_DIR)
         try:
@@ -325,7 +335,8 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, en
         assert found.others[part].keys() == wanted.others[part].keys()
         for name, value in found.others[part].items():
             assert torch.equal(value, wanted.others[part][name]), name
-    assert {"loss0.centred.centre", "loss0.centred.calls"} == found.others["buffers"].keys()
+    names = {"loss0.parts.first.0.centred.centre", "loss0.parts.first.0.centred.calls"}
+    assert found.others["buffers"].keys() == names
     assert found.others["objects"] == wanted.others["objects"]
     assert found.others["objects"]["metric count"]["calls"] > 6
 
