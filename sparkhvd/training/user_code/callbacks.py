@@ -300,7 +300,7 @@ def unreadable(value: object) -> str:
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
         return next((kind for v in value if (kind := unreadable(v))), "")
-    if value == b"" and isinstance(value, bytes):
+    if isinstance(value, bytes) and not value:
         return "bytes object of length 0"
     plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
     return "" if isinstance(value, plain) else type(value).__name__
