@@ -131,7 +131,7 @@ def train(spec: TrainSpec) -> TrainResult:
             if program.user.train_fn is not None:
                 if position.changes:
                     state.changes.set_modes(position.changes, all_of=True)
-                    state.changes.load_attributes(position.changes, hvd.rank())
+                    state.changes.load_attributes(position.changes, None)
                 loop = TrainFnContext(spec, state, moment, saver, position, start.resumed["kept"])
                 run_train_fn(program.user, loop, data)
             else:
@@ -226,7 +226,7 @@ def train_epochs(
     hooks = hooks or Hooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
-    with repeated(step.state, position.changes, "on_train_begin"):
+    with repeated(step.state, position, "on_train_begin"):
         callbacks.call("on_train_begin")
     stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
     while len(history) < spec.epochs and not stopped:
@@ -235,8 +235,7 @@ def train_epochs(
         # Before the callbacks, which may draw, log, and put parts of the model in another mode.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
-        continued = position.changes if position.is_inside else {}
-        with repeated(step.state, continued, "on_epoch_begin"):
+        with repeated(step.state, position, "on_epoch_begin"):
             callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
         broadcast_module_state(step.model)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.modules.attributes import Attributes, Entry, is_plain, set_attributes
@@ -105,10 +106,14 @@ class Changes:
             if parameter.requires_grad != flags[name]:
                 parameter.requires_grad_(flags[name])
 
-    def load_attributes(self, state: Mapping[str, Any], rank: int) -> None:
+    def load_attributes(self, state: Mapping[str, Any], watch: Watch | None) -> None:
         """Set this rank's attributes as `state_dict` has found them; rank 0's if it has none of this rank."""
-        of_ranks = state["attributes"]
-        self.attributes.load(of_ranks[rank] if rank < len(of_ranks) else of_ranks[0])
+        of_ranks, rank = state["attributes"], hvd.rank()
+        own = rank == 0 or len(of_ranks) == hvd.size()
+        entries = of_ranks[rank if own else 0]
+        self.attributes.load(entries, own=own)
+        if watch is not None:
+            watch.attributes |= {(entry[0], entry[1][0][1]) for entry in entries if entry[1]}
 
     def set_modes(self, state: Mapping[str, Any], *, all_of: bool) -> None:
         """Put each module by itself in the mode that `state_dict` has found.

@@ -147,6 +147,7 @@ class Position:
         seconds: that they have taken.
         sent: names of frozen parameters that rank 0 has sent to the others.
         changes: of model and optimizer that are loaded, see `repeated`.
+        callbacks: states of the callbacks that are loaded.
     """
 
     history: History
@@ -157,6 +158,7 @@ class Position:
     seconds: float = 0.0
     sent: frozenset[str] = frozenset()
     changes: dict[str, Any] = field(default_factory=dict)
+    callbacks: State | None = None
 
     @property
     def is_inside(self) -> bool:
@@ -290,35 +292,37 @@ def resume(start: Start, state: TrainingState) -> Position:
         rank_state,
         sent=sent,
         changes=changes,
+        callbacks=resumed["callbacks"],
     )
 
 
 @contextmanager
-def repeated(state: TrainingState, loaded: Mapping[str, Any], method: str) -> Iterator[None]:
+def repeated(state: TrainingState, position: Position, method: str) -> Iterator[None]:
     """Let callbacks repeat a method inside: what the checkpoint has of it and of later changes counts. All ranks must enter it.
 
     Weights and states that the method changes have this change already.
 
     Args:
         state: of the run.
-        loaded: changes of the checkpoint; {} where nothing is repeated.
-        method: "on_train_begin", or "on_epoch_begin" of an epoch that is continued.
+        position: at which the run begins, or continues.
+        method: "on_train_begin", or "on_epoch_begin".
     """
     assert state.callbacks is not None
     changes, is_begin = state.changes, method == "on_train_begin"
+    loaded = position.changes if is_begin or position.is_inside else {}
     if not loaded:
         yield
         if is_begin:
             changes.attributes.begun()
         return
-    held = _Held(state) if state.callbacks.has(method) else None
+    held = _Held(state, position.callbacks) if state.callbacks.has(method) else None
     if loaded["before"].get(method) is not None:  # it adds parameters, which must not be there
         changes.regroup(loaded["before"][method])
     yield
     if is_begin:
         changes.attributes.begun()
     changes.load_flags(loaded)
-    changes.load_attributes(loaded, hvd.rank())
+    changes.load_attributes(loaded, state.watch)
     changes.regroup(loaded["groups"])
     if held is not None:
         held.restore()
@@ -328,7 +332,8 @@ def repeated(state: TrainingState, loaded: Mapping[str, Any], method: str) -> It
 class _Held:
     """Copy, on the CPU, of everything that a callback could change and a checkpoint has."""
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, callbacks: State | None) -> None:
+        """Copy it; `callbacks` is the state that they have been given: they may have none of their own before `on_train_begin`."""
         self._state = state
         self._weights = [(p, _copy(p)) for p in self._parameters()]
         self._buffers = _copy(dict(state.model.named_buffers()))
@@ -340,8 +345,11 @@ class _Held:
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         of_optimizer = {} if optimizer is None else optimizer.state
         self._of_parameters = [(p, dict(part), _copy(part)) for p, part in of_optimizer.items()]
-        parts: tuple[Stateful | None, ...] = (state.scheduler, state.scaler, state.callbacks)
+        parts: tuple[Stateful | None, ...] = (state.scheduler, state.scaler)
+        self._parts: list[tuple[Stateful, State]]
         self._parts = [(p, copy.deepcopy(p.state_dict())) for p in parts if p is not None]
+        if callbacks is not None and state.callbacks is not None:
+            self._parts.append((state.callbacks, callbacks))
 
     def _parameters(self) -> Iterator[Tensor]:
         yield from self._state.model.parameters()

@@ -1,7 +1,7 @@
 """Attributes of modules, parameters and losses that change during a run, which torch's state dicts leave out.
 
 `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter that `forward` counts up, `parameter.lr_scale = 0.1`. A checkpoint holds the values that
-differ from the program's, each by the name of the object and the path in it.
+differ from the program's, each by the name of the object and the path in it. An object that two places share is shared again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,28 @@ from __future__ import annotations
 import copy
 import datetime
 import decimal
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "Entry", "can_be_kept", "is_plain", "is_record", "set_attributes"]
+__all__ = [
+    "GENERATORS",
+    "Attributes",
+    "Entry",
+    "can_be_kept",
+    "is_plain",
+    "is_record",
+    "set_attributes",
+    "views",
+]
 
 # Steps from an object to a value: (".", attribute) or ("[]", key of a dict or index of a list).
 Path = tuple[tuple[str, Any], ...]
@@ -30,27 +40,41 @@ Entry = list[Any]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEPTH = 5
-_CPU = torch.device("cpu")
 # A larger array or tensor is looked at only where a callback has set it: `forward` may remember its outputs.
 _LARGE_BYTES = 1 << 20
 _ABSENT = object()
 _FOREIGN = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j", "sparkhvd"}
-_SEQUENCES: dict[str, type] = {
+_SEQUENCES: dict[str, Callable[..., Any]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "deque": deque,
 }
-_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
-_NAMES = {kind: name for name, kind in {**_SEQUENCES, **_MAPPINGS}.items()}
+_MAPPINGS: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    "defaultdict": lambda pairs: defaultdict(None, pairs),
+}
+_NAMES: dict[type, str] = {
+    **{kind: kind.__name__ for kind in (list, tuple, set, frozenset, deque)},
+    **{kind: kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
+}
+GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, random.Random)
 # Values of records that are not kept, and never change in place.
 _FIXED = (
-    *(Enum, type, FunctionType, BuiltinFunctionType, PurePath, datetime.date, datetime.timedelta),
+    *(type, FunctionType, BuiltinFunctionType, PurePath, datetime.date, datetime.timedelta),
     *(decimal.Decimal, nn.Module, Tensor),
 )
 # What several places may hold as one object.
-_SHARED = (dict, list, set, deque, Tensor, np.ndarray)
+_SHARED = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)
+
+
+class _Same(NamedTuple):
+    """Mark of a place that holds the object of another place."""
+
+    key: Key
 
 
 class Attributes:
@@ -72,8 +96,7 @@ class Attributes:
 
     def reset(self) -> None:
         """Set everything back to the program's values."""
-        self._begun = self._first
-        self.load([])
+        _load(self._owners(), self._first, [])
 
     def changes(self, large: Collection[tuple[str, str]] = ()) -> list[Entry]:
         """Return what differs from the program.
@@ -88,26 +111,28 @@ class Attributes:
             if _is(self._first.get(key, _ABSENT), value):
                 continue
             is_later = not _is(self._begun.get(key, _ABSENT), value)
-            entries.append([key[0], [list(step) for step in key[1]], _encode(value), is_later])
+            entries.append([*_plain_key(key), _encode(value), is_later])
         for key in (self._first.keys() | self._begun.keys()) - found.keys():
-            if _parent_has(owners, key):  # of a kind that is not kept
-                continue
             is_later = key in self._begun
+            if _get(owners, key) is not _ABSENT:
+                if _is_shared(self._first.get(key)) or _is_shared(self._begun.get(key)):
+                    entries.append([*_plain_key(key), ("apart", None), is_later])
+                continue  # else it is of a kind that is not kept
             if is_later or key in self._first:
-                entries.append([key[0], [list(step) for step in key[1]], None, is_later])
+                entries.append([*_plain_key(key), None, is_later])
         return entries
 
-    def load(self, entries: Iterable[Entry]) -> None:
-        """Set what has changed since `on_train_begin`, and set back what has not."""
-        owners = self._owners()
-        later = [entry for entry in entries if entry[3]]
-        wanted = {_key(entry) for entry in later}
-        for key in _walk(owners, ()).keys() - self._begun.keys() - wanted:
-            _set(owners, key, None)
-        for key, before in self._begun.items():
-            if key not in wanted and before is not None and not _is(before, _get(owners, key)):
-                _set(owners, key, before)
-        set_attributes(owners, later)
+    def load(self, entries: Iterable[Entry], *, own: bool) -> None:
+        """Set what has changed, and set back what has not.
+
+        Args:
+            entries: of `changes`.
+            own: of this rank; else what `on_train_begin` has set here stays.
+        """
+        if own:
+            _load(self._owners(), self._first, list(entries))
+        else:
+            _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
     def _look(self) -> dict[Key, Any]:
         """Return values by place, encoded; None for a large one."""
@@ -119,12 +144,41 @@ class Attributes:
 
 def set_attributes(owners: Mapping[str, object], entries: Iterable[Entry]) -> None:
     """Set values as `Attributes.changes` has returned them; places that are not there are passed over."""
-    for entry in entries:
-        _set(owners, _key(entry), entry[2])
+    before = {key: _encode(value) for key, value in _walk(owners, ()).items()}
+    _load(owners, before, list(entries))
 
 
-def _key(entry: Entry) -> Key:
-    return entry[0], tuple((str(kind), name) for kind, name in entry[1])
+def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield attributes that share their memory with a parameter or buffer, which no copy of a module keeps: attribute, tensor."""
+    named: dict[int, str] = {}
+    for name, owner in owners.items():
+        if isinstance(owner, nn.Module):
+            own = {**owner._parameters, **owner._buffers}
+            tensors = {n: t for n, t in own.items() if t is not None and _has_memory(t)}
+            named |= {
+                t.untyped_storage().data_ptr(): f"{name}.{n}".strip(".") for n, t in tensors.items()
+            }
+    for (name, path), value in _walk(owners, None).items():
+        if isinstance(value, Tensor) and _has_memory(value):
+            whole = named.get(value.untyped_storage().data_ptr())
+            if whole is not None:
+                yield f"{name}.{path[0][1]}".strip("."), whole
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _plain_key(key: Key) -> list[Any]:
+    return [key[0], [list(step) for step in key[1]]]
+
+
+def _key(plain: Any) -> Key:
+    return plain[0], tuple((str(kind), _hashable(name)) for kind, name in plain[1])
+
+
+def _hashable(name: Any) -> Any:
+    return tuple(name) if isinstance(name, list) else name
 
 
 # -- looking ---------------------------------------------------------------------------------------------------------
@@ -133,34 +187,56 @@ def _key(entry: Entry) -> Key:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Return the values that can be kept, by place; each object once.
+    """Return the values that can be kept, by place; of an object at several places the first, and `_Same` for the others.
 
     Args:
         owners: objects by name.
         large: attributes whose large values count; None: all.
     """
     found: dict[Key, object] = {}
-    seen = {id(owner) for owner in owners.values()}
+    seen: dict[int, Key | None] = {id(owner): None for owner in owners.values()}
 
     def add(key: Key, value: object, depth: int) -> None:
         if id(value) in seen:
-            return
-        if can_be_kept(value):
+            if (first := seen[id(value)]) is not None:
+                found[key] = _Same(first)
+        elif can_be_kept(value):
             if isinstance(value, _SHARED):
-                seen.add(id(value))
-            owner, path = key
-            is_wanted = large is None or (owner, path[0][1]) in large
+                seen[id(value)] = key
+            is_wanted = large is None or (key[1] and (key[0], key[1][0][1]) in large)
             if is_wanted or _num_bytes(value) <= _LARGE_BYTES:
                 found[key] = value
-        elif depth:
-            seen.add(id(value))
-            for step, part in _parts(value):
+        elif depth and (parts := _parts(value)):
+            seen[id(value)] = key
+            for step, part in parts:
                 add((key[0], (*key[1], step)), part, depth - 1)
 
+    for key, value in _roots(owners):
+        if not key[1]:
+            del seen[id(value)]
+        add(key, value, _DEPTH)
+    return found
+
+
+def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
+    """Yield the attributes of objects, and dicts, lists and sets as they are."""
     for name, owner in owners.items():
-        for attribute, value in vars(owner).items():
+        if isinstance(owner, (dict, list, set, deque)):
+            yield (name, ()), owner
+            continue
+        for attribute, value in _attributes(owner).items():
             if not _is_of_torch(owner, attribute):
-                add((name, ((".", attribute),)), value, _DEPTH)
+                yield (name, ((".", attribute),)), value
+
+
+def _attributes(owner: object) -> dict[str, object]:
+    """Return the attributes of an object, those in slots too."""
+    found: dict[str, object] = dict(getattr(owner, "__dict__", {}))
+    if not isinstance(owner, (nn.Module, Tensor)):
+        for kind in type(owner).__mro__:
+            for name, slot in vars(kind).items():
+                if isinstance(slot, MemberDescriptorType) and hasattr(owner, name):
+                    found[name] = getattr(owner, name)
     return found
 
 
@@ -169,13 +245,13 @@ def _is_of_torch(owner: object, attribute: str) -> bool:
     if isinstance(owner, torch.optim.Optimizer):
         return attribute.startswith("_") or attribute in ("state", "param_groups")
     is_modules = isinstance(owner, nn.Module) and attribute in _OF_TORCH
-    return is_modules or attribute.startswith("_dynamo")
+    return is_modules or attribute.startswith(("_dynamo", "__"))
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
     """Return what a value holds that cannot be kept as a whole, with the steps to it."""
     if isinstance(value, dict):
-        return [(("[]", k), each) for k, each in value.items() if type(k) in (str, int)]
+        return [(("[]", k), each) for k, each in value.items() if _is_key(k)]
     if isinstance(value, (list, tuple)):
         parts = [(("[]", i), each) for i, each in enumerate(value)]
         # Entries of tuples cannot be set, attributes of these can.
@@ -183,6 +259,11 @@ def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
     if is_record(value):
         return [((".", name), each) for name, each in vars(value).items()]
     return []
+
+
+def _is_key(key: object) -> bool:
+    is_tuple = type(key) is tuple and all(type(each) in (str, int) for each in key)
+    return type(key) in (str, int) or is_tuple
 
 
 def is_record(value: object) -> bool:
@@ -194,7 +275,7 @@ def _is_record(value: object, seen: set[int], depth: int) -> bool:
     if (
         not hasattr(value, "__dict__")
         or callable(value)
-        or isinstance(value, (*_FIXED, ModuleType))
+        or isinstance(value, (Enum, *_FIXED, ModuleType))
         or type(value).__module__.partition(".")[0] in _FOREIGN
     ):
         return False
@@ -215,29 +296,38 @@ def _is_value(value: object, seen: set[int], depth: int) -> bool:
     return _is_record(value, seen, depth)
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object, depth: int = 32) -> bool:
     """Check whether a value is a number, text, None, or a dict, list or tuple of these."""
-    if type(value) is dict:
-        return all(is_plain(each) for each in (*value.keys(), *value.values()))
-    if type(value) in (list, tuple):
-        return all(is_plain(each) for each in value)  # type: ignore[attr-defined]
+    if type(value) in (dict, list, tuple):
+        if not depth:  # it may hold itself
+            return False
+        parts: Iterable[object] = value  # type: ignore[assignment]
+        if isinstance(value, dict):
+            parts = (*value.keys(), *value.values())
+        return all(is_plain(each, depth - 1) for each in parts)
     return value is None or type(value) in (bool, int, float, complex, str)
 
 
-def can_be_kept(value: object) -> bool:
+def can_be_kept(value: object, depth: int = 32) -> bool:
     """Check whether a checkpoint can hold a value of an attribute as a whole."""
     if is_plain(value):
         return True
     if isinstance(value, Tensor):
         # Others are of a graph, such as outputs that a layer remembers.
-        return type(value) is Tensor and not value.requires_grad and value.layout == torch.strided
+        is_alone = type(value) is Tensor and not value.requires_grad
+        return is_alone and value.layout == torch.strided and value.device.type != "meta"
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype.kind in "biufcSUmM"
-    if type(value) in _MAPPINGS.values():
-        return all(is_plain(k) and can_be_kept(each) for k, each in value.items())  # type: ignore[attr-defined]
-    if type(value) in _SEQUENCES.values():
-        return all(map(can_be_kept, value))  # type: ignore[call-overload]
-    return isinstance(value, (bytes, torch.dtype, torch.device, torch.Size))
+    if not depth:
+        return False
+    kind = _NAMES.get(type(value))
+    if kind in _MAPPINGS:
+        items = value.items()  # type: ignore[attr-defined]
+        return all(is_plain(k) and can_be_kept(each, depth - 1) for k, each in items)
+    if kind in _SEQUENCES:
+        entries: Iterable[object] = value  # type: ignore[assignment]
+        return all(can_be_kept(each, depth - 1) for each in entries)
+    return isinstance(value, (bytes, Enum, torch.dtype, torch.device, torch.Size, *GENERATORS))
 
 
 def _num_bytes(value: object) -> int:
@@ -255,6 +345,8 @@ def _num_bytes(value: object) -> int:
 
 def _encode(value: Any) -> tuple[Any, ...]:
     """Return a copy of a value as a kind and content, which torch.load reads with weights_only."""
+    if isinstance(value, _Same):
+        return "same", _plain_key(value.key)
     if isinstance(value, Tensor):
         return "tensor", value.detach().clone(), value.device.type == "cpu"
     if isinstance(value, (np.ndarray, np.generic)):
@@ -262,10 +354,14 @@ def _encode(value: Any) -> tuple[Any, ...]:
         return kind, value.dtype.str, list(value.shape), _encode(value.tobytes())
     if isinstance(value, bytes):  # torch.load refuses empty ones
         return "bytes", torch.from_numpy(np.frombuffer(value, np.uint8).copy())
+    if isinstance(value, Enum):
+        return "Enum", value.name
     if isinstance(value, (torch.dtype, torch.device)):
         return type(value).__name__, str(value).removeprefix("torch.")
     if isinstance(value, torch.Size):
         return "Size", list(value)
+    if isinstance(value, GENERATORS):
+        return "generator", _encode(_state_of(value))
     if is_plain(value):
         return "value", copy.deepcopy(value)
     kind = _NAMES[type(value)]
@@ -276,17 +372,50 @@ def _encode(value: Any) -> tuple[Any, ...]:
     return kind, list(map(_encode, entries)), *of_deque
 
 
-def _decode(encoded: Any, device: torch.device) -> Any:
-    """Return the value that was encoded; tensors that were on an accelerator go to the device."""
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return (
+        generator.get_state()
+        if isinstance(generator, np.random.RandomState)
+        else generator.getstate()
+    )
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+
+
+def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
+    """Return the value that was encoded, or `old` where that could get it in place, as others may hold it.
+
+    Args:
+        encoded: of `_encode`.
+        device: of tensors that were on an accelerator.
+        old: the object at the place; of an Enum and a generator one of the same class.
+    """
     kind, content, *more = encoded
     if kind == "tensor":
-        return content.clone() if more[0] else content.to(device, copy=True)
+        new = content.clone() if more[0] else content.to(device, copy=True)
+        return _in_place(old, new)
     if kind in ("array", "number"):
         shape, data = more
         array = np.frombuffer(_decode(data, device), np.dtype(content)).reshape(shape).copy()
-        return array if kind == "array" else array[()]
+        return _in_place(old, array) if kind == "array" else array[()]
     if kind == "bytes":
         return content.numpy().tobytes()
+    if kind == "Enum":
+        return type(old)[content] if isinstance(old, Enum) else old
+    if kind == "generator":
+        _set_state(old, _decode(content, device))
+        return old
     if kind == "dtype":
         return getattr(torch, content)
     if kind == "device":
@@ -294,10 +423,48 @@ def _decode(encoded: Any, device: torch.device) -> Any:
     if kind == "Size":
         return torch.Size(content)
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]((_decode(k, device), _decode(v, device)) for k, v in content)
+        olds = old if isinstance(old, dict) else {}
+        keys = [_decode(k, device) for k, _ in content]
+        pairs = [
+            (k, _decode(v, device, olds.get(k))) for k, (_, v) in zip(keys, content, strict=True)
+        ]
+        return _in_place(old, _MAPPINGS[kind](pairs))
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind]((_decode(each, device) for each in content), *more)
-    return copy.deepcopy(content)
+        entries = old if isinstance(old, (list, deque, tuple)) else []
+        padded = [*entries, *[None] * len(content)]
+        parts = [_decode(each, device, was) for each, was in zip(content, padded, strict=False)]
+        return _in_place(old, _SEQUENCES[kind](parts, *more))
+    return _in_place(old, copy.deepcopy(content))
+
+
+def _in_place(old: Any, new: Any) -> Any:
+    """Give an object the values of a new one and return it; the new one where that cannot be."""
+    if type(new) is not type(old) or old is new:
+        return new
+    if isinstance(new, Tensor):
+        is_alike = (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
+        return old.copy_(new) if is_alike and not old.requires_grad else new
+    if isinstance(new, np.ndarray):
+        if (old.dtype, old.shape) != (new.dtype, new.shape) or not old.flags.writeable:
+            return new
+        old[...] = new
+        return old
+    if isinstance(new, dict):
+        merged = {k: _in_place(old.get(k), v) for k, v in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if isinstance(new, (list, deque)):
+        padded = [*old, *[None] * len(new)]
+        merged_entries = [_in_place(was, v) for was, v in zip(padded, new, strict=False)]
+        old.clear()
+        old.extend(merged_entries)
+        return old
+    if isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return old
+    return new
 
 
 def _is(encoded: Any, value: object) -> bool:
@@ -306,18 +473,22 @@ def _is(encoded: Any, value: object) -> bool:
         return value is encoded
     if encoded is None:
         return _num_bytes(value) > _LARGE_BYTES
-    return can_be_kept(value) and _is_same(encoded, _encode(value))
+    if not isinstance(value, _Same) and not can_be_kept(value):
+        return False
+    return _is_same(encoded, _encode(value))
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Compare encoded values; NaN equals NaN, 1 does not equal 1.0."""
+    """Compare encoded values; NaN equals NaN, 1 does not equal 1.0, and the order of a dict counts."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         a, b = a.cpu(), b.cpu()
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+        return bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return _is_same(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_is_same, a, b))
     return bool(a == b or (a != a and b != b))
@@ -326,51 +497,90 @@ def _is_same(a: Any, b: Any) -> bool:
 # -- places ----------------------------------------------------------------------------------------------------------
 
 
+def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list[Entry]) -> None:
+    """Set places to `before` and the entries upon it, objects that are shared there as one; delete places that neither has."""
+    there = _walk(owners, None)
+    wanted = {key: encoded for key, encoded in before.items() if encoded is not None}
+    wanted |= {_key(entry): entry[2] for entry in entries}
+    same = {key for key, encoded in wanted.items() if _is_shared(encoded)}
+    # What is below such a place is the object's of another place.
+    wanted = {key: encoded for key, encoded in wanted.items() if not same & _above(key)}
+    for key, value in there.items():
+        is_large = not isinstance(value, _Same) and _num_bytes(value) > _LARGE_BYTES
+        if key not in before and key not in wanted and not is_large:
+            _set(owners, key, _ABSENT)
+    for key, encoded in wanted.items():
+        if encoded == ("apart", None) and isinstance(there.get(key), _Same):
+            _set(owners, key, copy.deepcopy(_get(owners, key)))  # its values come below
+    marks = {key: _encode(value) for key, value in there.items() if isinstance(value, _Same)}
+    sharing, shared = _sharing(wanted), _sharing(marks)
+    for key, encoded in wanted.items():
+        if encoded is None:
+            _set(owners, key, _ABSENT)
+        elif encoded[0] not in ("same", "apart"):
+            alike = sharing.get(key) == shared.get(key)  # else others hold it that shall not
+            if not (alike and _is(encoded, there.get(key, _ABSENT))):
+                _set(owners, key, _decoded(encoded, owners, key, in_place=alike))
+    for key in wanted.keys() & same:
+        value = _get(owners, _key(wanted[key][1]))
+        if value is not _ABSENT and _get(owners, key) is not value:
+            _set(owners, key, value)
+
+
+def _decoded(encoded: Any, owners: Mapping[str, object], key: Key, *, in_place: bool) -> Any:
+    old = _get(owners, key)
+    keeps_class = isinstance(old, (Enum, *GENERATORS))
+    return _decode(
+        encoded, _device(owners), old if old is not _ABSENT and (in_place or keeps_class) else None
+    )
+
+
+def _above(key: Key) -> set[Key]:
+    """Return the places that a place is below."""
+    return {(key[0], key[1][:n]) for n in range(len(key[1]))}
+
+
+def _is_shared(encoded: Any) -> bool:
+    return encoded is not None and encoded[0] == "same"
+
+
+def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
+    """Return by the first place of an object the others."""
+    found: dict[Key, set[Key]] = {}
+    for key, encoded in places.items():
+        if _is_shared(encoded):
+            found.setdefault(_key(encoded[1]), set()).add(key)
+    return found
+
+
 def _get(owners: Mapping[str, object], key: Key) -> Any:
     """Return the value at a place, or `_ABSENT`."""
     value: Any = owners.get(key[0], _ABSENT)
     for kind, name in key[1]:
         try:
-            value = vars(value)[name] if kind == "." else value[name]
+            value = _attributes(value)[name] if kind == "." else value[name]
         except (KeyError, IndexError, TypeError):
             return _ABSENT
     return value
 
 
-def _parent_has(owners: Mapping[str, object], key: Key) -> bool:
-    return _get(owners, key) is not _ABSENT
-
-
-def _set(owners: Mapping[str, object], key: Key, encoded: Any) -> None:
-    """Set the value at a place, in place where others may hold it, or delete it; do nothing where the way there is gone."""
+def _set(owners: Mapping[str, object], key: Key, value: Any) -> None:
+    """Set the value at a place, or delete it; do nothing where the way there is gone."""
+    if not key[1]:  # an owner itself, which has got its values in place
+        return
     parent = _get(owners, (key[0], key[1][:-1]))
     if parent is _ABSENT:
         return
     kind, name = key[1][-1]
-    old = _get(owners, key)
-    if encoded is None:
-        if old is not _ABSENT and kind == ".":
+    if value is _ABSENT:
+        if kind == "." and hasattr(parent, name):
             delattr(parent, name)
-        elif old is not _ABSENT and isinstance(parent, dict):
-            del parent[name]
-        return
-    new = _decode(encoded, _device(owners))
-    if isinstance(new, Tensor) and type(old) is Tensor and not old.requires_grad:
-        if (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device):
-            old.copy_(new)
-            return
-    elif type(new) is type(old) and isinstance(new, (dict, set)):
-        old.clear()
-        old.update(new)
-        return
-    elif type(new) is type(old) and isinstance(new, (list, deque)):
-        old.clear()
-        old.extend(new)
-        return
-    if kind == ".":
-        setattr(parent, name, new)
+        elif isinstance(parent, dict):
+            parent.pop(name, None)
+    elif kind == ".":
+        setattr(parent, name, value)
     elif isinstance(parent, dict) or (isinstance(parent, list) and 0 <= name < len(parent)):
-        parent[name] = new
+        parent[name] = value
 
 
 def _device(owners: Mapping[str, object]) -> torch.device:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.modules.attributes import can_be_kept, is_record
+from sparkhvd.training.modules.attributes import GENERATORS, can_be_kept, is_record
 
 if TYPE_CHECKING:  # it imports callbacks
     from sparkhvd.training.others import Others
@@ -143,7 +144,7 @@ class Watch:
                 f"The callback {name} has changed the model in {method}: {each}. A run that resumes could not load its checkpoints. "
                 "Build the model with all of its parameters and buffers before fit, and freeze what is not used yet by requires_grad_(False)."
             )
-        if each.kind == _ATTRIBUTE and can_be_kept(each.after):
+        if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
             self.attributes.add((each.owner, str(each.name)))
             return
         if each.kind == _ATTRIBUTE and not _is_lost(each.before, each.after):
@@ -227,6 +228,12 @@ def _is_same(before: list[list[Tensor]], after: list[list[Tensor]]) -> bool:
     return [list(map(id, group)) for group in before] == [list(map(id, group)) for group in after]
 
 
+def _is_kept(before: object, after: object) -> bool:
+    # The name of a member, or the state of a generator, is kept for one of the same class.
+    is_same = not isinstance(after, (Enum, *GENERATORS)) or type(before) is type(after)
+    return can_be_kept(after) and is_same
+
+
 def _is_lost(before: object, after: object) -> bool:
     """Return True for a value that neither a checkpoint holds nor `forward` remembers, such as outputs of a layer."""
     if after is _ABSENT:
@@ -235,15 +242,15 @@ def _is_lost(before: object, after: object) -> bool:
         return True
     if is_record(after):
         return type(after) is not type(before)  # its values are kept
-    return not _has_tensors(after)
+    return not _is_of_graph(after)
 
 
-def _has_tensors(value: object, depth: int = 4) -> bool:
+def _is_of_graph(value: object, depth: int = 4) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)) and depth:
-        return any(_has_tensors(each, depth - 1) for each in value)
-    return isinstance(value, Tensor)
+        return any(_is_of_graph(each, depth - 1) for each in value)
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _functions(scheduler: object) -> dict[object, object]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import logging
+import random
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,13 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.training.modules.attributes import Attributes, Entry, is_record, set_attributes
+from sparkhvd.training.modules.attributes import (
+    Attributes,
+    Entry,
+    is_record,
+    set_attributes,
+    views,
+)
 
 
 def through_a_file(entries: list[Entry]) -> list[Entry]:
@@ -44,6 +52,7 @@ VALUES: list[Any] = [
     {1, 2},
     frozenset({"x"}),
     deque([1, 2], maxlen=3),
+    Counter({(1, 2): 3}),
     np.float16(2.5),
     np.int64(3),
     np.datetime64("2026-11-28"),
@@ -149,7 +158,7 @@ def test_changes_in_place_are_found_and_made_again(
     change(module)
     (entry,) = through_a_file(attributes.changes())
     assert entry[:2] == ["layer", path]
-    of_other.load([entry])
+    of_other.load([entry], own=True)
     (found,) = of_other.changes()
     assert repr(found) == repr(entry)
     assert other.configuration.limits is held  # others may hold it
@@ -157,7 +166,114 @@ def test_changes_in_place_are_found_and_made_again(
     assert of_other.changes() == []
 
 
-def test_what_a_start_sets_by_itself_is_not_loaded() -> None:
+class Mode(enum.Enum):
+    FAST = 1
+    SLOW = 2
+
+
+def test_members_counters_and_generators_of_the_same_class_are_kept() -> None:
+    def made() -> Any:
+        module: Any = nn.Module()
+        module.mode, module.settings = (
+            Mode.FAST,
+            SimpleNamespace(mode=Mode.FAST, d={"a": 1, "b": 2}),
+        )
+        module.counts = defaultdict(int)
+        module.generators = [np.random.default_rng(0), random.Random(0), torch.Generator()]
+        module.state = np.random.RandomState(0)
+        return module
+
+    module, other = made(), made()
+    attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
+    module.mode = module.settings.mode = Mode.SLOW
+    module.settings.d = dict(reversed(module.settings.d.items()))
+    module.counts[1, "x"] += 2
+    module.generators[0].random(), module.generators[1].random(), module.state.rand()
+    torch.rand((), generator=module.generators[2])
+    of_other.load(through_a_file(attributes.changes()), own=True)
+    assert (other.mode, other.settings.mode) == (Mode.SLOW, Mode.SLOW)
+    assert list(other.settings.d) == ["b", "a"]
+    assert (other.counts, other.counts["new"]) == ({(1, "x"): 2, "new": 0}, 0)
+    assert module.generators[0].random() == other.generators[0].random()
+    assert module.generators[1].random() == other.generators[1].random()
+    assert module.state.rand() == other.state.rand()
+    a, b = (torch.rand((), generator=m.generators[2]) for m in (module, other))
+    assert a == b
+
+
+@pytest.mark.parametrize("value", [{"k": 1.0}, np.ones(2), torch.ones(2), [1], Configuration()])
+def test_objects_that_places_share_are_shared_as_in_the_run(value: Any) -> None:
+    def made(*, is_shared: bool) -> Any:
+        module: Any = nn.Module()
+        module.a = copy.deepcopy(value)
+        module.b = module.a if is_shared else copy.deepcopy(value)
+        return module
+
+    def changed(module: Any, name: str) -> None:
+        setattr(module, name, copy.deepcopy(value))
+        change_in_place(getattr(module, name))
+
+    for was in (True, False):
+        for name in ("a", "b"):
+            module, other = made(is_shared=was), made(is_shared=was)
+            attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
+            changed(module, name)
+            of_other.load(through_a_file(attributes.changes()), own=True)
+            assert [repr_of(m.a) for m in (module, other)] == [repr_of(module.a)] * 2
+            assert repr_of(other.b) == repr_of(module.b)
+            assert other.a is not other.b
+            module.b = module.a
+            of_other.load(through_a_file(attributes.changes()), own=True)
+            assert other.a is other.b
+            assert repr_of(other.a) == repr_of(module.a)
+            change_in_place(module.a)  # both
+            of_other.load(through_a_file(attributes.changes()), own=True)
+            assert other.a is other.b
+            assert repr_of(other.a) == repr_of(module.a)
+
+
+def change_in_place(value: Any) -> None:
+    if isinstance(value, Configuration):
+        value.rate += 1
+    elif isinstance(value, dict):
+        value["k"] += 1
+    else:
+        value[0] += 1
+
+
+def repr_of(value: Any) -> str:
+    return repr(vars(value)["rate"] if isinstance(value, Configuration) else value)
+
+
+def test_inner_objects_stay_the_same() -> None:
+    module, other = make(), make()
+    inner = other.configuration.limits["low"]
+    attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
+    change_dict(module)
+    of_other.load(attributes.changes(), own=True)
+    assert other.configuration.limits["low"] is inner
+    assert inner == [1, 2, 3]
+
+
+def test_a_value_that_holds_itself_and_one_without_memory_are_left_alone() -> None:
+    module: Any = nn.Module()
+    module.endless = [1]
+    module.endless.append(module.endless)
+    module.empty = torch.ones(2, device="meta")
+    attributes = Attributes(lambda: {"": module})
+    module.empty = torch.ones(3, device="meta")
+    assert attributes.changes() == []
+
+
+def test_a_view_of_a_parameter_is_found() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    module.view = module[0].weight.detach()[0]
+    module.copy = module[0].weight.detach().clone()
+    owners: dict[str, object] = dict(module.named_modules())
+    assert list(views(owners)) == [("view", "0.weight")]
+
+
+def test_another_rank_keeps_what_its_start_has_set() -> None:
     module, other = make(), make()
     attributes, of_other = (Attributes(lambda m=m: {"": m}) for m in (module, other))
     for each, rank in ((module, 0), (other, 1)):
@@ -167,8 +283,10 @@ def test_what_a_start_sets_by_itself_is_not_loaded() -> None:
     module.number = 6
     entries = through_a_file(attributes.changes())
     assert {entry[1][0][1]: entry[3] for entry in entries} == {"rank": False, "number": True}
-    of_other.load(entries)
+    of_other.load(entries, own=False)
     assert (other.rank, other.number) == (1, 6)
+    of_other.load(entries, own=True)
+    assert (other.rank, other.number) == (0, 6)
 
 
 def test_services_outputs_and_large_tensors_are_left_alone() -> None:
