@@ -1,4 +1,4 @@
-"""SHA-256 of files, while they are written and afterwards."""
+"""SHA-256 of files, while they are written and afterwards, and checksums of tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import hashlib
 import io
 from typing import IO
 
-__all__ = ["PIECE_BYTES", "HashingWriter", "sha256_of"]
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["PIECE_BYTES", "HashingWriter", "checksum", "sha256_of"]
 
 # Read at once.
 PIECE_BYTES = 16 << 20
+# Bytes of a tensor that are summed at once, and so stay in a cache.
+_SUMMED_BYTES = 1 << 20
 
 
 class HashingWriter:
@@ -43,3 +49,14 @@ def sha256_of(file: IO[bytes], num_bytes: int) -> str:
         digest.update(piece)
         num_bytes -= len(piece)
     return digest.hexdigest()
+
+
+def checksum(value: Tensor) -> int:
+    """Sum the words of 8 bytes, each times an odd number by its place: at the speed of memory, on any device."""
+    flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    factors = 2 * torch.arange(_SUMMED_BYTES // 8, device=flat.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in flat.split(_SUMMED_BYTES):
+        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
+        total = 31 * total + (words * factors[: len(words)]).sum()
+    return int(total)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.attributes import views
 from sparkhvd.training.modules.modes import check_modes
 
 __all__ = ["build_model", "check_model"]
@@ -70,6 +71,11 @@ def check_model(model: object) -> nn.Module:
             "model has no parameter that requires a gradient: nothing to train."
         )
     check_modes(model, "model")
+    for attribute, shared in views(dict(model.named_modules())):
+        raise InvalidArgumentError(
+            f"model: the attribute {attribute!r} shares its memory with {shared!r}. Ranks and the model that fit returns are copies, in which it "
+            "would not follow. Compute it in forward or in a property, or give a .clone() of it."
+        )
     return model
 
 

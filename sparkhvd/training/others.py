@@ -6,7 +6,9 @@ the model.
 
 from __future__ import annotations
 
+import collections
 import itertools
+import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -89,9 +91,7 @@ class Others:
             elif _has_state(found):
                 if not any(found is each for each in self._objects.values()):
                     self._objects[full] = cast("Stateful", found)
-            elif is_of_users_class(found) and not any(
-                found is each for each in self._holders.values()
-            ):
+            elif _may_change(found) and not any(found is each for each in self._holders.values()):
                 self._holders[full] = found
 
     def _add_module(self, name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -112,9 +112,9 @@ class Others:
         return bool(self.parameters or self._roots or self._objects)
 
     def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield by name the user's objects that losses, metrics and steps are or refer to, whose attributes training may change.
+        """Yield by name what losses, metrics and steps are or refer to that training may change: the user's objects, functions with attributes, dicts, lists and sets.
 
-        Modules, parameters, functions, classes, objects with a state of their own, and objects of libraries are left out.
+        Modules, parameters, classes, objects with a state of their own, and objects of libraries are left out.
         """
         yield from self._holders.items()
 
@@ -361,6 +361,12 @@ def _has_state(value: object) -> bool:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _may_change(value: object) -> bool:
+    if isinstance(value, types.FunctionType):
+        return bool(vars(value))
+    return isinstance(value, (dict, list, set, collections.deque)) or is_of_users_class(value)
 
 
 def _is_constant(module: nn.Module) -> bool:

@@ -133,9 +133,9 @@ def _home(value: types.FunctionType | type) -> str:
 
 
 def is_of_users_class(value: object) -> bool:
-    """Return True for an object with attributes whose class is neither a library's nor of an installed package."""
+    """Return True for an object whose class is neither a library's nor of an installed package."""
     kind = type(value)
-    if isinstance(value, type) or not isinstance(getattr(value, "__dict__", None), dict):
+    if isinstance(value, type):
         return False
     file = str(getattr(sys.modules.get(_home(kind)), "__file__", None) or "")
     is_installed = any(f"{name}-packages" in file for name in ("site", "dist"))

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import sparkhvd.torch as hvd
+from sparkhvd.training.hashing import checksum
 from sparkhvd.training.host_weights import give_back
 from sparkhvd.training.types import State
 
@@ -30,8 +30,6 @@ __all__ = [
     "weight_sums",
 ]
 
-# Bytes of a tensor that are summed at once, and so stay in a cache.
-_PIECE_BYTES = 1 << 20
 # Shape, dtype and checksum by name.
 Sums: TypeAlias = "dict[str, tuple[Any, ...]]"
 
@@ -129,7 +127,7 @@ def weight_sums(model: nn.Module) -> Sums:
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> Sums:
-    return {n: (tuple(t.shape), str(t.dtype), _checksum(t)) for n, t in tensors.items()}
+    return {n: (tuple(t.shape), str(t.dtype), checksum(t)) for n, t in tensors.items()}
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
@@ -149,17 +147,6 @@ def _is_same(own: object, value: object) -> bool:
         and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)
         and torch.equal(own.detach(), value)
     )
-
-
-def _checksum(value: Tensor) -> int:
-    """Sum the words of 8 bytes, each times an odd number by its place: at the speed of memory, on any device."""
-    flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-    factors = 2 * torch.arange(_PIECE_BYTES // 8, device=flat.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in flat.split(_PIECE_BYTES):
-        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
-        total = 31 * total + (words * factors[: len(words)]).sum()
-    return int(total)
 
 
 def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:

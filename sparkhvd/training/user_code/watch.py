@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.hashing import checksum
 from sparkhvd.training.modules.attributes import GENERATORS, can_be_kept, is_record
 
 if TYPE_CHECKING:  # it imports callbacks
@@ -170,7 +171,7 @@ class Watch:
         """Return what tells whether weights, their flags, the optimizer's options or its state have changed, by what it is of."""
         of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
         tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
-        weights = [(id(each), each._version, each.requires_grad) for each in tensors]
+        weights = [(checksum(each), each.requires_grad) for each in tensors]
         if self._optimizer is None:
             return [("the model", weights)]
         groups = [
@@ -216,7 +217,7 @@ class Watch:
 
 def _mark(value: object) -> object:
     """Return what tells whether a value has changed."""
-    return (id(value), value._version) if isinstance(value, Tensor) else repr(value)
+    return checksum(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:

@@ -546,6 +546,43 @@ def test_what_no_checkpoint_holds_is_an_error_when_it_happens(
     assert Checkpoints(one.store, RUN_DIR).latest_position() < (3, 0)
 
 
+class MakesItsState(Callback):
+    """Has no state before `on_train_begin`, and swaps weights for the time of `on_checkpoint`."""
+
+    found: dict[str, Any] | None = None
+
+    def on_train_begin(self, ctx: Any) -> None:
+        self.averages = torch.optim.swa_utils.AveragedModel(ctx.model)
+        if self.found is not None:
+            self.averages.load_state_dict(self.found)
+
+    def on_step_end(self, ctx: Any, loss: float | None) -> None:
+        self.averages.update_parameters(ctx.model)
+
+    def on_checkpoint(self, ctx: Any, path: str) -> None:
+        kept = {n: v.clone() for n, v in ctx.model.state_dict().items()}
+        ctx.model.load_state_dict(self.averages.module.state_dict())
+        ctx.model.load_state_dict(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.averages.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = state
+
+
+def test_a_callback_may_make_its_state_when_training_begins(tmp_path: Path) -> None:
+    expected, whole = outcome(case(tmp_path / "a", 1, [MakesItsState()]), 1)
+    one = case(tmp_path / "b", 1, [MakesItsState(), Changing()])
+    Changing.at = (3, 3)
+    assert "Interrupted" in interrupted(one, 1)
+    Changing.at = None
+    found, last = outcome(one, 1)
+    assert found == expected
+    key = next(iter(whole.callbacks or {}))
+    assert exact((last.callbacks or {})[key]) == exact((whole.callbacks or {})[key])
+
+
 class Briefly(Callback):
     """Has a hook for the time of an epoch."""
 

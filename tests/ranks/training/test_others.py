@@ -23,6 +23,7 @@ from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.modules.attributes import Attributes
 from sparkhvd.training.optimizer import check_optimizer
 from sparkhvd.training.others import Others, returned_loss
 from tests.harness.ranks import RanksFailed
@@ -246,12 +247,50 @@ class Plain:
     calls = 0
 
 
+class InSlots:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, *args: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def counted(output: Tensor, label: Tensor, counts: Any = {"calls": 0}) -> Tensor:  # noqa: B006
+    return torch.zeros(())
+
+
+counted.calls = 0  # type: ignore[attr-defined]
+
+
+def test_dicts_functions_and_slots_of_losses_may_change_too() -> None:
+    others = Others([InSlots(), counted])
+    attributes = Attributes(lambda: dict(others.holders()))
+    held = dict(others.holders())
+    held["loss0"].weight = 0.5  # type: ignore[attr-defined]
+    held["loss1"].calls += 1  # type: ignore[attr-defined]
+    held["loss1.counts"]["calls"] += 2  # type: ignore[index]
+    entries = attributes.changes()
+    assert [entry[:2] for entry in entries] == [
+        ["loss0", [[".", "weight"]]],
+        ["loss1", [[".", "calls"]]],
+        ["loss1.counts", []],
+    ]
+    attributes.reset()
+    assert attributes.changes() == []
+    attributes.load(entries, own=True)
+    assert attributes.changes() == entries
+
+
 def test_objects_whose_attributes_may_change_are_listed() -> None:
     step, net, plain = Beta(), linear(), Plain()
     metrics = resolve_metrics([lambda o, t: plain.calls], ["y"], ["value"])
     others = Others([nn.MSELoss(), Holder(net)], metrics, net, {"train_step": step})
     assert [name for name, _ in others.holders()] == [
         "loss1",
+        "loss1.parts",
+        "loss1.parts.first",
         "metric <lambda>.plain",
         "train_step",
         "train_step.counts",
