@@ -28,6 +28,7 @@ print("ALL WELL")
 """
 
 
+@soak("spark/runner/test_elastic; spark/cluster/test_losses loses executors")
 def test_a_lost_executor_leaves_and_its_successor_joins(cluster: Cluster, tmp_path: Path) -> None:
     output = cluster.run(with_folder(LOSS, tmp_path))
     assert "ALL WELL" in output
