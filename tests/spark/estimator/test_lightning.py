@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 from sparkhvd.lightning import TorchEstimator  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
-from tests.harness.soak import soak
+from tests.harness.soak import soak  # noqa: E402
 
 travels_by_value = by_value(__name__)
 ROWS = 50
