@@ -58,7 +58,8 @@ def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
 def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
     with elastic_job(f"{BODIES}:count_rows", 4) as job:
         tell(job.members[:1], die=(0, 3), pause=0.04)
-        tell(job.members[1:2], die=(1, 2), pause=0.04)
+        # Steps are counted from the last change of the ranks: a later one may not come if the new rank joins late in this epoch.
+        tell(job.members[1:2], die=(1, 0), pause=0.04)
         tell(job.members[2:], pause=0.04)
         for member in job.members:
             assert member.expect()["size"] == 4
