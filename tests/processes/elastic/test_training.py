@@ -57,13 +57,14 @@ def test_rows_are_exact_when_a_rank_dies(plan: dict[str, Any]) -> None:
 @pytest.mark.timeout(90)
 def test_rows_are_exact_when_rank_0_and_another_die_and_one_joins() -> None:
     with elastic_job(f"{BODIES}:count_rows", 4) as job:
-        tell(job.members[:1], die=(0, 3), pause=0.04)
+        plan = {"pause": 0.04, "waits_in": 2, "size": 3}
+        tell(job.members[:1], **plan, die=(0, 3))
         # Steps are counted from the last change of the ranks: a later one may not come if the new rank joins late in this epoch.
-        tell(job.members[1:2], die=(1, 0), pause=0.04)
-        tell(job.members[2:], pause=0.04)
+        tell(job.members[1:2], **plan, die=(1, 0))
+        tell(job.members[2:], **plan)
         for member in job.members:
             assert member.expect()["size"] == 4
-        tell(job.start(1), pause=0.04)
+        tell(job.start(1), **plan)
         results = [result_of(member) for member in job.members[2:]]
         assert_exact(results)
         assert {result["size"] for result in results} == {3}

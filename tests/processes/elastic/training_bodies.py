@@ -62,6 +62,9 @@ def count_rows(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     def train(state: elastic.TorchState) -> None:
         talk.say({"rank": hvd.rank(), "size": hvd.size(), "generation": rendezvous.generation})
         for state.epoch in range(state.epoch, plan["epochs"]):  # noqa: B020 - an attribute of it
+            while state.epoch == plan.get("waits_in") and hvd.size() < plan["size"]:
+                time.sleep(plan["pause"])
+                state.commit()  # where a new rank joins, however slowly it starts
             given = iter(loader)
             for step in range(batches.num_steps):
                 fault(plan, state, step)
