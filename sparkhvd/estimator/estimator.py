@@ -51,7 +51,7 @@ from sparkhvd.training.elastic import train_elastically
 from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.others import Others, returned_loss
+from sparkhvd.training.others import returned_loss
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -313,7 +313,7 @@ def _complete(
     for parameter in module.parameters():
         parameter.grad = None
     loss = _trained_loss(request, module, trained)
-    _finish(module, trained, loss)
+    finish(module, trained, loss if isinstance(loss, list) else [loss])
     fitted = model._require_fitted()
     model._fitted = replace(
         fitted,
@@ -327,19 +327,6 @@ def _complete(
             "train": report.run_s,
         },
     )
-
-
-def _finish(module: nn.Module, trained: Checkpoint, loss: object) -> None:
-    """Give model and loss what their state dicts leave out; warn where that fails: the model must not be lost."""
-    losses = loss if isinstance(loss, list) else [loss]
-    try:
-        finish(module, trained, Others(losses, (), module))
-    except Exception as e:  # noqa: BLE001 - the user's own code
-        warnings.warn(
-            "Attributes, flags or unsaved buffers that the training has changed have their first values in the model that fit returns, because setting them raised "
-            f"{type(e).__name__}: {e}. The weights are whole.",
-            stacklevel=2,
-        )
 
 
 def _trained_loss(request: Request, module: nn.Module, trained: Checkpoint) -> object:

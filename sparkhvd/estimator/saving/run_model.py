@@ -107,7 +107,7 @@ def load_run_model(
     if fitted.loss is not None:
         losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
         Others(losses).load_state_dict(decoder.result.others, f"The state in {url} does")
-        finish(fitted.module, decoder.result, Others(losses, (), fitted.module))
+        finish(fitted.module, decoder.result, losses)
     else:
         finish(fitted.module, decoder.result)
     fitted = replace(fitted, history=decoder.history)

@@ -73,6 +73,7 @@ class Changes:
                 for method, (_, before) in (watch.regrouped.items() if watch is not None else ())
             },
             "attributes": list(attributes),
+            "replaced": self.attributes.replaced(),
             "evaluating": [
                 name
                 for name, module in _modules(self._model, self._others).items()
@@ -80,11 +81,12 @@ class Changes:
             ],
         }
 
-    def for_result(self) -> dict[str, Any]:
+    def for_result(self, watch: Watch | None) -> dict[str, Any]:
         """Return the part of `state_dict` that the model of a run gets, of this rank."""
         return {
             "requires_grad": self._changed_flags(),
-            "attributes": [self.attributes.changes()],
+            "attributes": [self.own_attributes(watch)],
+            "replaced": self.attributes.replaced(),
         }
 
     def _changed_flags(self) -> dict[str, bool]:
@@ -190,7 +192,10 @@ def set_changes(model: nn.Module, others: Others, state: Mapping[str, Any]) -> N
         if name in parameters:
             parameters[name].requires_grad_(requires_grad)
     of_ranks = state.get("attributes", [])
-    set_attributes(_owners(model, others), of_ranks[0] if of_ranks else [])
+    # A layer that a callback has replaced is the program's in the copy.
+    replaced = set(state.get("replaced", []))
+    entries = [entry for of_0 in of_ranks[:1] for entry in of_0 if entry[0] not in replaced]
+    set_attributes(_owners(model, others), entries)
 
 
 def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,6 +203,7 @@ def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "requires_grad": state.get("requires_grad", {}),
         "attributes": state.get("attributes", [])[:1],
+        "replaced": state.get("replaced", []),
     }
 
 

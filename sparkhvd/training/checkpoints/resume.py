@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class TrainingState:
         """Return what the model of the run gets beside its state dict: buffers, changes and losses of this rank."""
         return {
             "buffers": unsaved_buffers(self.model),
-            "changes": self.changes.for_result(),
+            "changes": self.changes.for_result(self.watch),
             "others": self.others.state_dict(),
         }
 
@@ -437,18 +438,27 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
         ) from e
 
 
-def finish(module: nn.Module, result: Checkpoint, losses: Others | None = None) -> None:
+def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ()) -> None:
     """Give a module with the weights of a run what its state dict leaves out: unsaved buffers, flags and attributes.
+
+    It warns where that fails: the weights must not be lost.
 
     Args:
         module: copy of the program's model.
         result: `Checkpoint.result`.
         losses: of the module, for their flags and attributes.
     """
-    if result.buffers or result.changes:  # else it is of an older version
-        gone = unsaved_buffers(module).keys() - result.buffers.keys()
-        load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
-    set_changes(module, losses or Others(), result.changes)
+    try:
+        if result.buffers or result.changes:  # else it is of an older version
+            gone = unsaved_buffers(module).keys() - result.buffers.keys()
+            load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
+        set_changes(module, Others(losses, (), module), result.changes)
+    except Exception as e:  # noqa: BLE001 - the user's own code
+        warnings.warn(
+            "Attributes, flags or unsaved buffers that the training has changed have their first values in the model, because setting them raised "
+            f"{type(e).__name__}: {e}. The weights are whole.",
+            stacklevel=2,
+        )
 
 
 def take(

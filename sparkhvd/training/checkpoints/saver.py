@@ -36,10 +36,11 @@ from sparkhvd.training.checkpoints.rank_state import RankState, gather_rank_stat
 from sparkhvd.training.checkpoints.resume import TrainingState, take
 from sparkhvd.training.early_stopping import best_epoch
 from sparkhvd.training.metrics import Totals
+from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
-__all__ = ["WRITE_LIMIT_S", "Saver", "is_same", "snapshot"]
+__all__ = ["WRITE_LIMIT_S", "Saver", "snapshot"]
 
 # The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
@@ -251,19 +252,6 @@ def snapshot(value: T) -> T:
     Numbers of numpy become plain ones.
     """
     return cast("T", _snapshot(value))
-
-
-def is_same(before: object, after: object) -> bool:
-    """Check whether two states have the same values."""
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before.dtype == after.dtype and torch.equal(before, after.detach().cpu())
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        return before.keys() == after.keys() and all(
-            is_same(v, after[k]) for k, v in before.items()
-        )
-    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
-        return len(before) == len(after) and all(map(is_same, before, after))
-    return type(before) is type(after) and before == after
 
 
 def _snapshot(value: object) -> object:

@@ -28,6 +28,7 @@ __all__ = [
     "can_be_kept",
     "is_plain",
     "is_record",
+    "is_same",
     "set_attributes",
     "views",
 ]
@@ -87,12 +88,18 @@ class Attributes:
             owners: returns the objects by name; it is called again whenever they are looked at.
         """
         self._owners = owners
+        self._classes = {name: type(owner) for name, owner in owners().items()}
         self._first = self._look()
         self._begun = self._first
 
     def begun(self) -> None:
         """Note the values that `on_train_begin` has set: every start of a run sets them again."""
         self._begun = self._look()
+
+    def replaced(self) -> list[str]:
+        """Return the names of objects that are gone, or of another class than the program's."""
+        classes = {name: type(owner) for name, owner in self._owners().items()}
+        return [name for name, kind in self._classes.items() if classes.get(name) is not kind]
 
     def reset(self) -> None:
         """Set everything back to the program's values."""
@@ -149,14 +156,15 @@ def set_attributes(owners: Mapping[str, object], entries: Iterable[Entry]) -> No
 
 
 def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield attributes that share their memory with a parameter or buffer, which no copy of a module keeps: attribute, tensor."""
+    """Yield attributes that share their memory with a parameter that is trained, which no copy of a module keeps: attribute, parameter."""
     named: dict[int, str] = {}
     for name, owner in owners.items():
         if isinstance(owner, nn.Module):
-            own = {**owner._parameters, **owner._buffers}
-            tensors = {n: t for n, t in own.items() if t is not None and _has_memory(t)}
+            own = {n: p for n, p in owner._parameters.items() if p is not None and p.requires_grad}
             named |= {
-                t.untyped_storage().data_ptr(): f"{name}.{n}".strip(".") for n, t in tensors.items()
+                p.untyped_storage().data_ptr(): f"{name}.{n}".strip(".")
+                for n, p in own.items()
+                if _has_memory(p)
             }
     for (name, path), value in _walk(owners, None).items():
         if isinstance(value, Tensor) and _has_memory(value):
@@ -475,23 +483,26 @@ def _is(encoded: Any, value: object) -> bool:
         return _num_bytes(value) > _LARGE_BYTES
     if not isinstance(value, _Same) and not can_be_kept(value):
         return False
-    return _is_same(encoded, _encode(value))
+    return is_same(encoded, _encode(value))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Compare encoded values; NaN equals NaN, 1 does not equal 1.0, and the order of a dict counts."""
+def is_same(a: Any, b: Any) -> bool:
+    """Compare values of states; NaN equals NaN, 1 does not equal 1.0, and the order of a dict counts."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        a, b = a.cpu(), b.cpu()
+        a, b = a.detach().cpu(), b.detach().cpu()
         return bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict):
-        return _is_same(list(a.items()), list(b.items()))
+        return is_same(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return bool(a == b or (a != a and b != b))
+        return len(a) == len(b) and all(map(is_same, a, b))
+    try:
+        return bool(a == b or (a != a and b != b))
+    except Exception:  # noqa: BLE001 - a class of the user's may compare in another way
+        return False
 
 
 # -- places ----------------------------------------------------------------------------------------------------------

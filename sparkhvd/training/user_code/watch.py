@@ -104,12 +104,14 @@ class Watch:
         Raises:
             InvalidArgumentError: it has changed parameters or saved buffers, other than their values.
         """
-        if method == "on_train_end":  # behind the last checkpoint
-            yield
-            return
         before, groups = self._look(), self._groups()
         written = self._written() if method == "on_checkpoint" else []
         yield
+        if method == "on_train_end":  # behind the last checkpoint, which gets what can be kept
+            for each in _differences(before, self._look()):
+                if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
+                    self.attributes.add((each.owner, str(each.name)))
+            return
         if method == "on_checkpoint" and (changed := _changed(written, self._written())):
             raise InvalidArgumentError(
                 f"The callback {type(callback).__name__} has changed {changed} in on_checkpoint of epoch {epoch}, behind the checkpoint: a run "
@@ -171,7 +173,7 @@ class Watch:
         """Return what tells whether weights, their flags, the optimizer's options or its state have changed, by what it is of."""
         of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
         tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
-        weights = [(checksum(each), each.requires_grad) for each in tensors]
+        weights = [(_mark(each), each.requires_grad) for each in tensors]
         if self._optimizer is None:
             return [("the model", weights)]
         groups = [
@@ -217,7 +219,10 @@ class Watch:
 
 def _mark(value: object) -> object:
     """Return what tells whether a value has changed."""
-    return checksum(value) if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_quantized
+    return checksum(value) if is_plain else (id(value), value._version)
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:

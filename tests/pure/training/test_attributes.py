@@ -269,6 +269,9 @@ def test_a_view_of_a_parameter_is_found() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2))
     module.view = module[0].weight.detach()[0]
     module.copy = module[0].weight.detach().clone()
+    # What is not trained does not change: a constant under a second name, as of rotary embeddings.
+    module.register_buffer("constant", torch.ones(4))
+    module.half, module.same = module.constant[:2], module.constant
     owners: dict[str, object] = dict(module.named_modules())
     assert list(views(owners)) == [("view", "0.weight")]
 

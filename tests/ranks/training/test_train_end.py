@@ -117,7 +117,12 @@ class Removes(Callback):
 def test_another_structure_leaves_the_weights_of_the_last_epoch(store: Store) -> None:
     removes = case(store, Removes())
     assert "changed the names or shapes" in removes.train(1).warning
-    net().load_state_dict(result(store, 3))
+    module = net()
+    module.load_state_dict(result(store, 3))
+    checkpoints = Checkpoints(store, RUN_DIR)
+    finish(module, checkpoints.load_start(checkpoints.path(3)).result)
+    assert vars(module[1]).keys() == vars(net()[1]).keys()  # the program's layer keeps its own
+    module.eval()(torch.zeros(2, 3))
 
 
 class Reads(Callback):
@@ -129,6 +134,10 @@ class Freezes(Callback):
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
         ctx.model[0].requires_grad_(False)
         ctx.model[1].momentum = 0.3
+        ctx.model[1].large = torch.arange(1 << 18)
+
+    def on_epoch_end(self, ctx: Any, record: dict[str, Any]) -> None:
+        ctx.model[0].large = torch.ones(1 << 19)
 
 
 def test_nothing_is_written_if_nothing_changes(store: Store) -> None:
@@ -144,6 +153,8 @@ def test_flags_and_attributes_are_in_the_model_that_comes_back(store: Store) -> 
     finish(module, checkpoints.load_start(checkpoints.path(3)).result)
     assert [p.requires_grad for p in module.parameters()] == [False, False, True, True, True, True]
     assert module[1].momentum == 0.3
+    assert torch.equal(module[0].large, torch.ones(1 << 19))
+    assert torch.equal(module[1].large, torch.arange(1 << 18))
 
 
 def averaging_loop(ctx: Any) -> None:
