@@ -28,7 +28,8 @@ ROUND_S = 2.0
 def measure(rounds: int) -> list[float]:
     """Return the CPU seconds of an operation in a rank, one mean per round."""
     import sparkhvd.torch as hvd
-    from sparkhvd.engine.engine import Collective, DType, ReduceOp, Reduction, TensorView
+    from sparkhvd.engine.calls import Reduction, TensorView
+    from sparkhvd.engine.library import Collective, DType, ReduceOp
     from sparkhvd.torch.context import context
 
     hvd.init()

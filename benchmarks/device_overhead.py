@@ -83,7 +83,8 @@ class Raw:
 def measure(rounds: int) -> dict[str, list[float]]:
     """Measure the seconds of a call in a rank, one mean per round and leg."""
     import sparkhvd.torch as hvd
-    from sparkhvd.engine.engine import Collective, DType, ReduceOp, Reduction, TensorView
+    from sparkhvd.engine.calls import Reduction, TensorView
+    from sparkhvd.engine.library import Collective, DType, ReduceOp
     from sparkhvd.torch.context import context
 
     hvd.init()

@@ -183,7 +183,7 @@ class Encode:
         import pyarrow as pa
 
         from sparkhvd.data.arrow import column_to_numpy
-        from sparkhvd.data.vectors import join_vectors
+        from sparkhvd.data.arrow_types import join_vectors
 
         rows = 0
         for sent in batches:
@@ -238,9 +238,9 @@ def cpu_seconds(spark: Any) -> float:
 def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, float]:
     """Measure clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
     from sparkhvd.data.arrow_limits import bounded_batches
+    from sparkhvd.data.arrow_types import split_vectors, vector_columns
     from sparkhvd.data.materialize import _select, materialize
     from sparkhvd.data.store.store import Store
-    from sparkhvd.data.vectors import split_vectors, vector_columns
 
     df = spark.read.parquet(path)
     schema = schema_of(df, case)

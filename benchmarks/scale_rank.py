@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, TensorView
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import DType, ReduceOp
 
 # Tensors of a step of "many": submitted together, then all waited for.
 MANY = 32

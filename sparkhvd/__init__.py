@@ -5,37 +5,33 @@ pyspark. The `__init__` of each package says its purpose, threads, trust, failur
 
 Each module imports only those above it:
 
+    _moved         modules under the names of earlier versions, which saved models, checkpoints and pickles may hold
     _version       version of the package
-    errors         every exception
     arrow_buffers  Arrow arrays of plain values
+    cpus           CPUs that a process may use
+    errors         every exception
     as_horovod     the name `horovod` for this package's modules
-    knobs          declaration and checks of a setting
+    interfaces     addresses of this host
+    rank_messages  messages of a rank to the driver
     settings       every setting of engine and launch
     topology       hosts to local and cross ranks
-    interfaces     addresses of this host
-    rank_context   place of a rank, known before `init()`
-    rank_messages  messages of a rank to the driver
-    processors     CPUs that a process may use
-    rank_settings  settings on their way to a rank
-    sessions       sessions of Spark: checks and keys
-    connect        what only Spark Connect has
-    spark          a session, classic or Connect, behind one interface
     engine         compiled collectives: the only ctypes
+    spark          a session, classic or Connect, behind one interface
+    observe        report, loggers, timeline, autotune
     rendezvous     authenticated connections between ranks
     elastic        members of a job whose ranks change
     launchers      a script's rendezvous, by what started it
-    observe        report, loggers, timeline, autotune
-    torch          Horovod's API on the engine
-    distributed    the engine as a backend of torch.distributed
     runner         a function on every rank
+    torch          Horovod's API on the engine
     data           a DataFrame's rows as batches of a rank
+    distributed    the engine as a backend of torch.distributed
     run_commands   `sparkhvd runs`, `report` and `compare`
     training       the training loop of a rank
-    estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
-    lightning      Lightning's strategy
-    keras          Horovod's API of Keras, and its estimator
-    horovod        packages with Horovod's layout
     __main__       `sparkhvd doctor`, `runs`, `report`, `compare`
+    estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
+    keras          Horovod's API of Keras, and its estimator
+    lightning      Lightning's strategy
+    horovod        packages with Horovod's layout
 """
 
 from __future__ import annotations
@@ -43,7 +39,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd import _moved
 from sparkhvd._version import __version__
+
+_moved.install()
 
 if TYPE_CHECKING:
     from sparkhvd.errors import CollectiveError as CollectiveError
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import trust as trust
     from sparkhvd.horovod import install_as_horovod as install_as_horovod
     from sparkhvd.observe.live_plot import LivePlot as LivePlot
-    from sparkhvd.observe.loggers.logger import Logger as Logger
+    from sparkhvd.observe.loggers.base import Logger as Logger
     from sparkhvd.observe.loggers.mlflow import MLflowLogger as MLflowLogger
     from sparkhvd.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from sparkhvd.rank_messages import log_metrics as log_metrics
@@ -116,7 +115,7 @@ _HOMES = {
     "log_metrics": "sparkhvd.rank_messages",
     "log_to_driver": "sparkhvd.rank_messages",
     "LivePlot": "sparkhvd.observe.live_plot",
-    "Logger": "sparkhvd.observe.loggers.logger",
+    "Logger": "sparkhvd.observe.loggers.base",
     "MLflowLogger": "sparkhvd.observe.loggers.mlflow",
     "TensorBoardLogger": "sparkhvd.observe.loggers.tensorboard",
     "Callback": "sparkhvd.estimator",

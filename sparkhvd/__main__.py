@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner.doctor import examine
 
-__all__ = ["main"]
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparkhvd")

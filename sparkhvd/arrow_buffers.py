@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["binary_array", "int32_array"]
-
 
 def int32_array(*values: int) -> pa.Array:
     """Return an Arrow array of numbers of 32 bits."""

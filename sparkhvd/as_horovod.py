@@ -22,19 +22,6 @@ from typing import Any, NoReturn
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = [
-    "STUBS",
-    "VARIABLE",
-    "Stub",
-    "command",
-    "install",
-    "install_if_asked",
-    "is_installed",
-    "path_variables",
-    "stub",
-    "variables",
-]
-
 # Processes with the value 1 have the name.
 VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
@@ -45,7 +32,7 @@ _HOMES = (
     ("horovod.torch", "sparkhvd.torch"),
     ("horovod.common.process_sets", "sparkhvd.torch.process_sets"),
     ("horovod.spark.runner", "sparkhvd.horovod.spark"),
-    ("horovod.torch.elastic.state", "sparkhvd.torch.elastic.states"),
+    ("horovod.torch.elastic.state", "sparkhvd.torch.elastic.state"),
 )
 _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"

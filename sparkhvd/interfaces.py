@@ -14,16 +14,6 @@ from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
-__all__ = [
-    "LOOPBACK",
-    "Interface",
-    "address_on",
-    "address_towards",
-    "interfaces",
-    "is_loopback",
-    "own_address",
-]
-
 # Address at which processes of this host meet, whatever its name and its networks are.
 LOOPBACK = "127.0.0.1"
 # Requests of ioctl, and flags of an interface, as Linux numbers them.

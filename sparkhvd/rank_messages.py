@@ -15,8 +15,6 @@ from typing import SupportsFloat
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["METRICS", "install", "log_metrics", "log_to_driver", "report_progress"]
-
 # Begins the line of `log_metrics`; an object of JSON follows.
 METRICS = "metrics "
 

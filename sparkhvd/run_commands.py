@@ -10,10 +10,7 @@ from pathlib import Path
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.compare import compare, format_table
-from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, Document, loads, number
-from sparkhvd.observe.report.page import render
-
-__all__ = ["compare_runs", "list_runs", "show_report"]
+from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME, Document, loads, number, render
 
 
 def list_runs(store_url: str) -> None:

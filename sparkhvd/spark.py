@@ -15,12 +15,254 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from sparkhvd import connect
-from sparkhvd.errors import SparkhvdError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.interfaces import LOOPBACK, address_towards
-from sparkhvd.sessions import check_session, has_died, is_connect, is_stopped, session_key
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, SparkSession
+    from typing_extensions import TypeIs
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sessions of classic Spark and of Spark Connect: checks, keys, and the active one.
+
+
+def check_session(spark: object) -> None:
+    """Refuse a value that is not a session, and a session that has been stopped.
+
+    Raises:
+        InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
+    """
+    if not (type(spark).__module__.startswith("pyspark.") and hasattr(spark, "range")):
+        raise InvalidArgumentError(
+            f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
+        )
+    if is_stopped(spark):
+        raise InvalidArgumentError(
+            "The Spark session has been stopped. Start a new one, and make the DataFrame from it."
+        )
+
+
+def is_stopped(session: Any) -> bool:
+    """Return True if a session (on classic: its application) has been stopped."""
+    if is_connect(session):
+        return bool(getattr(session, "is_stopped", False))
+    return session.sparkContext._jsc is None
+
+
+def check_dataframe(call: str, value: object) -> None:
+    """Refuse a value that is not a DataFrame of Spark.
+
+    Args:
+        call: or argument that got it, for the message.
+        value: given.
+
+    Raises:
+        InvalidArgumentError: it is none; the message says how to make one.
+    """
+    if is_dataframe(value):
+        return
+    kind = type(value)
+    remedy = "spark.createDataFrame(...) makes one"
+    if hasattr(value, "to_spark"):  # of pandas on Spark
+        remedy = "frame.to_spark() makes one"
+    elif kind.__module__.partition(".")[0] == "pandas":
+        remedy = "spark.createDataFrame(frame) makes one"
+    raise InvalidArgumentError(
+        f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
+    )
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Return True for a session of Spark Connect."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def session_key(spark: SparkSession) -> str:
+    """Return the key of a session; two objects of one session have one key."""
+    session: Any = spark
+    if is_connect(spark):
+        return str(session.session_id)
+    return str(session._jsparkSession.sessionUUID())
+
+
+def has_died(spark: SparkSession) -> bool:
+    """Return True if a classic driver's JVM no longer answers."""
+    from py4j.protocol import Py4JError
+
+    if is_connect(spark):
+        return False
+    session: Any = spark
+    try:
+        session._jvm.java.lang.System.nanoTime()
+    except (OSError, Py4JError):
+        return True
+    return False
+
+
+def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
+    """Return how many tasks of the jobs with a tag have begun, and how many others of the application run; None where that is unknown."""
+    if is_connect(spark):
+        return None
+    context: Any = spark.sparkContext
+    with contextlib.suppress(Exception):  # of another Spark, or the application is over
+        tracker = context.statusTracker()
+        tagged = context._jsc.sc().statusTracker().getJobIdsForTag(tag)
+        jobs = [tracker.getJobInfo(job) for job in tagged]
+        mine = {stage for job in jobs if job is not None for stage in job.stageIds}
+        own = others = 0
+        for number in {*mine, *tracker.getActiveStageIds()}:
+            stage = tracker.getStageInfo(number)
+            if stage is None:
+                continue
+            if number in mine:
+                own += stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
+            else:
+                others += stage.numActiveTasks
+        return (own, others) if mine else None
+    return None
+
+
+def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
+    """Return the argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
+    import pyspark
+
+    return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
+
+
+def active_session() -> SparkSession:
+    """Return the active session of this thread, classic or Connect.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    from pyspark.sql import SparkSession
+
+    session: SparkSession | None = SparkSession.getActiveSession()
+    if session is None:  # a thread or connection of its own has only the default session
+        with contextlib.suppress(Exception):
+            session = SparkSession.active()
+    if session is None:
+        with contextlib.suppress(ImportError):  # the client's packages may be absent
+            from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+            session = cast("SparkSession | None", ConnectSession.getActiveSession())
+    if session is None:
+        raise InvalidArgumentError(
+            "There is no active Spark session. Start one, or give spark=<session>."
+        )
+    return session
+
+
+def connect_session() -> SparkSession | None:
+    """Return the active session of Spark Connect in this process, or None."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    if module is None:
+        return None
+    kind = module.SparkSession
+    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
+        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
+            session: SparkSession | None = find()
+            if session is not None:
+                return session
+    return None
+
+
+def is_dataframe(value: object) -> TypeIs[DataFrame]:
+    """Return True for a DataFrame, classic or Connect."""
+    return hasattr(value, "sparkSession") and hasattr(value, "schema")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What only sessions of Spark Connect have: a server elsewhere, and news of the tasks of their operations.
+
+
+def server_host(session: Any) -> str:
+    """Return the host of a session's server, a name or an address.
+
+    Raises:
+        OSError: the session's channel was built in a way that does not tell it.
+    """
+    try:
+        return str(session.client.host).strip("[]")
+    except Exception as e:
+        raise OSError(
+            "the session's channel builder does not tell the host of the Spark Connect server"
+        ) from e
+
+
+def is_served_here(session: Any) -> bool:
+    """Return True if this process has started the session's server, as it does for `remote("local[*]")`."""
+    context = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")
+    served: Any = context and context.SparkContext._active_spark_context
+    return bool(served) and served.applicationId == session.conf.get("spark.app.id", None)
+
+
+def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Read the values of conf keys in one request to a session's server; None for those that are not set."""
+    names = list(keys)
+    values = session.client.get_config_with_defaults(*((name, None) for name in names))
+    return list(zip(names, values, strict=True))
+
+
+def file_roots(df: Any) -> list[str]:
+    """List paths that the scans of a DataFrame were given, two of each scan; asks no server."""
+    roots: list[str] = []
+    messages = [df._plan.to_proto(df.sparkSession.client)]
+    while messages:
+        message = messages.pop()
+        if message.DESCRIPTOR.name == "DataSource":
+            # Spark's default is Parquet; other formats are no data files of tables, or tables with their logs.
+            if message.format in ("", "parquet", "orc", "avro"):
+                by_option = [v for k, v in message.options.items() if k.lower() == "path"]
+                roots += [*message.paths, *by_option][:2]
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is None or field.message_type.GetOptions().map_entry:
+                continue
+            messages += [value] if hasattr(value, "DESCRIPTOR") else value
+    return roots
+
+
+def register_profile(session: Any, profile: ResourceProfile) -> None:
+    """Register a resource profile at a session's server; by itself it would use the thread's active session."""
+    from pyspark.sql.connect import proto
+
+    tasks = {
+        name: proto.TaskResourceRequest(resource_name=name, amount=request.amount)
+        for name, request in profile.taskResources.items()
+    }
+    profile._id = session.client._create_profile(proto.ResourceProfile(task_resources=tasks))
+
+
+@contextlib.contextmanager
+def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Iterator[None]:
+    """Call a function again and again, from pyspark's threads, while tasks of a stage run that is executed inside the block.
+
+    Args:
+        session: that executes it.
+        size: number of the stage's tasks, by which it is known.
+        notice: must not raise: it would end the operation.
+    """
+
+    def look(
+        stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool
+    ) -> None:
+        del operation_id
+        if not done and inflight_tasks and any(stage.num_tasks == size for stage in stages or ()):
+            notice()
+
+    session.registerProgressHandler(look)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user has cleared all handlers
+            session.removeProgressHandler(look)
+
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,8 +270,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
     ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
-
-__all__ = ["SparkShim", "cancel_until_over", "job_thread", "plain_interrupts"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
@@ -75,7 +315,7 @@ class SparkShim:
 
     def is_served_here(self) -> bool:
         """Return True if this process has Spark's driver: a classic session, or one of a Connect server that it has started."""
-        return not self.is_connect or connect.is_served_here(self.session)
+        return not self.is_connect or is_served_here(self.session)
 
     def runs_this_python(self) -> bool:
         """Return True if Spark's workers are on this host and run the Python of this process."""
@@ -85,7 +325,7 @@ class SparkShim:
         """Return the values of the keys that are set."""
         values: Iterable[tuple[str, str | None]]
         if self.is_connect:
-            values = connect.conf(self.session, keys)
+            values = conf(self.session, keys)
         else:
             values = [(key, self.session.conf.get(key, None)) for key in keys]
         return {key: value for key, value in values if value is not None}
@@ -100,7 +340,7 @@ class SparkShim:
         """Return the address at which this process can listen for executors, and its host as they reach it."""
         if self.is_connect:
             # Towards the server; it is unknown whether executors on other hosts can use it.
-            address = address_towards(connect.server_host(self.session))
+            address = address_towards(server_host(self.session))
             return address, address
         if self._has_executors_here():
             return LOOPBACK, LOOPBACK
@@ -151,7 +391,7 @@ class SparkShim:
             requests = requests.resource("gpu", gpus)
         profile = ResourceProfileBuilder().require(requests).build
         if self.is_connect:
-            connect.register_profile(self.session, profile)
+            register_profile(self.session, profile)
         else:
             context = self.session.sparkContext._jsc.sc()
             context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.runner import nurseries
+from sparkhvd.runner import zygote_client as nurseries
 
 # Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
 pytest.register_assert_rewrite("tests.harness")

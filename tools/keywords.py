@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sparkhvd.estimator.params.fit import TrainParams
-from sparkhvd.estimator.params.prediction import PredictParams
+from sparkhvd.estimator.params.groups import PredictParams, TrainParams
 from sparkhvd.estimator.params.table import GROUPS, Row, rows_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "params"
@@ -32,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparkhvd.data.store.store import Store
-from sparkhvd.observe.loggers.logger import Logger
+from sparkhvd.observe.loggers.base import Logger
 from sparkhvd.settings import Settings
 from sparkhvd.training.user_code.callbacks import Callback
 
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from sparkhvd.data.store.store import Store
-    from sparkhvd.observe.loggers.logger import Logger
+    from sparkhvd.observe.loggers.base import Logger
     from sparkhvd.settings import Settings
     from sparkhvd.training.user_code.callbacks import Callback
 

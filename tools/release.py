@@ -39,7 +39,7 @@ SECONDS, MEGABYTES = 5.0, 10.0
 ENGINE = """
 import numpy as np
 from sparkhvd import launchers
-from sparkhvd.engine.call import Reduction, TensorView
+from sparkhvd.engine.calls import Reduction, TensorView
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import DType, ReduceOp
 

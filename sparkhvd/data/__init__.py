@@ -10,30 +10,20 @@ Each module imports only those above it:
 
     store         the folder that driver and executors share
     columns       columns: schema, decoders, features, labels
-    arrow_types   types of Arrow beyond those that Spark sends
-    buffers       memory for windows of rows, filled again and again
-    arrow_memory  memory of Arrow arrays as numpy arrays
-    group_numbers  numbers in place of a column's values of groups
-    findings      counts of unusable rows, in sentences
-    narrowing     numbers in the stored type
-    arrow         Arrow columns to numpy arrays of rows
-    manifest      the files of a data set
-    open_files    files that are open at a time
-    vectors       ML vectors on their way through Arrow
+    ownership     leases of materialized data, and their deletion
     arrow_limits  bounds on Spark's Arrow batches
+    arrow_types   types of Arrow beyond those that Spark sends
+    files         memory for windows of rows, filled again and again
+    manifest      the files of a data set
+    arrow         Arrow columns to numpy arrays of rows
     packed        our Parquet: one page per column and row group
+    materialize   writes a DataFrame as packed files
     parquet       Parquet of other writers, petastorm's included
     reading       a rank's batches
-    spark_plan    a DataFrame's analyzed plan, for the key of reuse
     tables        a warning for files of tables that are read without their logs
-    materialize   writes a DataFrame as packed files
-    ownership     leases of materialized data, and their deletion
     reuse         materialized data found again
-    source        rows of a fit: a DataFrame, or Parquet files as they are
-    loader        batches of a rank, for any training loop
     dataset       data prepared once for any process of any launcher
-    converter     petastorm's names for that
-    lightning     Lightning's data module
+    source        rows of a fit: a DataFrame, or Parquet files as they are
 """
 
 from __future__ import annotations
@@ -42,12 +32,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparkhvd.data.converter import make_spark_converter as make_spark_converter
     from sparkhvd.data.dataset import Dataset as Dataset
+    from sparkhvd.data.dataset import Loader as Loader
+    from sparkhvd.data.dataset import data_module as data_module
     from sparkhvd.data.dataset import load as load
+    from sparkhvd.data.dataset import make_spark_converter as make_spark_converter
     from sparkhvd.data.dataset import prepare as prepare
-    from sparkhvd.data.lightning import data_module as data_module
-    from sparkhvd.data.loader import Loader as Loader
 
 # Where each public name lives. Ranks of a fit need none of them.
 _HOMES = {

@@ -6,19 +6,298 @@ at once.
 
 from __future__ import annotations
 
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparkhvd.data.arrow_memory import byte_rows, filled, flattened, is_list, numbers
+from sparkhvd.data.arrow_types import (
+    byte_rows,
+    filled,
+    flattened,
+    holds,
+    is_list,
+    numbers,
+    numpy_to_array,
+)
 from sparkhvd.data.columns.ragged import Ragged, SparseRows, Values
 from sparkhvd.data.columns.schema import Column
-from sparkhvd.data.findings import Findings
-from sparkhvd.data.narrowing import invalid_numbers, narrowed
 
-__all__ = ["column_to_numpy", "usable_rows"]
+# ----------------------------------------------------------------------------------------------------
+# Counts of unusable rows of a column, and the sentences that tell the user about them.
+
+_COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
+
+
+@dataclass
+class Findings:
+    """Counts of the rows of a column that cannot be used, and of the shapes of all rows.
+
+    Attributes:
+        nulls: rows that are null, or hold a null element.
+        nans: rows with a NaN.
+        infinities: rows with an infinity that stood in the data.
+        overflows: rows with a finite number beyond the range of the tensor's type.
+        inexact: rows with an integer that the tensor's floating type does not have.
+        fractions: rows with a number that is not whole although the stored type is an integer.
+        shapes: shape of a row -> rows, for arrays and vectors; of a ragged column, the shape of a row's entries. -1
+            stands where lengths differ inside a row.
+        examples: by name of a count the first number that was counted there, as text.
+    """
+
+    nulls: int = 0
+    nans: int = 0
+    infinities: int = 0
+    overflows: int = 0
+    inexact: int = 0
+    fractions: int = 0
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_clean(self) -> bool:
+        """True if all rows can be used: no bad values, and one shape without an axis of 0."""
+        has_elements = all(size > 0 for shape in self.shapes for size in shape)
+        return not any(self.counts().values()) and len(self.shapes) <= 1 and has_elements
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of unusable rows by their names."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def add(self, other: Findings) -> None:
+        """Add the counts of another part of the data."""
+        for name, count in other.counts().items():
+            setattr(self, name, getattr(self, name) + count)
+        self.shapes.update(other.shapes)
+        self.examples = {**other.examples, **self.examples}
+
+    def note(self, name: str, rows: int, values: Array, bad: Array) -> None:
+        """Count rows that hold bad elements of `values`, and keep the first of these as an example."""
+        if rows:
+            setattr(self, name, getattr(self, name) + rows)
+            self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` rebuilds the findings."""
+        shapes = [[list(k), v] for k, v in self.shapes.items()]
+        return {**self.counts(), "shapes": shapes, "examples": self.examples}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Findings:
+        """Rebuild the findings from `to_dict`."""
+        return cls(**{**values, "shapes": Counter({tuple(k): v for k, v in values["shapes"]})})
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a row's shape in words: "3", "2 x 3", or "2 x ?" where lengths differ inside the row."""
+    return " x ".join("?" if n < 0 else str(n) for n in shape)
+
+
+def problems(
+    column: Column, findings: Findings, num_rows: int, *, is_flag: bool = False
+) -> Iterator[str]:
+    """Tell in sentences why a column cannot be used: counts of rows, and remedies.
+
+    Args:
+        column: as `check_schema` returned it.
+        findings: in all its rows.
+        num_rows: how many these are.
+        is_flag: it is the validation column, to which `handle_invalid` does not apply.
+    """
+    where = f"column {column.name!r} ({column.source})"
+    of = f"of {num_rows:,} rows"
+    if findings.nulls and is_flag:
+        yield (
+            f"{where}: {findings.nulls:,} {of} are null. Every row needs a value that tells whether it is for validation: fill in "
+            "0 or 1 before."
+        )
+    elif findings.nulls:
+        yield (
+            f"{where}: {findings.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
+            "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
+        )
+    if findings.nans:
+        yield f"{where}: {findings.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if findings.infinities:
+        yield (
+            f"{where}: {findings.infinities:,} {of} hold infinity, for example {findings.examples['infinities']}. Every value must "
+            "be finite: drop, cap or replace them, or give handle_invalid='skip' or {column: value}."
+        )
+    if findings.overflows:
+        yield (
+            f"{where}: {findings.overflows:,} {of} hold a number that {column.number_type} cannot hold, for example "
+            f"{findings.examples['overflows']}. Scale the column, choose a wider type with feature_dtypes or label_dtypes, or "
+            "give handle_invalid."
+        )
+    if findings.inexact:
+        yield (
+            f"{where}: {findings.inexact:,} {of} hold an integer that {column.number_type} cannot hold exactly, for example "
+            f"{findings.examples['inexact']}. Scale the column, cast it to double if it may be rounded, choose a wider type with "
+            "feature_dtypes or label_dtypes, or give handle_invalid; an index of an embedding stays int64 in an argument "
+            "of its own (inputs)."
+        )
+    if findings.fractions:
+        remedy = "Choose a floating type, or round the column"
+        if not column.is_explicit:  # nothing but classes is stored as integers unasked
+            remedy = "It holds classes, which are 0, 1, 2, ...: number them with a StringIndexer, or give a loss of values"
+        yield (
+            f"{where}: {findings.fractions:,} {of} hold a number that is not whole, but it is to be stored as {column.dtype}. {remedy}."
+        )
+    if len(findings.shapes) > 1:
+        yield f"{where}: {_different_lengths(column, findings)}"
+    elif any(0 in shape for shape in findings.shapes):
+        yield f"{where}: every row is empty. At least one element per row is expected."
+
+
+def _different_lengths(column: Column, findings: Findings) -> str:
+    usual, count = findings.shapes.most_common(1)[0]
+    others = ", ".join(
+        f"{n:,} of {shape_text(w)}" for w, n in sorted(findings.shapes.items())[:6] if w != usual
+    )
+    remedy = "pad or cut them"
+    if column.kind == "array":
+        remedy += f", or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)"
+    return (
+        f"rows have different lengths: {count:,} rows of {shape_text(usual)} elements, but {others}. Every row "
+        f"must have the same number of elements: {remedy}."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Numbers in the type that a column stores; counting those that the tensor cannot hold.
+
+# Of floating types: the bits of a number, and the first number that rounds to infinity.
+_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+_TOO_LARGE = {
+    name: (2 - 2.0 ** -_BITS[name]) * 2.0**exponent
+    for name, exponent in (("float16", 15), ("bfloat16", 127), ("float32", 127))
+}
+_WHOLE = re.compile(r"int\b|decimal\(\d+,0\)")  # Spark's names
+
+
+def narrowed(
+    values: Values, column: Column, findings: Findings, *, is_flag: bool, fill: float | None
+) -> Values:
+    """Convert values to the stored dtype; rows of any length keep their layout.
+
+    Args:
+        values: as Spark has them.
+        column: as `check_schema` returned it.
+        findings: where rows with numbers that cannot be used are counted.
+        is_flag: store whether the value is above 0 (a validation column).
+        fill: takes the place of such numbers; None counts them.
+    """
+    if isinstance(values, SparseRows):
+        stored = narrowed(values.values, column, findings, is_flag=is_flag, fill=fill)
+        assert isinstance(stored, Ragged)
+        return SparseRows(values.indices, stored, values.width)
+    flat = values.values if isinstance(values, Ragged) else values
+    invalid = invalid_numbers(flat, column)
+    if fill is not None and invalid:
+        bad = np.logical_or.reduce(list(invalid.values()))
+        if not holds(flat.dtype, fill):
+            flat = flat.astype(np.float64)
+        flat, invalid = np.where(bad, flat.dtype.type(fill), flat), {}
+    rows_with: Callable[[Array], int] = _rows
+    if isinstance(values, Ragged):
+        rows_with = functools.partial(_ragged_rows, values.lengths)
+    for name, bad in invalid.items():
+        findings.note(name, rows_with(bad), flat, bad)
+    converted = _converted(flat, column, findings, rows_with, is_flag=is_flag)
+    if isinstance(values, Ragged):
+        return Ragged(converted, values.starts, values.lengths, values.inner)
+    return converted
+
+
+def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
+    """Find the numbers that a tensor of the column cannot hold: masks by name of their count in `Findings`, if any."""
+    is_float, bits = values.dtype.kind == "f", _BITS.get(column.number_type)
+    if not values.size or values.dtype.kind == "b" or not (is_float or bits):
+        return {}
+    is_whole = bits is not None and (not is_float or bool(_WHOLE.search(column.source)))
+    too_large = _TOO_LARGE.get(column.number_type, math.inf)
+    limit = min(too_large, 2.0**bits + 1) if is_whole and bits else too_large
+    if not is_float and max(-np.iinfo(values.dtype).min, np.iinfo(values.dtype).max) < limit:
+        return {}
+    # All that good data cost: two looks, and no memory. NaN is neither above nor below.
+    with np.errstate(invalid="ignore"):
+        if float(values.min()) > -limit and float(values.max()) < limit:
+            return {}
+    masks: dict[str, Array] = {}
+    finite: Array = np.ones(values.shape, np.bool_)
+    if is_float:
+        masks = {"nans": np.isnan(values), "infinities": np.isinf(values)}
+        finite = np.isfinite(values)
+    if float((np.finfo if is_float else np.iinfo)(values.dtype).max) >= too_large:
+        masks["overflows"] = finite & ((values >= too_large) | (values <= -too_large))
+        finite &= ~masks["overflows"]
+    if is_whole and bits:
+        masks["inexact"] = finite & _inexact(np.where(finite, values, 0), bits)
+    return {name: bad for name, bad in masks.items() if bad.any()}
+
+
+def _inexact(values: Array, bits: int) -> Array:
+    """Find whole numbers that do not fit a floating type of so many bits; of doubles all that may have been rounded."""
+    if values.dtype.kind == "f":
+        rounded = np.abs(values) >= 2.0**53
+        return rounded | _inexact(np.where(rounded, 0, values).astype(np.int64), bits)
+    if values.dtype.kind == "i":
+        values = np.abs(values.astype(np.int64))  # of the least one the bits are right, as uint64
+    magnitude = values.astype(np.uint64)
+    lowest = np.maximum(magnitude & (~magnitude + np.uint64(1)), np.uint64(1))
+    wrong: Array = magnitude // lowest >= np.uint64(1 << bits)
+    return wrong
+
+
+def _converted(
+    values: Array,
+    column: Column,
+    findings: Findings,
+    rows_with: Callable[[Array], int],
+    *,
+    is_flag: bool,
+) -> Array:
+    """Convert to the stored dtype, and count what an integer type cannot hold."""
+    target = np.dtype(column.dtype).newbyteorder("<")
+    if column.tensor_dtype == "bool":
+        return np.ascontiguousarray(values > 0 if is_flag else values != 0, dtype=target)
+    if values.dtype.kind == "b":
+        return np.ascontiguousarray(values, dtype=target)
+    if target.kind == "f":
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(values, dtype=target)
+    limits = np.iinfo(target)
+    if values.dtype.kind == "f":
+        finite = np.isfinite(values)
+        whole = finite & (values == np.rint(values))
+        fractions = finite & ~whole
+        # 2**63 as a float is the first that no int64 holds, and the limit itself rounds up to it.
+        fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
+        findings.note("fractions", rows_with(fractions), values, fractions)
+        findings.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
+        return np.where(whole & fits, values, 0).astype(target)
+    if target.itemsize < values.dtype.itemsize or target.kind != values.dtype.kind:
+        beyond = (values < limits.min) | (values > limits.max)
+        findings.note("overflows", rows_with(beyond), values, beyond)
+    return np.ascontiguousarray(values, dtype=target)
+
+
+def _ragged_rows(lengths: Array, bad: Array) -> int:
+    """Count rows of these lengths, one behind the other, with at least one True."""
+    return len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad])) if bad.any() else 0
+
+
+def _rows(bad: Array) -> int:
+    """Count rows with at least one True."""
+    return int(np.count_nonzero(bad.any(axis=tuple(range(1, bad.ndim)))))
+
 
 Array = npt.NDArray[Any]
 
@@ -204,3 +483,34 @@ def _sizes(array: pa.StructArray) -> Array:
 
 def _indices(array: pa.StructArray) -> Array:
     return numbers(flattened(array.field("indices"))[1])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Numbers in place of the values of a column of groups.
+
+
+def numbered(batches: Iterator[pa.RecordBatch], index: int, first: int) -> Iterator[pa.RecordBatch]:
+    """Number the groups of neighbouring rows with equal values, over all batches of a partition; nulls stay.
+
+    Args:
+        batches: of the partition, sorted by the column.
+        index: of the column.
+        first: number of the first group.
+    """
+    import pyarrow.compute as pc
+
+    number, last = first - 1, None
+    for batch in batches:
+        values = batch.column(index)
+        if not len(values):
+            continue
+        begins = np.empty(len(values), np.int64)
+        begins[0] = last is None or not values[0].equals(last)
+        begins[1:] = numbers(pc.fill_null(pc.not_equal(values[1:], values[:-1]), True))
+        of_rows = number + np.cumsum(begins)
+        number, last = int(of_rows[-1]), values[-1]
+        array = numpy_to_array(of_rows)
+        if values.null_count:
+            array = pc.if_else(pc.is_valid(values), array, pa.scalar(None, pa.int64()))
+        columns = [array if i == index else batch.column(i) for i in range(batch.num_columns)]
+        yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

@@ -15,16 +15,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.columns.schema import DENSE_WIDTH
-from sparkhvd.data.columns.storage import NUMERIC_TYPES
-from sparkhvd.sessions import session_key
+from sparkhvd.data.columns.schema import DENSE_WIDTH, NUMERIC_TYPES
+from sparkhvd.spark import session_key
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.conf import RuntimeConfig
     from pyspark.sql.types import DataType, StructType
 
-__all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches", "warn_of_large_batches"]
 
 # A batch exists about four times in a Python worker (as bytes, as Arrow, converted, and in the row group), and
 # once in the JVM. Larger ones are no faster: 10,000 rows of 32 doubles have 2.5 MiB.

@@ -7,18 +7,21 @@ into the forms that `column_to_numpy` reads.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-if TYPE_CHECKING:
-    from pyspark.sql.types import DataType
+from sparkhvd.data.columns.ragged import Ragged
 
-__all__ = ["VERIFIED", "num_leaves", "plain", "spark_type"]
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
+
 
 Mask = npt.NDArray[np.bool_]
 
@@ -227,3 +230,193 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], nulls: Mask | None)
 def _validity(nulls: Mask | None) -> pa.Buffer | None:
     """Return Arrow's bits of the rows that are not null; None if all are."""
     return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory of Arrow arrays as numpy arrays and back.
+# No Python code runs per row. `pa.array` and `Array.to_numpy` import pandas, 0.3 s in every Python worker, and
+# pyarrow.compute takes another 0.1 s: these functions go through the buffers instead, and only bad data import those.
+
+Array = npt.NDArray[Any]
+
+
+def numpy_to_array(values: Array) -> pa.Array:
+    """Wrap a flat numpy array of numbers as an Arrow array; both share their memory."""
+    kind = pa.from_numpy_dtype(values.dtype)
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def text_to_array(text: str) -> pa.Array:
+    """Return an Arrow array of one string."""
+    data = text.encode()
+    offsets = pa.py_buffer(np.array([0, len(data)], dtype=np.int32))
+    return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(data)])
+
+
+def numbers(array: pa.Array) -> Array:
+    """View an Arrow array of numbers or booleans as numpy; where it is null, any value may stand."""
+    array = _without_decimals(array)
+    length, buffer = len(array), array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        if not length:
+            return np.empty(0, np.bool_)
+        first, rest = divmod(array.offset, 8)
+        data = np.frombuffer(buffer, np.uint8, offset=first)
+        return np.unpackbits(data, count=rest + length, bitorder="little")[rest:].view(np.bool_)
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if not length:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, length, array.offset * dtype.itemsize)
+
+
+def _without_decimals(array: pa.Array) -> pa.Array:
+    """Convert decimals to int64 if they are whole and all of them fit, else to doubles; return other arrays as they are."""
+    kind = array.type
+    if not pa.types.is_decimal(kind):
+        return array
+    if kind.scale == 0 and kind.bit_width == 128 and len(array):
+        validity, data = array.buffers()
+        halves = np.frombuffer(data, "<i8", 2 * len(array), 16 * array.offset).reshape(-1, 2)
+        fits = halves[:, 1] == halves[:, 0] >> 63
+        if array.null_count:  # below a null lies anything
+            fits |= numbers(array.is_null())
+        if fits.all():
+            # The bits of what is null stay where they are: the new values begin as far behind the front.
+            values = np.zeros(array.offset + len(array), np.int64)
+            values[array.offset :] = halves[:, 0]
+            buffers = [validity, pa.py_buffer(values)]
+            return pa.Array.from_buffers(
+                pa.int64(), len(array), buffers, array.null_count, array.offset
+            )
+    return array.cast(pa.float64())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists of any length, with offsets of either size."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
+    """Return elements per row, and all elements; a null list must be empty, as Spark's are."""
+    if not len(lists):
+        return np.empty(0, np.int64), lists.values.slice(0, 0)
+    offsets = numbers(lists.offsets)
+    return np.diff(offsets), lists.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
+def byte_rows(array: pa.Array) -> Ragged:
+    """View an Arrow array of binary or string values as rows of bytes; text as UTF-8."""
+    is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    if not len(array):
+        return Ragged.empty(np.uint8)
+    offset_type = np.dtype(np.int64 if is_large else np.int32)
+    _, offsets, data = array.buffers()
+    ends = np.frombuffer(
+        offsets, offset_type, len(array) + 1, array.offset * offset_type.itemsize
+    ).astype(np.int64)
+    values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return Ragged(values, ends[:-1], np.diff(ends))
+
+
+def filled(array: pa.Array, value: float, dtype: str) -> pa.Array:
+    """Put a number in place of nulls; in a wider type where the array's own cannot hold the number.
+
+    Args:
+        array: numbers or booleans.
+        value: that the stored dtype can hold.
+        dtype: the stored one.
+    """
+    if pa.types.is_boolean(array.type):
+        return array.fill_null(bool(value))
+    array = _without_decimals(array)
+    current = np.dtype(array.type.to_pandas_dtype())
+    if not holds(current, value):
+        is_whole = current.kind in "iu" and np.dtype(dtype).kind in "iu"
+        array = _widened(array, is_whole=is_whole)
+    return array.fill_null(int(value) if pa.types.is_integer(array.type) else value)
+
+
+def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
+    """Convert numbers to int64 or double."""
+    if is_whole:
+        try:
+            return array.cast(pa.int64())
+        except pa.ArrowInvalid:  # as doubles, numbers that no int64 holds are counted
+            pass
+    if array.type == pa.float16():  # older pyarrows do not cast it
+        nulls = array.is_null().to_numpy(zero_copy_only=False)
+        return pa.array(numbers(array).astype(np.float64), mask=nulls)
+    return array.cast(pa.float64(), safe=False)
+
+
+def holds(dtype: np.dtype[Any], value: float) -> bool:
+    """Return True if a type has this number, or for floating types if it is within their range."""
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return bool(
+            math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max
+        )
+    return bool(not math.isfinite(value) or abs(value) <= float(np.finfo(dtype).max))
+
+
+# ----------------------------------------------------------------------------------------------------
+# ML vectors on their way from Spark to a Python worker: four columns each, because one struct is slow.
+# A vector is struct<type, size, indices, values>, and a dense one has no indices, a null list. While Spark (4.1 and later)
+# writes an Arrow batch, it asks after every row how large the batch is, and each time walks over the nulls at a list column's
+# end: work that grows with the square of the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with
+# an empty list in place of the null, 2 s. So the parts are sent as columns of their own and joined in the worker, where that
+# copies nothing.
+
+PARTS = ("type", "size", "indices", "values")
+_DENSE = 1
+
+
+def vector_columns(schema: StructType) -> tuple[bool, ...]:
+    """Return for each column of a Spark schema True if it has ML vectors."""
+    return tuple(type(field.dataType).__name__ == "VectorUDT" for field in schema.fields)
+
+
+def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
+    """Put four columns in place of every vector; the others stay as they are.
+
+    Args:
+        df: the DataFrame, classic or Connect; its names are plain and differ from each other.
+        is_vector: `vector_columns` of its schema.
+    """
+    if not any(is_vector):
+        return df
+    from pyspark.sql import functions as F  # noqa: N812 - its usual name
+
+    columns = []
+    for name, splits in zip(df.columns, is_vector, strict=True):
+        if not splits:
+            columns.append(F.col(name))
+            continue
+        vector = F.unwrap_udt(F.col(name))
+        parts = {part: vector.getField(part) for part in PARTS}
+        parts["indices"] = F.coalesce(parts["indices"], F.array().cast("array<int>"))
+        columns += [column.alias(f"{name}_{part}") for part, column in parts.items()]
+    return df.select(*columns)
+
+
+def join_vectors(batch: pa.RecordBatch, is_vector: Sequence[bool]) -> pa.RecordBatch:
+    """Join the columns of `split_vectors` to Spark's structs again; columns are named c0, c1, ..."""
+    if not any(is_vector):
+        return batch
+    arrays = iter(batch.columns)
+    joined = [
+        _vector(*(next(arrays) for _ in PARTS)) if splits else next(arrays) for splits in is_vector
+    ]
+    return pa.RecordBatch.from_arrays(joined, names=[f"c{i}" for i in range(len(joined))])
+
+
+def _vector(kind: pa.Array, size: pa.Array, indices: pa.Array, values: pa.Array) -> pa.Array:
+    null = kind.is_null() if kind.null_count else None  # the whole vector is null
+    if size.null_count == len(size):  # all of them are dense or null
+        indices = pa.nulls(len(indices), indices.type)
+    elif size.null_count:
+        import pyarrow.compute as pc
+
+        indices = pc.if_else(size.is_null(), pa.scalar(None, indices.type), indices)
+    return pa.StructArray.from_arrays([kind, size, indices, values], names=list(PARTS), mask=null)

@@ -6,25 +6,408 @@ Ownership: data that are kept stay until `Dataset.delete()` or `Store.clean()`; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import importlib
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from sparkhvd import topology as rank_context
+from sparkhvd.data.columns.binding import Argument
 from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.decoders import Decoder, RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.loader import Loader
 from sparkhvd.data.manifest import MANIFEST_NAME, Manifest
 from sparkhvd.data.ownership import remove
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.subset import SUBSETS
 from sparkhvd.data.reuse import prepare as materialized
-from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.launchers.environment import place_in
+from sparkhvd.torch import context
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from pyspark.sql import DataFrame
 
-__all__ = ["Dataset", "load", "prepare"]
+    from sparkhvd.data.columns.schema import DataSchema
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batches of a data set for one rank, as torch's `IterableDataset`.
+# The rows of all ranks at a step are those that one process would have with as many rows per batch: the order is the same for any
+# number of ranks, and an epoch goes on at any row, also with other ranks than before. (Data beyond `shuffle_bytes` are read by each rank in
+# its own part; they go on with equally many ranks.)
+#
+# Threads: the reader reads ahead in one thread. Not for several workers of a `DataLoader`: each would read everything.
+
+
+def place() -> tuple[int, int]:
+    """Return rank and size of this process, as `hvd`, torch.distributed or the launcher tells; (0, 1) where nobody does.
+
+    Raises:
+        InvalidArgumentError: two launchers contradict each other.
+    """
+    if context.is_initialized():
+        engine = context.context().engine
+        return engine.rank, engine.size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    known = rank_context.context() or place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    return (0, 1) if known is None else (known.rank, known.size)
+
+
+def _check_whole(name: str, value: Any, least: int | None = None) -> None:
+    """Refuse an argument that is no whole number, or a smaller one."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise InvalidArgumentError(
+            f"loader: {name} is {value!r:.100}; it must be a whole number{bound}."
+        )
+
+
+def _names(columns: Sequence[str]) -> list[str]:
+    """Return the names of columns as a list."""
+    names = [columns] if isinstance(columns, str) else list(columns)
+    if isinstance(columns, str) or not names or len(set(names)) < len(names):
+        raise InvalidArgumentError(
+            f"loader: columns is {columns!r:.100}; it must be a list of names, each once, such as columns={names[:1] or ['x']!r}."
+        )
+    return names
+
+
+def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return the rank and size that are given, or else those of this process."""
+    if (rank is None) != (size is None):
+        raise InvalidArgumentError(
+            f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
+        )
+    if rank is None or size is None:
+        return place()
+    _check_whole("size", size, least=1)
+    _check_whole("rank", rank)
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"loader: rank is {rank} and size {size}; expected 0 <= rank < size."
+        )
+    return rank, size
+
+
+def _check_fraction(schema: DataSchema, validation: float | None) -> None:
+    """Refuse what is no fraction, or is one of data that have validation rows."""
+    if validation is None:
+        return
+    is_number = isinstance(validation, (int, float)) and not isinstance(validation, bool)
+    if not is_number or not 0 <= validation < 1:
+        raise InvalidArgumentError(
+            f"loader: validation is {validation!r:.100}; it must be a fraction of at least 0 and less than 1."
+        )
+    if schema.validation is not None:
+        raise InvalidArgumentError(
+            f"loader: validation is {validation!r}, and column {schema.validation.name!r} of the data marks validation rows. Leave "
+            "validation out, or prepare the data without the column."
+        )
+
+
+def _known_subset(schema: DataSchema, subset: str | None, validation: float | None) -> str:
+    """Return the subset that is given, or else the one for training."""
+    has_validation = schema.validation is not None or bool(validation)
+    if subset is None:
+        return "train" if has_validation else "all"
+    if subset not in SUBSETS:
+        raise InvalidArgumentError(
+            f"loader: subset is {subset!r}; it must be one of {', '.join(map(repr, SUBSETS))}."
+        )
+    if subset == "validation" and not has_validation:
+        raise InvalidArgumentError(
+            "loader: subset is 'validation', and the data have no validation column. Call prepare(validation=<column>), or give the "
+            "loader a fraction: validation=0.2."
+        )
+    return subset
+
+
+def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
+    """Refuse columns that are not there, or that need a decoder and have none."""
+    for name in names:
+        if schema.column(name).has_decoder and name not in functions.decoders:
+            raise InvalidArgumentError(
+                f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
+                "leave it out of columns."
+            )
+    for name in (*functions.decoders, *functions.collate):
+        schema.column(name)
+
+
+def _check_caller(frame: FrameType | None) -> None:
+    """Refuse torch's DataLoader where it would collate batches once more; nothing but the object that iterates tells."""
+    caller = None if frame is None else frame.f_locals.get("self")
+    if type(caller).__name__ != "_IterableDatasetFetcher" or not getattr(
+        caller, "auto_collation", False
+    ):
+        return
+    if getattr(caller, "collate_fn", None) is default_collate:
+        raise InvalidArgumentError(
+            "DataLoader(loader) would collate what are batches already, with batch_size=1 by default, which gives each tensor one more "
+            "dimension. Use the loader as it is, or DataLoader(loader, batch_size=None)."
+        )
+
+
+# Options that decide which row comes when.
+_ORDER = ("seed", "shuffle", "subset", "validation")
+
+
+class Loader(IterableDataset[Any]):
+    """Batches of one rank, a dict of tensors by column, or a tuple of them; each iteration is the rest of an epoch, and the next begins the next.
+
+    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and every row
+    comes once per epoch over all ranks.
+
+    Attributes:
+        dataset: the rows.
+        rank: of this process.
+        size: number of ranks.
+        batch_size: rows per rank and step.
+        epoch: that comes next, or goes on.
+        num_broken: rows of this rank that decoders have left out of its batches since the epoch began.
+        as_stored: set before the first batch: tensors have the types in which the data hold their numbers.
+    """
+
+    as_stored = False
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        rank: int | None = None,
+        size: int | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        subset: str | None = None,
+        validation: float | None = None,
+        batch_format: str = "dict",
+        columns: Sequence[str] | None = None,
+        decoders: Mapping[str, Decoder] | None = None,
+        collate: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        num_workers: int = 1,
+        pin_memory: bool = False,
+        shuffle_bytes: int = 1 << 30,
+        prefetch_bytes: int = 16 << 20,
+    ) -> None:
+        """Describe the batches; nothing is read before the first iteration.
+
+        Args:
+            dataset: the rows.
+            rank: of this process; None = the one that `hvd`, torch.distributed or the launcher tells.
+            size: number of ranks; likewise.
+            batch_size: rows per rank and step.
+            shuffle: a new permutation each epoch; False = the order of the files.
+            seed: decides the order, with the epoch.
+            drop_last: leave out the last step if it is not full.
+            subset: "all", "train" or "validation"; None = "train" where the data have validation rows, else "all".
+            validation: fraction of the rows that validate, chosen by `seed`, of data without a validation column.
+            batch_format: "dict", or "tuple": the tensors alone, in the order of `columns`.
+            columns: names; None = all.
+            decoders: functions of the values of columns.
+            collate: functions of a batch's rows of columns.
+            num_workers: threads that run decoders.
+            pin_memory: put batches into page-locked memory. Needs CUDA.
+            shuffle_bytes: up to this many bytes, rows are held in memory.
+            prefetch_bytes: bound on the batches that are read ahead.
+
+        Raises:
+            InvalidArgumentError: an argument is out of range, names a column that is not there, or one of `rank` and `size` is missing.
+        """
+        super().__init__()
+        if batch_format not in ("dict", "tuple"):
+            raise InvalidArgumentError(
+                f"loader: batch_format is {batch_format!r}; it must be 'dict' or 'tuple'."
+            )
+        self.rank, self.size = _rank_and_size(rank, size)
+        _check_whole("batch_size", batch_size, least=1)
+        _check_whole("num_workers", num_workers, least=1)
+        _check_whole("shuffle_bytes", shuffle_bytes, least=1)
+        _check_whole("prefetch_bytes", prefetch_bytes, least=1)
+        _check_whole("seed", seed)
+        functions = RowFunctions(decoders or {}, collate or {})
+        names = dataset.columns if columns is None else _names(columns)
+        _check_columns(dataset.schema, names, functions)
+        _check_fraction(dataset.schema, validation)
+        self.dataset, self.batch_size = dataset, batch_size
+        self._is_tuple = batch_format == "tuple"
+        self._options: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "subset": _known_subset(dataset.schema, subset, validation),
+            "validation": validation,
+            "columns": names,
+            "functions": functions,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "shuffle_bytes": shuffle_bytes,
+            "prefetch_bytes": prefetch_bytes,
+        }
+        self._arguments: dict[str, Argument] = {}
+        self.epoch = 0
+        # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
+        self._first_row = 0
+        self._handed_out = 0
+        # Of the order in which these have come; None if that is not known, or there are none.
+        self._windows: list[int] | None = None
+        self.num_broken = 0
+        self._reader: Reader | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that are left of the epoch.
+
+        Raises:
+            InvalidArgumentError: a DataLoader would read rows several times, or collate batches.
+        """
+        frame = inspect.currentframe()
+        _check_caller(None if frame is None else frame.f_back)
+        worker = get_worker_info()
+        if worker is not None:
+            raise InvalidArgumentError(
+                f"Each of {worker.num_workers} workers of this DataLoader would read all rows, in the order of one epoch, and the "
+                "loader here would not know how far they are. Use the loader as it is, which reads ahead in a thread of its own, or "
+                "DataLoader(loader, batch_size=None, num_workers=0)."
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        reader = self._opened()
+        self._check_windows(reader)
+        width = self.size * self.batch_size
+        start, rest = divmod(self._handed_out, width)
+        if rest or self._first_row:
+            self._first_row, self._handed_out, start = self._first_row + self._handed_out, 0, 0
+        epoch, end = self.epoch, reader.num_rows
+        if self._options["drop_last"]:
+            end -= (end - self._first_row) % width
+        if not self._handed_out:
+            self.num_broken = 0
+        for batch in reader.epoch(epoch, start, following=epoch + 1, first_row=self._first_row):
+            self.num_broken += batch.num_broken
+            self._handed_out += sum(batch.rows_per_rank)
+            if self._first_row + self._handed_out == end:
+                self.set_epoch(epoch + 1)
+            tensors = {name: each.tensor(batch.columns) for name, each in self._arguments.items()}
+            yield tuple(tensors.values()) if self._is_tuple else tensors
+        self.set_epoch(epoch + 1)
+
+    def _check_windows(self, reader: Reader) -> None:
+        """Refuse to go on behind rows that have come in another order than those of the reader."""
+        has_begun = self._first_row + self._handed_out > 0
+        if has_begun and self._windows is not None and self._windows != reader.windows:
+            where = ["beyond shuffle_bytes", "in memory"]
+            raise InvalidArgumentError(
+                f"The epoch was begun with data {where[not self._windows]}, and this loader has them {where[not reader.windows]}, or in windows "
+                "of other lengths, and so in another order. Go on with shuffle_bytes, columns and drop_last as before, or call set_epoch for a whole epoch."
+            )
+        self._windows = reader.windows
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return self._opened().num_steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with the next iteration."""
+        self.epoch, self._first_row, self._handed_out = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place behind the last batch; equal on all ranks after equally many steps."""
+        row = self._first_row + self._handed_out
+        order = {name: self._options[name] for name in _ORDER}
+        ranks = {"size": self.size, "batch_size": self.batch_size, "windows": self._windows}
+        data = {"rows": len(self.dataset), "data": self.dataset.manifest.digest}
+        return {"epoch": self.epoch, "row": row, **data, **order, **ranks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
+
+        Data beyond `shuffle_bytes` want an equal number of ranks and batch size, and equal `shuffle_bytes`, columns and `drop_last`, which the next iteration checks.
+
+        Raises:
+            InvalidArgumentError: the state is none, or of other data, or of another order of rows.
+        """
+        numbers = [state.get(name) for name in ("epoch", "row", "rows")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is {state!r:.200}. Give what state_dict() has returned."
+            )
+        own = {"rows": len(self.dataset), **{name: self._options[name] for name in _ORDER}}
+        for name, value in own.items():
+            if state.get(name, value) != value:
+                raise InvalidArgumentError(
+                    f"load_state_dict: the state is of {name}={state[name]!r}, and this loader has {name}={value!r}. Load it with the "
+                    "same data and the same order."
+                )
+        digest = self.dataset.manifest.digest
+        if state.get("data", digest) != digest:
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is of data {state['data']!r}, and this loader reads {self.dataset.path!r}, which has other columns or "
+                f"values, or the same in other files: {digest!r}. Load it with the data of then; if these are the same rows in the same order, take "
+                "'data' out of the state."
+            )
+        self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
+        self._windows = state.get("windows")
+        if (state.get("size"), state.get("batch_size")) != (self.size, self.batch_size):
+            # Steps are numbered from here on; data beyond memory have no such order.
+            self._first_row, self._handed_out = self._handed_out, 0
+
+    def close(self) -> None:
+        """Stop the thread and release files and memory; another iteration opens them again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reader": None}
+
+    def _opened(self) -> Reader:
+        if self._reader is None:
+            data = self.dataset
+            self._reader = Reader(
+                data.files or data.store,
+                data.manifest,
+                rank=self.rank,
+                size=self.size,
+                batch_size=self.batch_size,
+                **self._options,
+            )
+            # What decoders give, they alone tell: bytes of an image stay bytes.
+            self._arguments = {
+                column.name: Argument(
+                    None,
+                    (column.name,),
+                    column.row_dtype.name if self.as_stored else column.tensor_dtype,
+                    None,
+                    is_joined=False,
+                    is_whole=column.is_collated,
+                )
+                for column in self._reader.columns
+            }
+        return self._reader
 
 
 @dataclass(frozen=True)
@@ -181,3 +564,191 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
             "Dataset.delete(), or with the process that made it, if that did not keep it."
         )
     return Dataset(place, path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# petastorm's names for a prepared data set: `make_spark_converter(df).make_torch_dataloader(...)`.
+
+# Of petastorm's reader: how many threads or rows it works with, which the loader decides by itself.
+_WITHOUT_MEANING = frozenset(
+    {
+        *("workers_count", "shuffling_queue_capacity", "reader_pool_type", "results_queue_size"),
+        *("shuffle_row_drop_partitions", "cache_type", "cache_location", "cache_size_limit"),
+        *("cache_row_size_estimate", "cache_extra_settings", "hdfs_driver", "inmemory_cache_all"),
+        "convert_early_to_numpy",
+    }
+)
+
+
+class SparkDatasetConverter:
+    """Prepared data with petastorm's methods; picklable.
+
+    Attributes:
+        dataset: the rows.
+        dataset_size: their number.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.dataset_size = len(dataset)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.dataset_size
+
+    @contextmanager
+    def make_torch_dataloader(
+        self,
+        batch_size: int = 32,
+        num_epochs: int | None = None,
+        *,
+        cur_shard: int | None = None,
+        shard_count: int | None = None,
+        seed: int | None = None,
+        shuffle_row_groups: bool = True,
+        **others: object,
+    ) -> Iterator[Epochs]:
+        """Give the batches of one shard, dicts of tensors by column; as a context manager.
+
+        Args:
+            batch_size: rows.
+            num_epochs: None = without end.
+            cur_shard: rank; None = the launcher's.
+            shard_count: number of ranks; likewise.
+            seed: of the order.
+            shuffle_row_groups: permute the rows of each epoch; not only groups of them.
+            **others: petastorm's that have no meaning here are ignored with a warning.
+
+        Raises:
+            InvalidArgumentError: an argument is not known, or asks for what the loader does not do.
+        """
+        if unknown := sorted(set(others) - _WITHOUT_MEANING):
+            raise InvalidArgumentError(
+                f"make_torch_dataloader: {', '.join(unknown)} is not supported. Transform the batches in the loop, or the columns before "
+                "make_spark_converter()."
+            )
+        if given := sorted(name for name, value in others.items() if value is not None):
+            warnings.warn(
+                f"make_torch_dataloader: {', '.join(given)} has no meaning here and is ignored.",
+                stacklevel=3,
+            )
+        options: dict[str, Any] = {"shuffle": shuffle_row_groups, "seed": seed or 0}
+        with self.dataset.loader(cur_shard, shard_count, batch_size, **options) as loader:
+            yield Epochs(loader, num_epochs)
+
+    def delete(self) -> None:
+        """Delete the files."""
+        self.dataset.delete()
+
+
+class Epochs:
+    """Batches of several epochs, one after the other.
+
+    Args:
+        loader: of one epoch at a time.
+        num_epochs: None = without end.
+    """
+
+    def __init__(self, loader: Loader, num_epochs: int | None) -> None:
+        self.loader = loader
+        self._num_epochs = num_epochs
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches."""
+        end = None if self._num_epochs is None else self.loader.epoch + self._num_epochs
+        while len(self.loader) and self.loader.epoch != end:
+            yield from self.loader
+
+
+def make_spark_converter(
+    df: DataFrame,
+    parquet_row_group_size_bytes: int | None = None,
+    compression_codec: str | None = None,
+    dtype: str | None = "float32",
+    *,
+    store: Store | str | PathLike[str] | None = None,
+) -> SparkDatasetConverter:
+    """Prepare a DataFrame, as petastorm's function of that name.
+
+    Args:
+        df: classic or Connect.
+        parquet_row_group_size_bytes: ignored: the files have groups that are read best.
+        compression_codec: ignored: the files are not compressed, so that they can be read by row.
+        dtype: of floating columns; None = float64.
+        store: see `prepare`; petastorm's conf of a cache folder is not read.
+    """
+    if parquet_row_group_size_bytes is not None or compression_codec is not None:
+        warnings.warn(
+            "make_spark_converter: parquet_row_group_size_bytes and compression_codec have no meaning here and are ignored.",
+            stacklevel=2,
+        )
+    return SparkDatasetConverter(prepare(df, store, dtype=dtype or "float64"))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Lightning's data module of a prepared data set.
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def data_module(dataset: Dataset, batch_size: int = 32, **options: Any) -> Any:
+    """Return a `LightningDataModule` whose loaders are the dataset's: rows of training, and of validation where a column marks them.
+
+    Its state, in Lightning's checkpoints, is the place in the epoch.
+
+    Args:
+        dataset: the rows.
+        batch_size: rows per rank and step.
+        **options: of `Loader`, but for rank and size, which are the trainer's.
+
+    Raises:
+        InvalidArgumentError: Lightning is not installed.
+    """
+
+    class DataModule(_lightning().LightningDataModule):  # type: ignore[misc]  # of either package
+        def __init__(self) -> None:
+            super().__init__()
+            self._training: Loader | None = None
+            self._state: dict[str, int] | None = None
+            if dataset.schema.validation is not None:
+                self.val_dataloader = self._val_dataloader
+
+        def train_dataloader(self) -> Loader:
+            self._training = self._loader(**options)
+            if self._state is not None:
+                self._training.load_state_dict(self._state)
+                self._state = None
+            return self._training
+
+        def _val_dataloader(self) -> Loader:
+            return self._loader(**{**options, "subset": "validation", "shuffle": False})
+
+        def _loader(self, **given: Any) -> Loader:
+            ranks = (self.trainer.global_rank, self.trainer.world_size)
+            return Loader(dataset, *ranks, batch_size, **given)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {} if self._training is None else self._training.state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self._state = state or None
+
+        def teardown(self, stage: str) -> None:
+            del stage
+            if self._training is not None:
+                self._training.close()
+
+    return DataModule()
+
+
+def _lightning() -> Any:
+    for name in _LIGHTNING:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise
+    raise InvalidArgumentError(
+        f"data_module: neither of {' and '.join(_LIGHTNING)} is installed. Run `pip install lightning`, or give the loader to the "
+        "trainer yourself."
+    )

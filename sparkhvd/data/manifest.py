@@ -9,19 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = [
-    "DAMAGED_NAME",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "PACKED",
-    "PARQUET",
-    "DataFile",
-    "Manifest",
-]
 
 # 1 knew only rows of one size, and 2 no checksums of blocks; both can be read.
 FORMAT_VERSION = 3

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkhvd.data.arrow import column_to_numpy, usable_rows
+from sparkhvd.data.arrow import Findings, column_to_numpy, numbered, problems, usable_rows
 from sparkhvd.data.arrow_limits import bounded_batches
-from sparkhvd.data.arrow_memory import numpy_to_array, text_to_array
+from sparkhvd.data.arrow_types import (
+    join_vectors,
+    numpy_to_array,
+    split_vectors,
+    text_to_array,
+    vector_columns,
+)
 from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.findings import Findings, problems
-from sparkhvd.data.group_numbers import numbered
 from sparkhvd.data.manifest import DataFile, Manifest
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
+from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
-from sparkhvd.data.store.task_errors import raised_by_tasks, telling_the_driver
-from sparkhvd.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.spark import SparkShim
 
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from pyspark import TaskContext
     from pyspark.sql import DataFrame
 
-__all__ = ["materialize"]
 
 _RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
 _RESULT_DDL = "partition bigint, outcome string"

@@ -19,26 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from sparkhvd.data.store.leases import Lease, is_abandoned, is_owners, lease_of, write_lease
+from sparkhvd.data.store.locks import Lease, is_abandoned, is_owners, lease_of, write_lease
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
-
-__all__ = [
-    "add_application",
-    "directory_of",
-    "disown",
-    "is_kept",
-    "key_lock",
-    "new_lease",
-    "own",
-    "release",
-    "release_ended",
-    "release_unkept",
-    "remove",
-    "renew_leases",
-    "renewing",
-    "sweep",
-]
 
 _RENEW_S = 3600.0
 _RETRY_S = 60.0

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.manifest import (
-    DAMAGED_NAME,
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    Manifest,
-)
+from sparkhvd.data.manifest import DAMAGED_NAME, FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.data.materialize import materialize
 from sparkhvd.data.ownership import (
     add_application,
@@ -36,16 +31,13 @@ from sparkhvd.data.ownership import (
     renewing,
     sweep,
 )
-from sparkhvd.data.spark_plan import OTHER_VALUES, plan_facts
 from sparkhvd.data.store.store import Store
-from sparkhvd.data.tables import warn_of_tables
+from sparkhvd.data.tables import OTHER_VALUES, plan_facts, warn_of_tables
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
     from pyspark.sql import DataFrame
-
-__all__ = ["PreparedData", "Scope", "plan_key", "prepare"]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sparkhvd.data.columns.schema import DataSchema
     from sparkhvd.data.store.store import Store
 
-__all__ = ["DataFrameSource", "DataSource", "ParquetFiles", "Target"]
-
 
 @dataclass(frozen=True)
 class Target:

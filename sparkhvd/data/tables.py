@@ -3,24 +3,347 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import posixpath
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
-from sparkhvd import connect
-from sparkhvd.data.parquet.folders import TABLE_FOLDERS, table_of
-from sparkhvd.data.spark_plan import file_roots
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd import spark as connect
+from sparkhvd.data.parquet.dataset import TABLE_FOLDERS, table_of
+from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
-from sparkhvd.sessions import is_connect
+from sparkhvd.spark import is_connect
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from py4j.java_gateway import JavaObject, JavaPackage, JVMView
+    from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["warn_of_tables"]
+
+# ----------------------------------------------------------------------------------------------------
+# Identity of a classic DataFrame's data, from its analyzed plan; starts no job.
+# The one module of `data` that looks below the DataFrame API: no public call tells the sources of a plan.
+
+# The obstacle of a plan with rand(), or with the clock.
+OTHER_VALUES = "the plan gives other values each time"
+# The state of every source file is read; beyond this many that costs more than it saves.
+_MAX_INPUT_FILES = 5000
+# Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
+# the plan's hash has so few bits that rows with other signs have the same.
+_VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
+# Any conf of SQL that is set may decide the rows of a plan, except these, which decide where and how fast it runs.
+_SQL_CONF = "spark.sql."
+_OTHER_CONFS = tuple(
+    _SQL_CONF + name
+    for name in (
+        "adaptive.",
+        "artifact.",
+        "autoBroadcastJoinThreshold",
+        "broadcastTimeout",
+        "catalogImplementation",
+        "debug.",
+        "execution.arrow.",
+        "files.maxPartitionBytes",
+        "files.maxPartitionNum",
+        "files.minPartitionNum",
+        "files.openCostInBytes",
+        "inMemoryColumnarStorage.",
+        "maxPlanStringLength",
+        "pyspark.",
+        "repl.",
+        "shuffle.",
+        "sources.parallelPartitionDiscovery.",
+        "streaming.",
+        "ui.",
+        "warehouse.dir",
+    )
+)
+# A LogicalRelation is anything that a data source of Spark's first interface reads, JDBC too. Its content is told by the
+# state of its files if it reads files, and nothing but those: a table format's log may say that rows in them are deleted.
+_FILE_RELATION = "HadoopFsRelation"
+_FILE_INDEXES = frozenset({"InMemoryFileIndex", "CatalogFileIndex"})
+# File formats without a state of their own: the relation's options and schemas say all.
+_FILE_FORMATS = frozenset(
+    {
+        "org.apache.spark.ml.source.image.ImageFileFormat",
+        "org.apache.spark.ml.source.libsvm.LibSVMFileFormat",
+        "org.apache.spark.sql.avro.AvroFileFormat",
+        "org.apache.spark.sql.execution.datasources.binaryfile.BinaryFileFormat",
+        "org.apache.spark.sql.execution.datasources.csv.CSVFileFormat",
+        "org.apache.spark.sql.execution.datasources.json.JsonFileFormat",
+        "org.apache.spark.sql.execution.datasources.orc.OrcFileFormat",
+        "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",
+        "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
+        "org.apache.spark.sql.execution.datasources.xml.XmlFileFormat",
+    }
+)
+# Code that may read anything (Spark's names; not every version has all).
+_CODE_PATTERNS = (
+    "PYTHON_UDF",
+    "EVAL_PYTHON_UDF",
+    "EVAL_PYTHON_UDTF",
+    "TRANSPILED_PYTHON_UDF",
+    "EXTERNAL_UDF",
+    "USER_DEFINED_AGGREGATION",
+    "DESERIALIZE_TO_OBJECT",
+    "TYPED_FILTER",
+)
+# Transformers of Spark ML are Scala functions of its own.
+_ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Identity of the data of a plan.
+
+    Attributes:
+        obstacle: why nothing identifies them, else empty.
+        plan: JSON of all that decides rows, but for the content of files.
+        files: URL, size and time of change of every source file.
+    """
+
+    obstacle: str
+    plan: str = ""
+    files: tuple[tuple[str, int, int], ...] = ()
+
+
+def plan_facts(df: DataFrame) -> PlanFacts:
+    """Collect facts that are equal for two DataFrames only if their data are equal.
+
+    Applies only if every leaf of the plan is a file scan or `range`, and no expression depends on anything but those.
+    """
+    # The type of the DataFrame decides: is_remote() is about the whole process.
+    if "pyspark.sql.connect" in type(df).__module__:
+        return PlanFacts("a Spark Connect client does not see what a plan reads")
+    plan = df._jdf.queryExecution().analyzed()
+    leaves = [_leaf(leaf) for leaf in _items(plan.collectLeaves())]
+    others = sorted({name for name, is_known in leaves if not is_known})
+    if others:
+        return PlanFacts(f"the plan reads {', '.join(others)}")
+    patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
+    # The clock is no "non-deterministic" expression for Spark; a subquery hides its own leaves.
+    if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
+        return PlanFacts(OTHER_VALUES)
+    if plan.containsPattern(patterns.PLAN_EXPRESSION()):
+        return PlanFacts("the plan has a subquery")
+    if any(_contains(plan, patterns, name) for name in _CODE_PATTERNS) or (
+        plan.containsPattern(patterns.SCALA_UDF()) and not _is_ml_code(plan, patterns)
+    ):
+        return PlanFacts("the plan calls a user-defined function, which may read anything")
+    files: list[tuple[str, int, int]] = []
+    if any(name == _FILE_RELATION for name, _ in leaves):
+        urls = sorted(df.inputFiles())
+        if len(urls) > _MAX_INPUT_FILES:
+            return PlanFacts(f"the plan reads more than {_MAX_INPUT_FILES} files")
+        for url in urls:
+            state = _file_state(df, url)
+            if state is None:
+                return PlanFacts(f"the state of {url!r} is unknown")
+            files.append((url, *state))
+    has_functions = plan.containsPattern(patterns.SCALA_UDF())
+    return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
+
+
+def file_roots(df: DataFrame) -> list[str]:
+    """List paths that the scans of a classic DataFrame were given, two of each scan; starts no job, lists no files."""
+    roots = []
+    for leaf in _items(df._jdf.queryExecution().analyzed().collectLeaves()):
+        if _is_relation(leaf) and _leaf(leaf) == (_FILE_RELATION, True):
+            given = leaf.relation().location().rootPaths()
+            # Several paths of one scan are mostly parts of one table.
+            roots += [str(given.apply(i).toString()) for i in range(min(2, given.size()))]
+    return roots
+
+
+def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[object]:
+    """Describe all that decides the rows of a plan, but for the content of its files; equal in every process.
+
+    Not `semanticHash()` of the plan: it holds the identity of a relation's file format, which every JVM makes anew.
+    """
+    session = df.sparkSession
+    canonical = plan.canonicalized()
+    relations = [
+        _relation(leaf, session) for leaf in _items(plan.collectLeaves()) if _is_relation(leaf)
+    ]
+    return [
+        str(session.version),
+        _text(canonical),
+        _structure(canonical, session),
+        _hashes(canonical),
+        # A canonical plan has no names: those of the columns, and of the columns of its files.
+        str(plan.schema().json()),
+        relations,
+        # Functions are told apart by identity, which means nothing in another process.
+        session.sparkContext.applicationId if has_functions else "",
+        _caches(df),
+        _sql_confs(df),
+    ]
+
+
+def _jvm(session: SparkSession) -> JVMView:
+    jvm: JVMView | None = session._jvm
+    assert jvm is not None  # of a classic session
+    return jvm
+
+
+def _class_name(java_object: JavaObject) -> str:
+    return str(java_object.getClass().getSimpleName())
+
+
+def _text(plan: JavaObject) -> str:
+    """Return the whole text of a plan; its `toString` ends after 25 columns."""
+    from py4j.protocol import Py4JError
+
+    whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
+    try:
+        return str(plan.treeString(*whole, False))
+    except Py4JError:  # Spark 3.5 has one argument less
+        return str(plan.treeString(*whole))
+
+
+def _structure(canonical: JavaObject, session: SparkSession) -> str:
+    """Return the plan as JSON: its text quotes no string and names no type, so that '1' looks like 1 in it."""
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        text = str(canonical.toJSON())
+    except Py4JJavaError:  # a node that is not made for it
+        return str(session.sparkContext.applicationId)
+    text = re.sub(r'"jvmId":"[^"]*"', "", text)
+    # Binary literals are addresses here; the plan's text has their bytes.
+    return re.sub(r'"value":"\[B@[0-9a-f]+"', "", text)
+
+
+def _hashes(node: JavaObject) -> list[object]:
+    """Hash the expressions of every node, for facts that neither text nor JSON shows, such as ANSI mode."""
+    below = [_hashes(child) for child in _items(node.children())]
+    return [int(node.expressions().hashCode()), below]
+
+
+def _is_relation(leaf: JavaObject) -> bool:
+    return _class_name(leaf) == "LogicalRelation"
+
+
+def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
+    """Describe a scan's format, options, schemas and partitions."""
+    relation = leaf.relation()
+    form = relation.fileFormat()
+    name = str(form.getClass().getName())
+    state: list[object] = []
+    if (
+        name not in _FILE_FORMATS
+    ):  # a state that is not known: equal only if it says so, and only here
+        state = [session.sparkContext.applicationId, int(form.hashCode())]
+    index = relation.location()
+    roots = str(index.rootPaths().mkString("\n"))
+    if _class_name(index) == "CatalogFileIndex":  # the catalog tells the values of its partitions
+        nil = getattr(_jvm(session).scala.collection.immutable, "Nil$")
+        index = index.filterPartitions(getattr(nil, "MODULE$"))
+    partitions = index.partitionSpec().partitions()
+    return [
+        name,
+        state,
+        roots,
+        [str(s.json()) for s in (relation.dataSchema(), relation.partitionSchema(), leaf.schema())],
+        sorted(str(relation.options().toSeq().mkString("\0")).split("\0")),
+        [str(partitions.mkString("\n")), int(partitions.hashCode())],
+    ]
+
+
+def _sql_confs(df: DataFrame) -> list[str]:
+    """List the confs of Spark SQL that are set and may decide the rows of a plan."""
+    confs = df._jdf.sparkSession().sessionState().conf().getAllConfs()
+    pairs = str(confs.toSeq().mkString("\0")).split("\0")  # each "(name,value)"
+    return sorted(
+        pair
+        for pair in (p[1:-1] for p in pairs)
+        if pair.startswith(_SQL_CONF) and not pair.startswith(_OTHER_CONFS)
+    )
+
+
+def _items(sequence: JavaObject) -> Iterator[JavaObject]:
+    for i in range(sequence.size()):
+        yield sequence.apply(i)
+
+
+def _leaf(leaf: JavaObject) -> tuple[str, bool]:
+    """Return the name of a leaf's source, and True if its content can be identified."""
+    if not _is_relation(leaf):
+        name = _class_name(leaf)
+        return name, name in _VALUE_LEAVES
+    relation = leaf.relation()
+    source = _class_name(relation)
+    if source != _FILE_RELATION:
+        return source, False
+    index = _class_name(relation.location())
+    return (source, True) if index in _FILE_INDEXES else (index, False)
+
+
+def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:
+    from py4j.protocol import Py4JError
+
+    try:
+        pattern = getattr(patterns, name)()
+    except (Py4JError, TypeError):  # of another version
+        return False
+    return bool(plan.containsPattern(pattern))
+
+
+def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
+    """Return True if every Scala function in a plan belongs to Spark ML."""
+    scala = patterns.SCALA_UDF()
+
+    def is_ml(expression: JavaObject) -> bool:
+        if _class_name(expression) == "ScalaUDF" and not (
+            str(expression.function().getClass().getName()).startswith(_ML_PACKAGES)
+        ):
+            return False
+        below = _items(expression.children())
+        return all(is_ml(child) for child in below if child.containsPattern(scala))
+
+    here = (e for e in _items(plan.expressions()) if e.containsPattern(scala))
+    below = (child for child in _items(plan.children()) if child.containsPattern(scala))
+    return all(map(is_ml, here)) and all(_is_ml_code(child, patterns) for child in below)
+
+
+def _caches(df: DataFrame) -> list[str | int]:
+    """List the caches that answer the plan; they hold the sources' rows of the time when they were filled.
+
+    A cache is named by the identity of its object, which nothing outside this application shares.
+    """
+    session = df.sparkSession
+    leaves = _items(df._jdf.queryExecution().withCachedData().collectLeaves())
+    builders = [leaf.cacheBuilder() for leaf in leaves if _class_name(leaf) == "InMemoryRelation"]
+    if not builders:
+        return []
+    identities = [_jvm(session).java.lang.System.identityHashCode(b) for b in builders]
+    return [session.sparkContext.applicationId, *identities]
+
+
+def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
+    """Return size and time of change of a source file, or None if they cannot be told."""
+    parts = urlsplit(url)
+    if parts.scheme in ("", "file"):
+        try:
+            stat = Path(unquote(parts.path)).stat()
+        except OSError:
+            return None
+        return stat.st_size, stat.st_mtime_ns
+    from py4j.protocol import Py4JJavaError
+
+    session = df.sparkSession
+    path = _jvm(session).org.apache.hadoop.fs.Path(url)
+    try:
+        system = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+        status = system.getFileStatus(path)
+    except Py4JJavaError:
+        return None
+    return int(status.getLen()), int(status.getModificationTime())
+
 
 # Folders of a plan that are looked at: a remote one costs some round trips, and one that only executors see a task.
 _FOLDERS = 8

@@ -13,24 +13,13 @@ group, and make a new one with the ranks that are left.
 
 Each module imports only those above it:
 
-    errors         errors of the engine as torch's
-    operands       tensors as flat memory of the engine's types
-    reductions     torch's reductions as the engine's
-    futures        futures whose callbacks launch collectives
-    works          works
-    launcher       launches in the order of a group
-    checks         arguments and received rows that do not fit
-    reducing       torch's reductions as plans of the engine's
-    collectives    all of torch's collectives, likewise
-    messages       torch's send and receive as the engine's
-    inner          groups of torch's own backends inside one of ours
-    forms          forms of calls: with options, and short ones
-    routed         collectives and messages by device
-    store_meeting  ranks find each other through torch's store
-    teams          engines and process sets of groups
-    group          the process group that torch calls
-    hooks          communication hooks of DDP
     extras         what torch offers for its own backends only
+    inner          groups of torch's own backends inside one of ours
+    work           errors of the engine as torch's
+    launch         tensors as flat memory of the engine's types
+    engines        ranks find each other through torch's store
+    process_group  torch's reductions as plans of the engine's
+    hooks          communication hooks of DDP
 """
 
 from __future__ import annotations
@@ -38,12 +27,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import new_group
 
-from sparkhvd.distributed.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from sparkhvd.distributed.extras import monitored_barrier, new_group, split_group
-from sparkhvd.distributed.group import Group
+from sparkhvd.distributed.engines import Teams, own
+from sparkhvd.distributed.extras import monitored_barrier, split_group
 from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
-from sparkhvd.distributed.teams import Teams, own
+from sparkhvd.distributed.process_group import Group
+from sparkhvd.distributed.work import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 __all__ = [
     "CollectiveError",

@@ -11,8 +11,6 @@ from torch.distributed import new_group
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["monitored_barrier", "new_group", "split_group"]
-
 
 def monitored_barrier(
     group: dist.ProcessGroup | None = None,

@@ -13,19 +13,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparkhvd.distributed.errors import as_torch
-from sparkhvd.distributed.futures import Scope
-from sparkhvd.distributed.group import Group
-from sparkhvd.distributed.works import Work
-from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp
+from sparkhvd.distributed.process_group import Group
+from sparkhvd.distributed.work import Scope, Work, as_torch
+from sparkhvd.engine.calls import Call
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.torch.compressors import NoneCompressor
-from sparkhvd.torch.gradients.entry import Entry, ReduceOptions
-from sparkhvd.torch.gradients.low_rank import LowRankBucket
-from sparkhvd.torch.gradients.powersgd import PowerSGD
+from sparkhvd.torch.gradients.dense import Entry, ReduceOptions
+from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.registered import over_buffer
-
-__all__ = ["PowerSGDState", "ddp_hook", "powersgd_hook"]
 
 # How often each bucket was reduced in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
 # must count alike.

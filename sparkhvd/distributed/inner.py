@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["FACTORIES", "Inner", "OURS", "Request"]
-
 OURS = "sparkhvd"
 
 

@@ -10,21 +10,14 @@ to the coordinator, whose end means that the rank is gone.
 
 Each module imports only those above it:
 
-    messages     questions, decisions, news
     membership   who is in the next generation; pure
-    channel      authenticated connections for them
-    service      a thread that serves connections
     coordinator  the deciding process's part
-    member       a rank's connection to it
     rendezvous   a rank's rendezvous
-    interrupt    signal to a training loop that the ranks should change
 """
 
-from sparkhvd.elastic.coordinator import Coordinator, Decided, Formed
-from sparkhvd.elastic.member import Invitation
+from sparkhvd.elastic.coordinator import Coordinator, Decided, Formed, Invitation, Service
 from sparkhvd.elastic.membership import Change, Limits
 from sparkhvd.elastic.rendezvous import ElasticRendezvous, Standing
-from sparkhvd.elastic.service import Service
 
 __all__ = [
     "Change",

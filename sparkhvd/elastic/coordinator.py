@@ -9,22 +9,217 @@ takes no part any more. The end of this process ends the job.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
+import os
+import queue
 import selectors
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 
-from sparkhvd.elastic.channel import FIRST_TURN, pack, party, take
-from sparkhvd.elastic.membership import FINISHED, Change, Limits, Membership
-from sparkhvd.elastic.messages import Message, Refusal, Report
-from sparkhvd.elastic.service import Service
+from sparkhvd.elastic.membership import (
+    FINISHED,
+    Arrival,
+    Ask,
+    Change,
+    Decision,
+    Limits,
+    Membership,
+    Message,
+    Refusal,
+    Report,
+    Running,
+    Update,
+    from_dict,
+    to_dict,
+)
+from sparkhvd.errors import ElasticError, InternalError, LeftOutError
 from sparkhvd.rendezvous import Endpoint, Listener
-from sparkhvd.rendezvous.handshake import Turn
-from sparkhvd.rendezvous.loop import Task, Wait, send
-from sparkhvd.rendezvous.reception import Reception
+from sparkhvd.rendezvous.event_loop import (
+    Loop,
+    Task,
+    Wait,
+    is_same_user,
+    open_connection,
+    send,
+    sleep,
+)
+from sparkhvd.rendezvous.handshake import Turn, introduce
+from sparkhvd.rendezvous.listener import Reception, host_key, tcp_place, unix_address
 
-__all__ = ["Coordinator", "Decided", "Formed"]
+# ----------------------------------------------------------------------------------------------------
+# A thread that serves connections, and does what other threads hand over to it.
+
+_IDLE_S = 3600.0
+# Longest wait for the end of the thread, whose steps never wait.
+_END_S = 10.0
+
+
+class Service:
+    """Thread with a loop.
+
+    Args:
+        name: of the thread.
+        after: called in the thread behind what was handed over.
+
+    Attributes:
+        loop: of the thread; tasks are started there before `start`, or by the thread.
+    """
+
+    def __init__(self, name: str, after: Callable[[], None] = lambda: None) -> None:
+        self.loop = Loop()
+        self._after = after
+        self._at_end: Callable[[], None] = lambda: None
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._is_closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, at_end: Callable[[], None]) -> None:
+        """Start the thread; `at_end` is called in it, whatever ends it."""
+        self._at_end = at_end
+        self._thread.start()
+
+    def call(self, step: Callable[[], None]) -> None:
+        """Hand a function over to the thread, which calls it; returns at once."""
+        self._calls.put(step)
+        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
+            self._ringer.send(b"\0", socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """End the thread; in a fork, which has none, close what it would have closed."""
+        if self._thread.is_alive() and os.getpid() == self._pid:
+
+            def stop() -> None:
+                self._is_closing = True
+
+            self.call(stop)
+            self._thread.join(_END_S)
+            if self._thread.is_alive():  # it is a daemon, and still has its sockets
+                return
+        for sock in (self._bell, self._ringer):
+            sock.close()
+
+    def _run(self) -> None:
+        for task in (self._hear(), self._live()):
+            self.loop.start(task)
+        try:
+            self.loop.run(lambda: self._is_closing)
+        finally:
+            self.loop.close()
+            self._at_end()
+
+    def _hear(self) -> Task:
+        """Do what other threads have asked for."""
+        while True:
+            yield Wait(self._bell, selectors.EVENT_READ, float("inf"))
+            with contextlib.suppress(BlockingIOError):
+                self._bell.recv(_READ_BYTES)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()()
+            self._after()
+
+    def _live(self) -> Task:
+        """Keep the loop from waiting for ever, which a selector cannot."""
+        while True:
+            yield from sleep(_IDLE_S)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Authenticated connections between members and their coordinator, and messages on them.
+# A connection begins with the handshake of ranks (`rendezvous.handshake`), under a key of its own that both derive from the job's.
+# Then each message is a JSON object behind its length.
+
+FIRST_TURN = Turn(0, 0)
+_LENGTH = struct.Struct("!I")
+# A decision names every member: 64 MiB are enough for a hundred thousand.
+_MOST_BYTES = 64 << 20
+# Above any member's number; the handshake wants one.
+_SIZE = 1 << 31
+
+
+@dataclass(frozen=True)
+class Party:
+    """One side of the handshake, as `rendezvous.handshake` takes it: the coordinator is 0, member n is n + 1."""
+
+    key: bytes = field(repr=False)
+    job_id: str
+    rank: int
+    attempt: int = 0
+    size: int = _SIZE
+
+
+def party(key: bytes, job_id: str, number: int | None) -> Party:
+    """Return the coordinator's side (None), or a member's.
+
+    Args:
+        key: of the job.
+        job_id: of the job.
+        number: of the member.
+    """
+    own = hmac.digest(key, b"elastic coordinator", "sha256")
+    return Party(own, f"{job_id} elastic", 0 if number is None else number + 1)
+
+
+def dial(
+    endpoint: Endpoint, side: Party, until: float
+) -> Generator[Wait, None, socket.socket | None]:
+    """Connect to the coordinator and prove this member; return the connection, or None if the proof was wrong.
+
+    Raises:
+        OSError: it does not listen, or does not answer in time.
+    """
+    if endpoint.unix_name and endpoint.host_key == host_key() != "":
+        sock = yield from open_connection(socket.AF_UNIX, unix_address(endpoint.unix_name), until)
+        if not is_same_user(sock):
+            sock.close()
+            raise PermissionError("the coordinator's socket belongs to another user")
+    else:
+        sock = yield from open_connection(*tcp_place(endpoint), until)
+    try:
+        if (yield from introduce(side, 0, FIRST_TURN, sock, until)):
+            return sock
+    except BaseException:
+        sock.close()
+        raise
+    sock.close()
+    return None
+
+
+def pack(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    text = json.dumps(to_dict(message)).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+def take(came: bytearray) -> Message | None:
+    """Take the first message out of bytes that have come; None if it is not complete.
+
+    Raises:
+        ValueError: they are no message.
+    """
+    if len(came) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(came)
+    if size > _MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    end = _LENGTH.size + size
+    if len(came) < end:
+        return None
+    text = bytes(came[_LENGTH.size : end])
+    del came[:end]
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("a message that is no object")
+    return from_dict(values)
+
 
 _READ_BYTES = 1 << 16
 
@@ -243,3 +438,217 @@ class Coordinator:
             self._change = membership.changes.pop(0)
             self._unmet = set(self._change.members)
         self._set_alarm()
+
+
+# ----------------------------------------------------------------------------------------------------
+# A member's connection to the coordinator of its elastic job.
+# **Threads**: one at a time, the one that calls `init()` and commits.
+
+_RETRY_S = 0.1
+# A coordinator that is there answers at once; its host may be busy.
+_DIAL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a process needs to take part in an elastic job. Hand it over by pipe or descriptor: it holds the key.
+
+    Attributes:
+        key: of the job.
+        job_id: of the job.
+        number: of the member.
+        coordinator: address of the coordinator.
+        wait_s: longest wait for a decision; above the coordinator's own, which tells why it ends.
+        meet_s: longest wait for the others of a decision, who all come at once: one that does not was stopped after it had asked.
+    """
+
+    key: bytes = field(repr=False)
+    job_id: str
+    number: int
+    coordinator: Endpoint
+    wait_s: float
+    meet_s: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return a JSON object with the key in it."""
+        return {
+            **vars(self),
+            "key": self.key.hex(),
+            "coordinator": self.coordinator.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> Invitation:
+        """Rebuild an invitation from `to_dict`."""
+        coordinator = values["coordinator"]
+        assert isinstance(coordinator, dict)
+        return cls(
+            bytes.fromhex(str(values["key"])),
+            str(values["job_id"]),
+            int(str(values["number"])),
+            Endpoint.from_dict(coordinator),
+            float(str(values["wait_s"])),
+            float(str(values["meet_s"])),
+        )
+
+
+class Link:
+    """Connection of a member to the coordinator, from its first question on."""
+
+    def __init__(self, invitation: Invitation) -> None:
+        self._invitation = invitation
+        self._sock: socket.socket | None = None
+        self._came = bytearray()
+        self._update: Update | None = None
+        self._pid = os.getpid()
+
+    def arrive(self) -> int:
+        """Return the number of members of the generation that runs already; 0 if none does.
+
+        Raises:
+            ElasticError: the job cannot go on, or the coordinator is gone.
+            SystemExit: this member should leave, or the others have finished.
+        """
+        deadline = time.monotonic() + self._invitation.wait_s
+        self._send(Arrival())
+        while not isinstance(message := self._receive(deadline), Running):
+            self._take(message)
+        return message.size
+
+    def ask(self, ask: Ask) -> Decision:
+        """Ask to take part in the next generation, and wait for the decision.
+
+        Raises:
+            LeftOutError: the others went on without this member.
+            ElasticError: the job cannot go on, or the coordinator is gone.
+            SystemExit: this member should leave, or the others have finished.
+        """
+        deadline = time.monotonic() + self._invitation.wait_s
+        self._update = None  # the decision will know more
+        self._send(ask)
+        while True:
+            message = self._receive(deadline)
+            if isinstance(message, Decision) and message.generation > ask.generation:
+                self._update = None
+                return message
+            self._take(message)
+
+    def report(self, kind: str, generation: int) -> None:
+        """Tell the coordinator; nothing happens if it is gone, which the next question will show."""
+        with contextlib.suppress(ElasticError):
+            self._send(Report(kind, generation))
+
+    def news(self) -> Update | None:
+        """Return the news that the members should change, if there are any; does not wait.
+
+        Raises:
+            LeftOutError: the others went on without this member.
+            ElasticError: the coordinator is gone.
+        """
+        while self._sock is not None and (message := self._receive(0.0, wait=False)) is not None:
+            self._take(message)
+        return self._update
+
+    def close(self) -> None:
+        """End the connection: this member takes no part any more."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _take(self, message: Message | None) -> None:
+        if isinstance(message, Update):
+            self._update = message
+        elif isinstance(message, Refusal):
+            self._refuse(message)
+        elif not isinstance(message, Decision):  # an answer to a question that was given up
+            raise InternalError(f"a member got {message!r}.")
+
+    def _refuse(self, refusal: Refusal) -> None:
+        me = f"member {self._invitation.number}"
+        if refusal.kind == "left out":
+            raise LeftOutError(
+                f"This process ({me}) is no rank of the elastic job any more: {refusal.text}. Its work since its last commit is "
+                "dropped; it must end, and write nothing."
+            )
+        if refusal.kind in ("removed", "over"):
+            raise SystemExit(0)
+        raise ElasticError(f"The elastic job cannot go on: {refusal.text}.")
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._connected().sendall(pack(message))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _receive(self, deadline: float, *, wait: bool = True) -> Message | None:
+        """Receive a message; None where none is there and `wait` is False."""
+        while (message := take(self._came)) is None:
+            sock = self._connected()
+            left = deadline - time.monotonic() if wait else 0.0
+            try:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(sock, selectors.EVENT_READ)
+                    if not selector.select(max(0.0, left)):
+                        if not wait:
+                            return None
+                        if left <= 0:
+                            raise self._lost("it gave no answer in time")
+                        continue
+                part = sock.recv(_READ_BYTES)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not part:
+                raise self._lost("it has ended")
+            self._came += part
+        return message
+
+    def _connected(self) -> socket.socket:
+        if os.getpid() != self._pid:
+            raise ElasticError(
+                "This process was forked by a rank of an elastic job, and is no rank itself. Let the rank communicate."
+            )
+        if self._sock is None:
+            self._sock = self._dial()
+        return self._sock
+
+    def _dial(self) -> socket.socket:
+        """Connect, as often as it takes: the coordinator may be busy with many others."""
+        invitation = self._invitation
+        deadline = time.monotonic() + min(_DIAL_S, invitation.wait_s)
+        side = party(invitation.key, invitation.job_id, invitation.number)
+        found: list[socket.socket] = []
+        problem: list[object] = [
+            "it gave a wrong proof: another job, or another version of sparkhvd"
+        ]
+
+        def reach() -> Task:
+            while not found and time.monotonic() < deadline:
+                try:
+                    if (
+                        sock := (yield from dial(invitation.coordinator, side, deadline))
+                    ) is not None:
+                        found.append(sock)
+                        return
+                except ConnectionRefusedError as error:
+                    problem[:] = [error]
+                    return
+                except OSError as error:
+                    problem[:] = [error]
+                yield from sleep(_RETRY_S)
+
+        loop = Loop()
+        try:
+            loop.start(reach())
+            loop.run(loop.is_idle)
+        finally:
+            loop.close()
+        if not found:
+            raise self._lost(problem[0])
+        found[0].settimeout(_DIAL_S)  # of a message, should the coordinator read nothing
+        return found[0]
+
+    def _lost(self, cause: object) -> ElasticError:
+        return ElasticError(
+            f"The coordinator of the elastic job at {self._invitation.coordinator} is gone ({cause}). It is the process that started "
+            "the ranks: start the job again."
+        )

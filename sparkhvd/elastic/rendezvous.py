@@ -9,15 +9,13 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sparkhvd import rank_context
-from sparkhvd.elastic.member import Invitation, Link
-from sparkhvd.elastic.messages import Ask, Decision
+from sparkhvd import topology as rank_context
+from sparkhvd.elastic.coordinator import Invitation, Link
+from sparkhvd.elastic.membership import Ask, Decision
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
 from sparkhvd.topology import Topology, horovod_variables, topology
-
-__all__ = ["ElasticRendezvous", "Standing"]
 
 
 @dataclass
@@ -240,3 +238,19 @@ class ElasticRendezvous:
             self._gpu,
         )
         rank_context.install(made)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Signal to a training loop that the members of its job should change.
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts has changed: raised on every rank by the same commit, with the same attributes.
+
+    Attributes:
+        skip_sync: whether the state need not be sent anew, because nobody joins.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of hosts has changed")
+        self.skip_sync = skip_sync

@@ -10,15 +10,10 @@ all operations fail, and the engine can only be closed.
 
 Each module imports only those above it:
 
-    memfd       memory files, by the kernel's own numbers
-    library     the C header in ctypes
-    stacks      the stacks of this process's threads, on another rank's request
-    status      statuses as exceptions
-    state       the loaded library, and the native handles of each engine
-    call        operations before they are submitted: `Call`, `Reduction`, `TensorView`
-    work        operations in flight and their results: `Work`, `GatherOutput`, `Buffer`
-    counters    counters of an engine, as a table and in Prometheus' text format
-    session     the life of an engine: creation, device, counters, timeline, shutdown
-    submission  the path of every operation: prepare, start, run
-    engine      `Engine`
+    counters  counters of an engine, as a table and in Prometheus' text format
+    library   the C header in ctypes
+    stacks    the stacks of this process's threads, on another rank's request
+    work      operations in flight and their results: `Work`, `GatherOutput`, `Buffer`
+    calls     operations before they are submitted: `Call`, `Reduction`, `TensorView`
+    engine    `Engine`
 """

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Metrics"]
-
 # Name in `Engine.counters()`, label in the table, description for Prometheus.
 _TOTALS = (
     ("waits", "callers slept", "Times a caller slept for an operation."),

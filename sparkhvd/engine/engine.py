@@ -14,41 +14,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from sparkhvd.engine.call import NO_REDUCTION, Call, Reduction, TensorView
+from sparkhvd.engine.calls import (
+    NO_REDUCTION,
+    Call,
+    Reduction,
+    Session,
+    Submitter,
+    TensorView,
+)
 from sparkhvd.engine.library import (
-    ABI_VERSION,
     DEVICE_CPU,
-    WIRE_VERSION,
     Collective,
     DType,
     Knob,
     Loss,
-    ReduceOp,
 )
-from sparkhvd.engine.session import Session, isa_available
-from sparkhvd.engine.state import library_path, load
-from sparkhvd.engine.submission import Submitter
-from sparkhvd.engine.work import Buffer, GatherOutput, Work
+from sparkhvd.engine.work import Buffer, Work
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-
-__all__ = [
-    "ABI_VERSION",
-    "DEVICE_CPU",
-    "WIRE_VERSION",
-    "Buffer",
-    "Call",
-    "Collective",
-    "DType",
-    "Engine",
-    "GatherOutput",
-    "ReduceOp",
-    "Reduction",
-    "TensorView",
-    "Work",
-    "isa_available",
-    "library_path",
-    "load",
-]
 
 
 class Engine(Submitter):

@@ -17,8 +17,6 @@ import os
 import threading
 from pathlib import Path
 
-__all__ = ["NO_STACKS", "prepare"]
-
 # Signal and pipe of an engine without stacks.
 NO_STACKS = (0, -1)
 

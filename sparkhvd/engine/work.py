@@ -8,12 +8,18 @@ import os
 import time
 from dataclasses import dataclass
 
-from sparkhvd.engine.library import DEVICE_CPU, Library, Output
-from sparkhvd.engine.state import State
-from sparkhvd.engine.status import ERROR_BYTES, INTERNAL, OK, PENDING, error_text
+from sparkhvd.engine.library import (
+    DEVICE_CPU,
+    ERROR_BYTES,
+    INTERNAL,
+    OK,
+    PENDING,
+    Library,
+    Output,
+    State,
+    error_text,
+)
 from sparkhvd.errors import CollectiveTimeoutError, NotInitializedError
-
-__all__ = ["WAIT_SLICE_MS", "Buffer", "GatherOutput", "Work"]
 
 # Longest time in native code without a look at pending signals.
 WAIT_SLICE_S = 0.1

@@ -19,21 +19,16 @@ checkpoint; the same `run_id` goes on from it.
 
 Each module imports only those above it:
 
-    params          the table of Params
-    summary         summary of a training
-    importance      importance of features by permutation
-    trained         what a model tells of its training
-    fitting         the parts of a fit
-    transform       the parts of a transform
-    saving          saved models and estimators
-    onnx            models as files of ONNX
-    model           `TorchModel`
-    base            what an estimator has whose fits are launches of ranks
-    estimator       `TorchEstimator`
-    predictor       what the two below share
-    evaluation      measures of predictions
-    classification  `TorchClassifier`
-    regression      `TorchRegressor`
+    evaluation  measures of predictions
+    importance  importance of features by permutation
+    params      the table of Params
+    fitting     the parts of a fit
+    transform   the parts of a transform
+    saving      saved models and estimators
+    base        what an estimator has whose fits are launches of ranks
+    model       `TorchModel`
+    estimator   `TorchEstimator`
+    predictors  what the two below share
 """
 
 from __future__ import annotations
@@ -47,26 +42,24 @@ if TYPE_CHECKING:
     from sparkhvd.data.columns.texts import tokenizer as tokenizer
     from sparkhvd.data.packed import read_packed as read_packed
     from sparkhvd.data.store.store import Store as Store
-    from sparkhvd.estimator.classification import (
-        TorchClassificationModel as TorchClassificationModel,
-    )
-    from sparkhvd.estimator.classification import TorchClassifier as TorchClassifier
     from sparkhvd.estimator.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator.model import TorchModel as TorchModel
-    from sparkhvd.estimator.regression import TorchRegressionModel as TorchRegressionModel
-    from sparkhvd.estimator.regression import TorchRegressor as TorchRegressor
+    from sparkhvd.estimator.predictors import TorchClassificationModel as TorchClassificationModel
+    from sparkhvd.estimator.predictors import TorchClassifier as TorchClassifier
+    from sparkhvd.estimator.predictors import TorchRegressionModel as TorchRegressionModel
+    from sparkhvd.estimator.predictors import TorchRegressor as TorchRegressor
     from sparkhvd.estimator.saving.trust import trust as trust
     from sparkhvd.training.user_code.callbacks import Callback as Callback
 
 _HOMES = {
     "Callback": "sparkhvd.training.user_code.callbacks",
     "Store": "sparkhvd.data.store.store",
-    "TorchClassificationModel": "sparkhvd.estimator.classification",
-    "TorchClassifier": "sparkhvd.estimator.classification",
+    "TorchClassificationModel": "sparkhvd.estimator.predictors",
+    "TorchClassifier": "sparkhvd.estimator.predictors",
     "TorchEstimator": "sparkhvd.estimator.estimator",
     "TorchModel": "sparkhvd.estimator.model",
-    "TorchRegressionModel": "sparkhvd.estimator.regression",
-    "TorchRegressor": "sparkhvd.estimator.regression",
+    "TorchRegressionModel": "sparkhvd.estimator.predictors",
+    "TorchRegressor": "sparkhvd.estimator.predictors",
     "image": "sparkhvd.data.columns.images",
     "pad": "sparkhvd.data.columns.decoders",
     "read_packed": "sparkhvd.data.packed",

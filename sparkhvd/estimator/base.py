@@ -13,27 +13,21 @@ from sparkhvd.data.reuse import Scope
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels, models_kept
 from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
-from sparkhvd.estimator.fitting.on_parquet import (
-    PathLike,
-    Places,
-    open_sources,
-    split_arguments,
-)
+from sparkhvd.estimator.fitting.on_parquet import PathLike, Places, open_sources, split_arguments
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.params.explain import short_repr
+from sparkhvd.estimator.params.table import short_repr
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.observe.loggers.followers import bound
-from sparkhvd.sessions import active_session, check_dataframe, check_session
+from sparkhvd.spark import active_session, check_dataframe, check_session
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Self
 
-    from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.estimator.params.generated import FitOptions
 
-__all__ = ["RankEstimator"]
 
 M = TypeVar("M", bound=Model)
 

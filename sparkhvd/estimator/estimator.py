@@ -12,14 +12,9 @@ from torch import nn
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
-from sparkhvd.data.store.contents import TIMELINE_NAME
+from sparkhvd.data.store.store import TIMELINE_NAME
 from sparkhvd.estimator.base import RankEstimator
-from sparkhvd.estimator.fitting.inputs import (
-    FitData,
-    FitSources,
-    prepare_inputs,
-    required_modules,
-)
+from sparkhvd.estimator.fitting.inputs import FitData, FitSources, prepare_inputs, required_modules
 from sparkhvd.estimator.fitting.progress import (
     EpochReporter,
     announce_late,
@@ -33,25 +28,26 @@ from sparkhvd.estimator.fitting.specify import specify
 from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
-from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.groups import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
+from sparkhvd.observe.loggers.base import Fit
 from sparkhvd.observe.loggers.followers import Followers
-from sparkhvd.observe.loggers.logger import Fit
-from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME
+from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
 from sparkhvd.runner.elastic.job import launch_elastic
 from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.head_start import HeadStart
-from sparkhvd.runner.job import JobReport, LaunchOptions, head_start, launch
+from sparkhvd.runner.job import head_start, launch
 from sparkhvd.runner.live.files import Mailbox
+from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.training.checkpoints.changes import has_losses
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.elastic import train_elastically
+from sparkhvd.training.loss_state import returned_loss
 from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.others import returned_loss
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -60,9 +56,7 @@ from sparkhvd.training.user_code.transformations import flat_columns
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sparkhvd.estimator.params.keywords import EstimatorKeywords
-
-__all__ = ["TorchEstimator"]
+    from sparkhvd.estimator.params.generated import EstimatorKeywords
 
 
 @with_signature

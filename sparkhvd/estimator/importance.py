@@ -15,8 +15,6 @@ from pyspark.sql.types import IntegerType, StructField, StructType
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Importance", "permutation_importance"]
-
 # Column of the frame with the permuted rows: which permutation, 0 for none.
 _VARIANT = "__sparkhvd_variant"
 # Of the seed of the choice: a column that is `rand` with the same seed would else decide which rows are chosen.

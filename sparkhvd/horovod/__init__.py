@@ -9,11 +9,11 @@ docs/coming_from_horovod.md.
 
 Each module imports only those above it:
 
-    keras     the same for Keras 3, with callbacks
     common    questions about what was built, exceptions
-    torch     Horovod's API
+    keras     the same for Keras 3, with callbacks
     runner    a function on processes, and the command line
     spark     a function on Spark, the estimator, stores, backends
+    torch     Horovod's API
     __main__  `python -m sparkhvd.horovod script.py`
 """
 

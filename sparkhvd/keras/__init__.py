@@ -7,21 +7,13 @@ Threads, failure, shutdown: as of `sparkhvd.torch`, whose engine this is.
 
 Each module imports only those above it:
 
-    backend     the package `keras`, checked
-    network     a model as a module of torch, which Spark's workers get
-    variables   collectives on values and variables
-    optimizer   `DistributedOptimizer`
-    loading     `load_model`
-    callbacks   Horovod's callbacks
-    batches     batches of a prepared data set, as Keras takes them
-    progress    state of a fit between epochs, in the store
-    meaning     what a loss tells about outputs
-    epoch_rows  epochs of ranks as one epoch of all rows
-    following   loggers and timeline of a fit
-    training    a rank of a fit
-    model       `KerasModel`
-    params      Params of a fit
-    estimator   `KerasEstimator`
+    backend    the package `keras`, checked
+    model      `KerasModel`
+    optimizer  `DistributedOptimizer`
+    variables  collectives on values and variables
+    callbacks  Horovod's callbacks
+    training   a rank of a fit
+    estimator  `KerasEstimator`
 """
 
 from __future__ import annotations
@@ -30,8 +22,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.keras import callbacks
-from sparkhvd.keras.loading import load_model
-from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.keras.optimizer import DistributedOptimizer, load_model
 from sparkhvd.keras.variables import (
     allgather,
     allreduce,

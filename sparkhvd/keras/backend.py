@@ -9,8 +9,6 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["keras"]
-
 _OLDEST = (3, 5)
 _HOW = "Set the variable KERAS_BACKEND=torch before anything imports keras, or import sparkhvd.keras before it"
 

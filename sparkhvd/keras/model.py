@@ -2,13 +2,135 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns import labels as heads
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
-from sparkhvd.keras.network import Network
+from sparkhvd.keras.backend import keras
 from sparkhvd.training.modules.copies import copied
 
-__all__ = ["KerasModel"]
+# ----------------------------------------------------------------------------------------------------
+# A model of Keras as a module of torch whose pickle holds its configuration and its variables, so that any process of Spark can have it.
+
+
+class Network(nn.Module):
+    """Module around a built model of Keras: takes a tensor for each feature column, and gives the outputs of inference.
+
+    Attributes:
+        model: of Keras; no module of this one, whose parameters are its variables.
+        variables: of the model, in Keras' order.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, custom_objects: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        own = {
+            type(each).__name__: type(each)
+            for each in model._flatten_layers()
+            if isinstance(each, keras.Layer) and not type(each).__module__.startswith("keras.")
+        }
+        vars(self).update(model=model, custom_objects={**own, **(custom_objects or {})})
+        self.variables = nn.ParameterList([variable.value for variable in model.variables])
+
+    def forward(self, *columns: Tensor) -> Any:
+        """Return the model's output, or a tuple of them.
+
+        Args:
+            columns: (rows, *shape) each, in the order of the model's inputs.
+        """
+        is_on_gpu = any(each.is_cuda for each in self.variables)
+        with keras.device("gpu" if is_on_gpu else "cpu"):
+            found = self.model(arranged(self.model, columns), training=False)
+        if isinstance(found, Mapping):
+            found = tuple(found.values())
+        return tuple(found) if isinstance(found, (list, tuple)) else found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        config = keras.saving.serialize_keras_object(self.model)
+        whole = json.dumps(config)
+        # What a script registers is registered in the process of the script alone.
+        registered = {
+            name: value
+            for name, value in keras.saving.get_custom_objects().items()
+            if json.dumps(name) in whole
+        }
+        custom_objects = {**registered, **vars(self)["custom_objects"]}
+        config.pop("compile_config", None)  # a worker needs no optimizer
+        return _rebuild, (json.dumps(config), custom_objects, list(self.variables))
+
+
+class CompiledNetwork(Network):
+    """Module whose pickle holds how its model is compiled, too; for a saved estimator."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        compiled = self.model.get_compile_config() if self.model.compiled else None
+        return _rebuild_compiled, (rebuild, arguments, compiled)
+
+
+def _rebuild_compiled(
+    rebuild: Callable[..., Network], arguments: tuple[Any, ...], compiled: dict[str, Any] | None
+) -> Network:
+    network = rebuild(*arguments)
+    if compiled is not None:
+        with keras.saving.custom_object_scope(vars(network)["custom_objects"]):
+            network.model.compile_from_config(compiled)
+    return network
+
+
+def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tensor]) -> Network:
+    with keras.device("cpu"):
+        model = keras.saving.deserialize_keras_object(
+            json.loads(text), custom_objects=dict(custom_objects), safe_mode=False
+        )
+    variables = model.variables
+    if [tuple(v.shape) for v in variables] != [tuple(each.shape) for each in values]:
+        raise InvalidArgumentError(
+            f"The configuration of {type(model).__name__} gives a model with {len(variables)} variables, and the model has {len(values)}, or "
+            "their shapes differ. Let its get_config() and build() make all of them."
+        )
+    with torch.no_grad():
+        for variable, value in zip(variables, values, strict=True):
+            variable.value.copy_(value)
+    return Network(model, custom_objects)
+
+
+def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
+    """Return feature columns as the model's inputs: one each, or all joined where the model has one.
+
+    Raises:
+        InvalidArgumentError: the model has another number of inputs.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:  # a class of the user's, which says nothing of its inputs
+        return columns[0] if len(columns) == 1 else list(columns)
+    if len(inputs) == 1 and len(columns) > 1:
+        columns = [
+            torch.cat([each.flatten(1) if each.ndim > 1 else each[:, None] for each in columns], 1)
+        ]
+    if len(inputs) != len(columns):
+        raise InvalidArgumentError(
+            f"The model has {len(inputs)} inputs ({', '.join(each.name for each in inputs)}), and there are {len(columns)} feature columns. Give "
+            "one for each input, in their order; all are joined where there is one input."
+        )
+    shaped = [_shaped(each, wanted.shape[1:]) for each, wanted in zip(columns, inputs, strict=True)]
+    structure = getattr(model, "input", None)  # a Sequential has none
+    if isinstance(structure, Mapping):
+        return dict(zip(structure, shaped, strict=True))
+    return shaped if isinstance(structure, (list, tuple)) else shaped[0]
+
+
+def _shaped(column: Tensor, shape: Sequence[int | None]) -> Tensor:
+    """Return a column with the rows that an input wants, where that tells every length."""
+    lengths = [length for length in shape if length is not None]
+    return column if len(lengths) < len(shape) else column.reshape(len(column), *lengths)
 
 
 class KerasModel(TorchModel):
@@ -32,3 +154,48 @@ class KerasModel(TorchModel):
         records = self._records()
         names = {name: None for record in records for name in record if name != "epoch"}
         return {name: [record[name] for record in records if name in record] for name in names}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Meaning of a model's output, told by Keras' loss: what Spark ML's columns of `transform` are made of.
+
+# Names of Keras' functions by what their outputs are; of classes, where the loss gets logits.
+_CLASSES = {
+    "sparse_categorical_crossentropy": heads.SOFTMAX,
+    "categorical_crossentropy": heads.SOFTMAX,
+    "categorical_focal_crossentropy": heads.SOFTMAX,
+    "binary_crossentropy": heads.SIGMOID,
+    "binary_focal_crossentropy": heads.SIGMOID,
+}
+_VALUES = ("mean_squared_error", "mean_absolute_error", "huber", "log_cosh")
+
+
+def link_of(loss: Any, shape: Sequence[int | None]) -> str:
+    """Return the link from outputs to probabilities for a model that was trained with this loss; the identity where it tells none.
+
+    Args:
+        loss: as of `compile`: a loss, its name, or several of them.
+        shape: of the model's output, with the rows. One with more axes, as of a sequence, has several classes in a row.
+    """
+    if isinstance(loss, (list, tuple)) and len(loss) == 1:
+        return link_of(loss[0], shape)
+    if loss is None or isinstance(loss, (list, tuple, Mapping)):
+        return heads.IDENTITY
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:  # a custom object's name
+            return heads.IDENTITY
+    function = getattr(loss, "fn", loss)  # of a class of Keras
+    name = getattr(function, "__name__", "")
+    if getattr(keras.losses, name, None) is not function:
+        return heads.IDENTITY
+    if name in _VALUES:
+        return heads.VALUE
+    found = _CLASSES.get(name, heads.IDENTITY)
+    is_one = found == heads.SIGMOID
+    # Several binary outputs are several labels of a row.
+    if len(shape) != 2 or shape[1] is None or (shape[1] == 1) != is_one:
+        return heads.IDENTITY
+    has_logits = bool(getattr(loss, "_fn_kwargs", {}).get("from_logits"))
+    return found if found == heads.IDENTITY or has_logits else heads.PROBABILITY

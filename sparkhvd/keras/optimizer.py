@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 from sparkhvd.torch.arguments import check_compression, to_integer
-from sparkhvd.torch.collectives.reductions import to_op
-from sparkhvd.torch.gradients.backward_end import after_backward
+from sparkhvd.torch.collectives.tensors import to_op
+from sparkhvd.torch.gradients.reducer import after_backward
 from sparkhvd.torch.optimizer.arguments import check_arguments, group_lists
 from sparkhvd.torch.process_sets import members
-
-__all__ = ["Distributed", "DistributedOptimizer", "follows_schedule"]
 
 _Gradients = Sequence["Tensor | None"]
 
@@ -322,3 +321,30 @@ def _distributed_class(kind: Any) -> Any:
         for each in (made, kind):
             keras.saving.register_keras_serializable(package, name)(each)
     return made
+
+
+# ----------------------------------------------------------------------------------------------------
+# Models of Keras from files, with their optimizers distributed.
+
+
+def load_model(
+    filepath: str | PathLike[str],
+    custom_optimizers: Iterable[type[Any]] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = hvd.Compression.none,
+) -> Any:
+    """Load a saved model; the optimizer that it was compiled with goes on, with its state, as a `DistributedOptimizer`.
+
+    Every rank must load it, or get its variables by `BroadcastGlobalVariablesCallback`. A model that was not compiled stays so.
+
+    Args:
+        filepath: a `.keras` or `.h5` file.
+        custom_optimizers: classes of the user's own optimizers.
+        custom_objects: other classes and functions by name.
+        compression: of gradients.
+    """
+    own = {kind.__name__: kind for kind in custom_optimizers or ()}
+    model = keras.saving.load_model(filepath, custom_objects={**own, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

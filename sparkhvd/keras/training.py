@@ -3,33 +3,452 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
+import itertools
+import json
 import os
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO, cast
+from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import is_temporary_store, keep_temporary_store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.keras.backend import keras
-from sparkhvd.keras.batches import Batches
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
-from sparkhvd.keras.epoch_rows import EpochRows
-from sparkhvd.keras.following import StepSpans
-from sparkhvd.keras.network import Network
+from sparkhvd.keras.model import Network, arranged
 from sparkhvd.keras.optimizer import DistributedOptimizer, follows_schedule
-from sparkhvd.keras.progress import Progress
 from sparkhvd.keras.variables import SEED_NAME
+from sparkhvd.observe.loggers.base import Metric
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.timeline import Spans
 from sparkhvd.rank_messages import log_metrics
-from sparkhvd.training.run_timeline import RunTimeline
+from sparkhvd.runner.loggers import LineSplitter, WithLoad
+from sparkhvd.training.modules import weights
+from sparkhvd.training.profile import RunTimeline
 from sparkhvd.training.torch_settings import TorchSettings, held
 from sparkhvd.training.user_code.transformations import Transformations
 
-__all__ = ["Order", "Trained", "train"]
+# ----------------------------------------------------------------------------------------------------
+# Batches of a prepared data set, as Keras takes them: tuples of inputs, labels and weights.
+
+
+class Batches(IterableDataset[Any]):
+    """Batches of one rank; every iteration is the epoch `epoch` from its begin, because Keras looks at a first batch before it trains.
+
+    Where the last step of an epoch has no row for this rank, rows of another batch come, and `rows` is 0.
+
+    Attributes:
+        epoch: that the next iteration gives.
+        rows: of this rank in the batch that came last.
+        spans: of a timeline, for the waits.
+        spare: columns of a batch that had rows.
+        skips: decoders leave rows out.
+        is_uneven: ranks have unequally many rows in any step, because decoders leave some out, or groups stay together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dataset: Dataset,
+        columns: tuple[Sequence[str], Sequence[str], str | None],
+        batch_size: int,
+        transformed: tuple[Transformations, DataSchema] | None = None,
+        *,
+        is_training: bool = True,
+        max_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the batches.
+
+        Args:
+            model: of Keras, which takes them.
+            dataset: the rows.
+            columns: features, labels, and that of weights.
+            batch_size: rows per rank and step.
+            transformed: the user's functions, and the columns that they return; None without these.
+            is_training: what functions are told that ask.
+            max_steps: of an epoch; None for all.
+            **options: of `Loader`.
+        """
+        super().__init__()
+        self._model = model
+        self._features, self._labels, self._weight = columns
+        self._transformed, self._is_training = transformed, is_training
+        self._loader = dataset.loader(batch_size=batch_size, **options)
+        self._loader.as_stored = transformed is not None
+        self._max_steps = max_steps
+        self.skips = RowFunctions(options.get("decoders") or {}).skips
+        self.is_uneven = self.skips or dataset.schema.group is not None
+        self.epoch = 0
+        self.rows = 0
+        self.spans = Spans()
+        self.spare: dict[str, Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, equal on every rank."""
+        steps = len(self._loader)
+        return steps if self._max_steps is None else min(steps, self._max_steps)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the batches of the epoch."""
+        self._loader.set_epoch(self.epoch)
+        batches = itertools.islice(self._loader, len(self))
+        for columns in self.spans.timed(batches, "data"):
+            self.rows = len(next(iter(columns.values())))
+            if self.rows:
+                self.spare = columns
+            elif self.spare is None and self.is_uneven:
+                # Rows of zeros, whose loss and metrics count for nothing.
+                self.spare = {n: each.new_zeros(1, *each.shape[1:]) for n, each in columns.items()}
+            elif self.spare is None:
+                raise InvalidArgumentError(
+                    f"KerasEstimator: rank {self._loader.rank} of {self._loader.size} has no row to train on. Fit with fewer ranks (num_proc)."
+                )
+            yield self._arranged(columns if self.rows else self.spare)
+
+    def _arranged(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
+        if self._transformed is not None:
+            functions, schema = self._transformed
+            arrays = {name: each.numpy() for name, each in columns.items()}
+            made = functions.apply(arrays, schema.columns, is_training=self._is_training)
+            columns = {name: torch.from_numpy(each) for name, each in made.items()}
+        inputs = arranged(self._model, [columns[name] for name in self._features])
+        labels = [columns[name] for name in self._labels]
+        weights = () if self._weight is None else (columns[self._weight],)
+        return (inputs, labels[0] if len(labels) == 1 else labels, *weights)
+
+    @property
+    def num_broken(self) -> int:
+        """Rows of this rank that decoders have left out since the epoch began."""
+        return self._loader.num_broken
+
+    def for_keras(self) -> DataLoader[Any]:
+        """Return the batches as what Keras takes batches from."""
+        return DataLoader(self, batch_size=None, collate_fn=_same)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._loader.close()
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+# ----------------------------------------------------------------------------------------------------
+# Epochs of ranks as one epoch of all rows: the weights of a last step, and metrics of all ranks.
+
+# Older versions write "mean" on variables of metrics, whatever these hold.
+_TELLS = "aggregation" in inspect.signature(keras.metrics.Metric.add_variable).parameters
+
+
+def merge_states(model: Any) -> None:
+    """Give the metrics of every rank the states that one process would have which had seen the batches of all; every rank must call it.
+
+    States of Keras' metrics are totals and counts, which add up: AUC holds counts by threshold. A variable of a metric that is added with
+    `aggregation="mean"` or `"only_first_replica"` gets the mean, or rank 0's value.
+    """
+    variables = model.metrics_variables
+    if hvd.size() == 1 or not variables:
+        return
+    parts = [variable.value.detach().to("cpu", torch.float64).flatten() for variable in variables]
+    shares = [part * _share(variable) for part, variable in zip(parts, variables, strict=True)]
+    total = hvd.allreduce(torch.cat(shares), op=hvd.Sum, name="KerasEstimator.metrics")
+    for variable, part in zip(variables, total.split([len(p) for p in parts]), strict=True):
+        if "int" in variable.dtype:
+            part = part.round()
+        variable.assign(part.reshape(tuple(variable.shape)).to(variable.value.dtype))
+
+
+def _share(variable: Any) -> float:
+    """Return the factor of this rank's state in the sum."""
+    kind = getattr(variable, "aggregation", "sum") if _TELLS else "sum"
+    if kind == "mean":
+        return 1 / hvd.size()
+    return float(hvd.rank() == 0) if kind == "only_first_replica" else 1.0
+
+
+class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
+    """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
+
+    In the last step, or in any where broken images are left out or groups stay together, ranks have more and less rows, or none: losses are
+    weighted so that the gradient is the mean of all rows of the step, and a step without rows leaves metrics as they are. Behind the last one the states of metrics are those of all ranks, from which Keras takes its results.
+    What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
+    """
+
+    def __init__(self, training: Batches, validation: Batches | None) -> None:
+        super().__init__()
+        self._training, self._validation = training, validation
+        self._rows = {"train": 0, "val": 0}
+        self._kept: list[Any] | None = None
+        self._are_merged = {"train": False, "val": False}
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Choose the order of the epoch's rows."""
+        self._training.epoch = epoch
+        self._rows = {"train": 0, "val": 0}
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Weight the losses of a last step."""
+        rows = self._training.rows
+        self._begin("train", rows)
+        optimizer = self.model.optimizer
+        optimizer.loss_share = 1.0
+        if self._training.is_uneven or batch == len(self._training) - 1:
+            mean = float(hvd.allreduce(torch.tensor(float(rows)), name="KerasEstimator.rows"))
+            optimizer.loss_share = rows / mean if mean else 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """End a step."""
+        self._end("train", batch == len(self._training) - 1, logs)
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Lend rows for a last step without any."""
+        assert self._validation is not None
+        self._validation.spare = self._validation.spare or self._training.spare
+
+    def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Begin a step of validation."""
+        assert self._validation is not None
+        self._begin("val", self._validation.rows)
+
+    def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """End it."""
+        assert self._validation is not None
+        self._end("val", batch == len(self._validation) - 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace what no metric has merged by means over all ranks, and count what decoders have left out."""
+        self._count_broken(logs)
+        names = sorted(
+            name
+            for name in logs or ()
+            if not self._are_merged[_kind(name)] and not name.endswith("broken_rows")
+        )
+        if logs is None or not names or hvd.size() == 1:
+            return
+        weights = torch.tensor(
+            [float(self._rows[_kind(name)]) for name in names], dtype=torch.float64
+        )
+        values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
+        # A rank without rows has no metrics.
+        sums = torch.where(weights == 0, 0.0, values * weights)
+        total = hvd.allreduce(torch.stack([sums, weights]), op=hvd.Sum, name="KerasEstimator.logs")
+        logs.update(zip(names, (total[0] / total[1]).tolist(), strict=True))
+
+    def _count_broken(self, logs: dict[str, Any] | None) -> None:
+        counted = {"": self._training, "val_": self._validation}
+        for prefix, batches in counted.items():
+            if logs is not None and batches is not None and batches.skips:
+                number = torch.tensor(batches.num_broken)
+                total = hvd.allreduce(number, op=hvd.Sum, name=f"KerasEstimator.{prefix}broken")
+                logs[f"{prefix}broken_rows"] = int(total)
+
+    def _begin(self, kind: str, rows: int) -> None:
+        self._rows[kind] += rows
+        if not rows:
+            self._kept = [v.value.detach().clone() for v in self.model.metrics_variables]
+
+    def _end(self, kind: str, is_last: bool, logs: Mapping[str, Any] | None) -> None:
+        if self._kept is not None:
+            for variable, value in zip(self.model.metrics_variables, self._kept, strict=True):
+                variable.assign(value)
+            self._kept = None
+        if is_last:
+            # Where Keras takes results of metrics and not what the step has returned.
+            self._are_merged[kind] = set(logs or ()) == set(self.model.get_metrics_result())
+            merge_states(self.model)
+
+
+def _kind(name: str) -> str:
+    return "val" if name.startswith("val_") else "train"
+
+
+# ----------------------------------------------------------------------------------------------------
+# State of a fit between epochs, in the store: what a fit with the same `run_id` goes on from.
+
+_RECORDS = "records"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """File of a run, written by rank 0.
+
+    Attributes:
+        store: that all executors see.
+        run_id: name of the run.
+    """
+
+    store: Store
+    run_id: str
+
+    @classmethod
+    def of(cls, store: Store, run_dir: str) -> Progress:
+        """Return that of a run's folder."""
+        return cls(store, run_dir.removeprefix("keras_runs/"))
+
+    @property
+    def path(self) -> str:
+        """The file in the store."""
+        return f"keras_runs/{self.run_id}/state"
+
+    def save(self, model: Any, records: list[dict[str, float]]) -> None:
+        """Write the variables of the model and of its optimizer, behind as many epochs as there are records."""
+        tensors = {str(number): each.detach() for number, each in enumerate(_values(model))}
+        text = bytearray(json.dumps(records).encode())
+        buffer = io.BytesIO()
+        weights.dump({**tensors, _RECORDS: torch.frombuffer(text, dtype=torch.uint8)}, buffer)
+        self.store.write_bytes(self.path, buffer.getvalue())
+
+    def num_epochs(self) -> int:
+        """Return the number of epochs that are done; 0 where the run is new."""
+        if not self.store.exists(self.path):
+            return 0
+        found = weights.Weights("", self.store.read_bytes(self.path)).load()
+        return len(json.loads(bytes(found[_RECORDS].tolist())))
+
+    def explain_failure(self, error: BaseException, epochs: int) -> bool:
+        """Say in a note at an error, before Python 3.11 on stderr, how the run goes on; return False if it is known to have no state.
+
+        A temporary store with the state of a training that is over stays.
+        """
+        if not self.store.is_seen:
+            return True
+        with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
+            if not (done := self.num_epochs()):
+                return False
+            stays = "stays"
+            if is_temporary_store(self.store):
+                stays = "stays while this process lives"
+                if done >= epochs:
+                    keep_temporary_store(self.store)
+                    stays = f"stays until you delete {urlsplit(self.store.url).path}"
+            note = (
+                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} goes on "
+                "from there."
+            )
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:
+                sys.stderr.write(f"sparkhvd: {note}\n")
+        return True
+
+    def restore(self, model: Any) -> list[dict[str, float]]:
+        """Give the model the state of the run; return the records of its epochs, none where the run is new.
+
+        Raises:
+            InvalidArgumentError: the run is one of another model.
+        """
+        if not self.store.exists(self.path):
+            return []
+        found = weights.Weights("", self.store.read_bytes(self.path)).load()
+        text = found.pop(_RECORDS)
+        values = _values(model)
+        if [each.shape for each in found.values()] != [each.shape for each in values]:
+            raise InvalidArgumentError(
+                f"KerasEstimator: run_id={self.run_id!r} is a run of another model or optimizer: {len(found)} variables, and this one has "
+                f"{len(values)}, or their shapes differ. Give another run_id."
+            )
+        with torch.no_grad():
+            for value, each in zip(values, found.values(), strict=True):
+                value.copy_(each)
+        records: list[dict[str, float]] = json.loads(bytes(text.tolist()))
+        return records
+
+
+def _values(model: Any) -> list[torch.Tensor]:
+    return [each.value for each in (*model.variables, *model.optimizer.variables)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Loggers and timeline of a fit of Keras: what the driver makes of the ranks' lines, and a callback that records the parts of steps.
+# Threads: the driver's stream is written by one thread at a time. Failure: see `observe.loggers` and `training.run_timeline`.
+
+
+class Following:
+    """Way from the ranks to the loggers of a fit."""
+
+    def __init__(self, followers: Followers, epochs_done: int) -> None:
+        """Begin without epochs.
+
+        Args:
+            followers: the loggers.
+            epochs_done: of a run that this fit goes on with.
+        """
+        self.followers = followers
+        self._done = epochs_done
+        self._seen: set[int] = set()
+
+    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that ranks call: with loggers it tells their load."""
+        return WithLoad(fn) if self.followers.has_loggers else fn
+
+    def stream(self, given: TextIO | None, verbose: int) -> TextIO | None:
+        """Return the stream for the ranks' output.
+
+        Args:
+            given: the user's.
+            verbose: 0 shows nothing where there is none.
+        """
+        if not self.followers.has_loggers:
+            return given
+        rest = sys.stderr if given is None and verbose else given
+        return cast("TextIO", LineSplitter(self._take, rest))
+
+    def _take(self, metrics: Sequence[Metric]) -> None:
+        self._seen |= {m.step for m in metrics if not m.name.startswith("system/")}
+        self.followers.put(metrics)
+
+    def ended(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Log the epochs that did not come while the ranks ran, such as those of a backend of the user's."""
+        for record in history:
+            epoch = record["epoch"] + 1
+            if epoch > self._done and epoch not in self._seen:
+                self.followers.epoch({**record, "epoch": epoch})
+
+
+class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
+    """Callback that records the parts of each step, until the timeline ends; every rank must have it, as the first of its callbacks."""
+
+    def __init__(self, timeline: RunTimeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+        self._part_ns = self._step_ns = time.monotonic_ns()
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Begin the first step of an epoch."""
+        self._step_ns = time.monotonic_ns()
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Begin a step's computing."""
+        self._part_ns = time.monotonic_ns()
+        self.model.optimizer.watch_parts(self._end_part)
+
+    def _end_part(self, name: str) -> None:
+        now = time.monotonic_ns()
+        self._timeline.spans.add(name, self._part_ns, now)
+        self._part_ns = now
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """End a step."""
+        now = time.monotonic_ns()
+        self._timeline.spans.add("step", self._step_ns, now)
+        self._step_ns = now
+        self._timeline.step()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,6 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 
-__all__ = [
-    "SEED_NAME",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "reducescatter",
-]
-
 # Keras' name of the variables that random numbers come from.
 SEED_NAME = "seed_generator_state"
 

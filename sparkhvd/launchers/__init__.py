@@ -12,15 +12,11 @@ says that the network is trusted.
 
 Each module imports only those above it:
 
-    gathering    texts of all ranks, at rank 0
-    network      key and addresses of ranks on several hosts
     environment  a rank's place, by the variables of its launcher
-    lifetime     its end with that launcher
+    gather       texts of all ranks, at rank 0
     meeting      a rank's job, from the ranks themselves
-    handover     a rank's job, as one process hands it to another
     place        a rank's job, from `sparkhvdrun`, or for a program that the rank starts
-    communicator  a rank's job, over mpi4py's communicator
-    horovod       what Horovod's variables and questions about MPI mean here
+    mpi          a rank's job, over mpi4py's communicator
 """
 
 from __future__ import annotations

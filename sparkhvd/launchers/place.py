@@ -25,13 +25,11 @@ from collections.abc import Mapping
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.environment import place_in
-from sparkhvd.launchers.handover import Handover, is_handover, take
+from sparkhvd.launchers.meeting import Handover, is_handover, take
 from sparkhvd.rendezvous import Listener, Rendezvous, SingleRendezvous
+from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S, is_same_user
 from sparkhvd.rendezvous.listener import unix_address
-from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S, is_same_user
 from sparkhvd.settings import Settings
-
-__all__ = ["VARIABLE", "Place", "claim", "hold", "inherit", "receive"]
 
 VARIABLE = "SPARKHVD_PLACE"
 # Longest wait of a program for its answer: the process that gives it may be busy, or stopped.

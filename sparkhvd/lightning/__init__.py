@@ -11,20 +11,10 @@ Failure: an exception in a run ends this rank's part in the job, so the others g
 
 Each module imports only those above it:
 
-    packages       the packages of Lightning
-    process_group  the default group of torch.distributed, over the job's engine
-    environment    ranks and hosts, as Lightning asks for them
-    devices        this rank's device, and checks of `Trainer(devices=, num_nodes=)`
-    layers         batch normalization over all ranks
-    optimizers     optimizers and schedulers of a module, distributed
-    strategy       `SparkhvdStrategy`
-    fabric         `FabricStrategy`
-    batches        a rank's batches, through a function on rows
-    checkpoints    Lightning's state, and its files in a run's folder
-    bridge         between the trainer and the run of a fit
-    loop           the training function of a fit
-    params         Params of the estimator
-    estimator      `TorchEstimator`
+    strategy   `SparkhvdStrategy`
+    fabric     `FabricStrategy`
+    loop       the training function of a fit
+    estimator  `TorchEstimator`
 """
 
 from __future__ import annotations
@@ -33,8 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.lightning import fabric
-from sparkhvd.lightning.packages import FABRICS, find
-from sparkhvd.lightning.strategy import register
+from sparkhvd.lightning.strategy import FABRICS, find, register
 
 if TYPE_CHECKING:
     from sparkhvd.lightning.estimator import TorchEstimator as TorchEstimator

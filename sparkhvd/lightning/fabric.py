@@ -14,11 +14,8 @@ from torch import nn
 
 from sparkhvd.distributed import ddp_hook
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.lightning import process_group
-from sparkhvd.lightning.devices import check_size, own_device
-from sparkhvd.lightning.environment import environment_of, join
-
-__all__ = ["register"]
+from sparkhvd.lightning import strategy as process_group
+from sparkhvd.lightning.strategy import check_size, environment_of, join, own_device
 
 # Arguments of Fabric's strategy that the job has decided.
 _DECIDED = ("process_group_backend", "start_method", "timeout")

@@ -3,22 +3,559 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import math
 import os
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import sparkhvd.torch as hvd
-from sparkhvd.data.store.store import Store
-from sparkhvd.lightning.batches import Batches, RowFunction
-from sparkhvd.lightning.bridge import RunState, bridge, finite_losses
-from sparkhvd.lightning.checkpoints import IN_MEMORY, RunFiles, checkpoint_io
-from sparkhvd.lightning.packages import package_of
-from sparkhvd.lightning.strategy import register
-from sparkhvd.training.train_fn import Loader, TrainFnContext
+import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["LightningLoop"]
+import sparkhvd.torch as hvd
+from sparkhvd.data.columns.binding import model_dtype
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.lightning.strategy import package_of, register
+from sparkhvd.training.modules.weights import HashingWriter, sha256_of
+from sparkhvd.training.profile import Progress
+from sparkhvd.training.train_fn import Loader, TrainFnContext
+from sparkhvd.training.types import TensorBatch
+
+# ----------------------------------------------------------------------------------------------------
+# Lightning's checkpoints in a run: its state in memory, for the run's own, and files of a `ModelCheckpoint` in the run's folder.
+# Checkpoints of a run are read without trust, so what Lightning and callbacks keep must be plain: tensors, numbers, texts, and dicts and lists
+# of these.
+
+# In place of a path: the state that the run's own checkpoint has.
+IN_MEMORY = "sparkhvd:run"
+# Parts that the run has anyway, or that describe the module and not its training.
+_LEFT_OUT = (
+    "state_dict",
+    *("hyper_parameters", "hparams_type"),
+    *("datamodule_hyper_parameters", "datamodule_hparams_type"),
+)
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class RunFiles:
+    """Files of Lightning in a run's folder of the store: what a `ModelCheckpoint` of the user's writes.
+
+    They may hold what only a trusted file may, so each is read if it is as this run has written it.
+
+    Attributes:
+        folder: the path of the folder, for Lightning; of this rank alone where the store is no local folder.
+        sums: SHA-256 by name of a file; one elsewhere on this host, where the user's callback writes, is named by its path.
+    """
+
+    def __init__(self, store: Store, run_dir: str) -> None:
+        self._store, self._prefix = store, f"{run_dir}/lightning"
+        self.folder = store.local_path(self._prefix) or f"/sparkhvd/{self._prefix}"
+        self.sums: dict[str, str] = {}
+
+    def name_of(self, path: str) -> str:
+        """Return the name of a file by its path; "" if it is not in the folder."""
+        folder, _, name = os.fspath(path).rpartition("/")
+        return name if folder == self.folder else ""
+
+    def note(self, path: str) -> None:
+        """Keep the hash of a file that has been written elsewhere on this host."""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                self.sums[os.fspath(path)] = sha256_of(file, os.path.getsize(path))
+
+    def save(self, name: str, checkpoint: Mapping[str, Any]) -> None:
+        """Write a file."""
+        with self._store.open_output(f"{self._prefix}/{name}") as sink:
+            hashing = HashingWriter(sink)
+            torch.save(checkpoint, hashing)  # type: ignore[arg-type]  # torch only calls write
+            self.sums[name] = hashing.sha256
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Read a file.
+
+        Raises:
+            StoreError: it is not as this run has written it.
+        """
+        if os.path.isabs(name):
+            where, data = name, Path(name).read_bytes()
+        else:
+            path = f"{self._prefix}/{name}"
+            where, data = self._store.full_url(path), self._store.read_bytes(path)
+        if hashlib.sha256(data).hexdigest() != self.sums.get(name):
+            raise StoreError(
+                f"{where} is not what this run has written. It is damaged, or something else writes to its folder."
+            )
+        loaded: dict[str, Any] = torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False
+        )
+        return loaded
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        self._store.delete(f"{self._prefix}/{name}")
+        self.sums.pop(name, None)
+
+
+def checkpoint_io(package: Any, files: RunFiles) -> Any:
+    """Return a `CheckpointIO` of a package of Lightning: `IN_MEMORY` as its attribute `state`, files of the run, and others as ever."""
+
+    class RunCheckpointIO(package.plugins.io.TorchCheckpointIO):  # type: ignore[misc]  # of either package
+        state: dict[str, Any] | None = None
+
+        def save_checkpoint(
+            self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+        ) -> None:
+            if path == IN_MEMORY:
+                self.state = {n: part for n, part in checkpoint.items() if n not in _LEFT_OUT}
+            elif name := files.name_of(path):
+                files.save(name, checkpoint)
+            else:
+                super().save_checkpoint(checkpoint, path, storage_options)
+                files.note(path)
+
+        def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+            if path == IN_MEMORY:
+                return dict(self.state or {})
+            if name := files.name_of(path):
+                return files.load(name)
+            loaded: dict[str, Any] = super().load_checkpoint(path, *args, **options)
+            return loaded
+
+        def remove_checkpoint(self, path: Any) -> None:
+            if name := files.name_of(path):
+                files.delete(name)
+            else:
+                super().remove_checkpoint(path)
+
+    return RunCheckpointIO()
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """Return a state with plain containers and numbers.
+
+    Raises:
+        InvalidArgumentError: a part can be no part of a checkpoint.
+    """
+    if isinstance(value, torch.nn.Parameter):
+        return value.detach()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return torch.from_numpy(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: plain(part, f"{name}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kind = type(value) if type(value) in (list, tuple, set) else list
+        return kind(plain(part, f"{name}[{i}]") for i, part in enumerate(value))
+    raise InvalidArgumentError(
+        f"Lightning's state holds {type(value).__name__} in {name}, and checkpoints of a run hold tensors, numbers, texts, and dicts and lists of "
+        "these. Let state_dict() of that callback or scheduler return such."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Between Lightning's trainer and the run of a fit: history, progress, and checkpoints inside and after epochs.
+
+
+class RunState:
+    """State of Lightning, for `ctx.keep`.
+
+    Attributes:
+        trainer: whose state it is; None: the last one's.
+        rows: of the epoch so far, over all ranks.
+    """
+
+    def __init__(
+        self, module: Any, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles
+    ) -> None:
+        """Take the module of the trainer, the `CheckpointIO` of its strategy, and Lightning's files in the run's folder."""
+        self.trainer: Any = None
+        self.rows = 0
+        self._module, self._ctx = module, ctx
+        self._io, self._files = checkpoint_io, files
+        self._logged: dict[str, Any] = {}
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if a trainer can go on from `IN_MEMORY`."""
+        return self._io.state is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's state; every rank must call it."""
+        logged: dict[str, Any] = {}
+        if self.trainer is not None:
+            self.trainer.save_checkpoint(IN_MEMORY, weights_only=False)
+            logged = {name: sums_of(each) for name, each in results_of(self.trainer).items()}
+        kept = dict(self._io.state or {})
+        if self._ctx.optimizer is not None:
+            kept.pop("optimizer_states", None)  # the run's checkpoint has it
+        return {
+            "lightning": plain(kept),
+            "files": dict(self._files.sums),
+            "rows": self.rows,
+            "logged": hvd.allgather_object(logged, name="lightning.logged"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next trainer begin with a state."""
+        self._io.state = {**state["lightning"], "state_dict": self._module.state_dict()}
+        if self._ctx.optimizer is not None:
+            self._io.state["optimizer_states"] = [self._ctx.optimizer.state_dict()]
+        self._files.sums.update(state["files"])
+        self._logged = state["logged"][self._ctx.rank]
+        self.rows = state["rows"]
+
+    def add_logged(self) -> None:
+        """Add what an interrupted epoch had logged to the results of the trainer, which begin anew, after its first batch."""
+        logged, self._logged = self._logged, {}
+        if self._ctx.start_step:
+            for name, each in results_of(self.trainer).items():
+                if name in logged:
+                    add_sums(each, logged[name])
+
+
+def results_of(trainer: Any) -> dict[str, Any]:
+    """Return Lightning's running results of `self.log(on_epoch=True)` by name; metrics of torchmetrics are the module's."""
+    found = getattr(trainer, "_results", None) or {}
+    return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
+
+
+def sums_of(result: Any) -> tuple[Any, Any]:
+    """Return what a result has summed up, and over how many rows."""
+    return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
+
+
+def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
+    """Add earlier sums to those of a result."""
+    value, rows = sums[0].to(result.value.device), sums[1]
+    if result.meta.is_max_reduction or result.meta.is_min_reduction:
+        result.value = result.meta.reduce_fx(result.value, value)
+    else:
+        result.value = result.value + value
+    if rows is not None:
+        result.cumulated_batch_size = result.cumulated_batch_size + rows
+
+
+class EmptyBatches:
+    """Keeps out of the logged means what a rank logs in a step in which it has no rows of its own."""
+
+    def __init__(self, ctx: TrainFnContext) -> None:
+        self._ctx = ctx
+        self._before: dict[str, tuple[Any, Any]] | None = None
+
+    def note(self, trainer: Any) -> None:
+        """Keep what was logged before a batch, if its row is none of the step's."""
+        self._before = None
+        if self._ctx._has_batch and not self._ctx.num_rows:
+            self._before = {name: sums_of(each) for name, each in results_of(trainer).items()}
+
+    def leave_out(self, trainer: Any) -> None:
+        """Take out again what such a batch has logged."""
+        before, self._before = self._before, None
+        if before is not None:
+            for name, each in results_of(trainer).items():
+                # `reset()` would take the name itself out of this rank's metrics.
+                for sum_name, empty in each._defaults.items():
+                    setattr(each, sum_name, empty.clone().to(each.value.device))
+                if name in before:
+                    add_sums(each, before[name])
+
+
+def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
+    """Return the callback that ends a fit with an error when a loss is not finite."""
+
+    class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            loss = _loss_of(outputs)
+            if loss is not None and not math.isfinite(float(loss)):
+                raise InvalidArgumentError(
+                    f"The loss is {float(loss)} in step {batch_idx + 1} of epoch {len(ctx.history) + 1}, and terminate_on_nan is set. Lower "
+                    "the learning rate, or clip gradients: trainer_args={'gradient_clip_val': 1.0}."
+                )
+
+    return FiniteLosses()
+
+
+def _loss_of(outputs: Any) -> Any:
+    """Return the loss of what Lightning gives to `on_train_batch_end`; None where a step has none."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
+    """Return the loss of a step and what the module logs for the progress bar."""
+    shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    loss = _loss_of(outputs)
+    return shown if loss is None else {"loss": float(loss), **shown}
+
+
+def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
+    """Return the callback that writes history and checkpoints of a run, of a package of Lightning."""
+    empty = EmptyBatches(ctx)
+
+    class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; comes behind all other callbacks
+        def __init__(self) -> None:
+            self._progress: Progress | None = None
+            self._rows = 0
+            self._began = 0.0
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            state.trainer = trainer
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            # Where a run goes on inside an epoch, that epoch does not start.
+            rows = state.rows if ctx.start_step else 0
+            self.on_train_epoch_start(trainer, pl_module)
+            state.rows = rows
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            steps = trainer.num_training_batches
+            self._progress = Progress(
+                len(ctx.history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
+            )
+            self._rows, state.rows, self._began = 0, 0, time.monotonic()
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            empty.leave_out(trainer)
+            state.add_logged()
+            self._rows += ctx.num_global_rows
+            state.rows += ctx.num_global_rows
+            assert self._progress is not None
+            self._progress.step(
+                batch_idx + 1, ctx.num_global_rows, lambda: _shown(trainer, outputs)
+            )
+            # Between two steps of the optimizer there are gradients, which no checkpoint has.
+            if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
+                ctx.after_step()
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            empty.note(trainer)
+
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            empty.note(trainer)
+
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            empty.leave_out(trainer)
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}
+            if self._rows:  # else the batches are the user's
+                seconds = max(time.monotonic() - self._began, 1e-9)
+                record |= {"rows": state.rows, "rows_per_s": self._rows / seconds}
+            ctx.log(record)
+            ctx.save_checkpoint()
+
+    return Bridge()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batches of a rank as Lightning's trainer takes them.
+
+# Batches that are on their way through a row function.
+_AHEAD = 2
+
+
+def encoded(value: str | bytes) -> Any:
+    """Return the bytes of a text or binary value as numbers: a decoder, for columns whose values a row function gets."""
+    data = value.encode() if isinstance(value, str) else value
+    return np.frombuffer(data, np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFunction:
+    """Function of the user's on a row's values by column, which is run in threads, ahead of the training.
+
+    Attributes:
+        function: a dict of one row's values in, the same out; numbers are numpy's, in the types of the columns.
+        fields: name, numpy type, shape and whether it may be missing, of fields that it changes or adds.
+        removed: fields of its result that no batch has.
+        texts: columns whose values are text.
+        binaries: columns whose values are bytes.
+        num_workers: threads.
+    """
+
+    function: Callable[[dict[str, Any]], Mapping[str, Any]]
+    fields: Sequence[tuple[str, Any, Any, bool]] = ()
+    removed: Sequence[str] = ()
+    texts: frozenset[str] = frozenset()
+    binaries: frozenset[str] = frozenset()
+    num_workers: int = field(default=1)
+
+    def row(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Return the function's result for a row of a batch, with the types that `fields` says."""
+        given = {name: self._value(name, column[number]) for name, column in batch.items()}
+        result = dict(self.function(given))
+        for name in self.removed:
+            result.pop(name, None)
+        for name, dtype, *_ in self.fields:
+            if result.get(name) is not None and not isinstance(dtype, str):
+                result[name] = np.asarray(result[name], dtype)
+        return result
+
+    def _value(self, name: str, value: Any) -> Any:
+        array = value.numpy() if isinstance(value, Tensor) else value
+        if name in self.texts:
+            return array.tobytes().decode()
+        if name in self.binaries:
+            return array.tobytes()
+        return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
+
+    def batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Stack rows: tensors where all are arrays or numbers of one shape, else lists."""
+        return {name: _stacked([row[name] for row in rows]) for name in rows[0]}
+
+    def cast(
+        self, made: Mapping[str, Any], given: Mapping[str, Any], wanted: Mapping[str, torch.dtype]
+    ) -> dict[str, Any]:
+        """Give numbers the types that the model takes, but for those of `fields`.
+
+        Args:
+            made: fields of a batch, as the function returned them.
+            given: fields as the function got them.
+            wanted: types of the columns' tensors by name; that of other fields of float64 is under "".
+
+        Raises:
+            InvalidArgumentError: a number is out of the range of its type, or not whole.
+        """
+        kept = {name for name, dtype, *_ in self.fields if not isinstance(dtype, str)}
+        result = dict(made)
+        for name, value in made.items():
+            if not isinstance(value, Tensor) or name in kept:
+                continue
+            column = given.get(name)
+            if isinstance(column, Tensor) and value.dtype == column.dtype:
+                result[name] = _cast(name, value, wanted.get(name, value.dtype))
+            elif value.dtype == torch.float64:
+                result[name] = _cast(name, value, wanted[""])
+        return result
+
+
+def _stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], (str, bytes)) or values[0] is None:
+        return values
+    return torch.from_numpy(np.stack(values))
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    made = value.to(dtype)
+    if dtype.is_floating_point:
+        fits = int(made.isinf().sum()) == int(value.isinf().sum())
+    else:
+        fits = not value.is_floating_point() or torch.equal(made.to(value.dtype), value)
+    if not fits:
+        shown = str(dtype).removeprefix("torch.")
+        raise InvalidArgumentError(
+            f"transformation_fn returned {name!r} with numbers that {shown} cannot hold, and the model takes it as {shown}. Return others, or "
+            "name the field and its type in transformation_edit_fields."
+        )
+    return made
+
+
+class Batches:
+    """Batches of a loader, as a dict by column or a tuple; every rank has equally many.
+
+    A rank without rows in a step gets one of its rows again, or one of zeros: `TrainFnContext.loss_weight` is 0 then.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        ctx: TrainFnContext,
+        columns: Sequence[str] | None,
+        function: RowFunction | None,
+    ) -> None:
+        """Take batches of a loader.
+
+        Args:
+            loader: of the rank.
+            ctx: of the run.
+            columns: of the tuple that a batch is; None for a dict.
+            function: on rows; None: batches are as the loader has them.
+        """
+        self._loader, self._ctx = loader, ctx
+        self._columns, self._function = columns, function
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        last: dict[str, Any] | None = None
+        for begin, batch in self._through_function():
+            begin()
+            if self._ctx.num_rows:
+                last = batch
+            else:
+                batch = _first_row(last or batch)
+            yield batch if self._columns is None else tuple(batch[n] for n in self._columns)
+
+    def _through_function(self) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
+        function = self._function
+        if function is None:
+            yield from self._loader.ahead()
+            return
+        floating: torch.dtype = getattr(torch, model_dtype(self._ctx.model))
+        wanted = {**self._loader.dtypes, "": floating}
+        running: deque[tuple[Callable[[], None], TensorBatch, list[Future[Any]]]] = deque()
+        with ThreadPoolExecutor(function.num_workers, "sparkhvd-rows") as pool:
+            try:
+                for begin, batch in self._loader.ahead(as_stored=True):
+                    count = len(next(iter(batch.values())))
+                    rows = [pool.submit(function.row, batch, number) for number in range(count)]
+                    running.append((begin, batch, rows))
+                    if len(running) > _AHEAD:
+                        yield self._finished(function, wanted, *running.popleft())
+                while running:
+                    yield self._finished(function, wanted, *running.popleft())
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _finished(
+        self,
+        function: RowFunction,
+        wanted: Mapping[str, torch.dtype],
+        begin: Callable[[], None],
+        batch: TensorBatch,
+        rows: list[Future[Any]],
+    ) -> tuple[Callable[[], None], TensorBatch]:
+        results = [each.result() for each in rows]
+        made = function.batch(results) if results else batch
+        made = function.cast(made, batch, wanted)
+        return begin, {n: _moved(value, self._ctx.device) for n, value in made.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _first_row(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of one row, of zeros where there is none; values of collate functions that are no tensors or lists stay whole."""
+    return {name: _first(value) for name, value in batch.items()}
+
+
+def _first(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value[:1] if len(value) else value.new_zeros((1, *value.shape[1:]))
+    return value[:1] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True)

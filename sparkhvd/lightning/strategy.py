@@ -8,24 +8,372 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import importlib
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+import sparkhvd.distributed  # noqa: F401 - registers the backend
 import sparkhvd.torch as hvd
+from sparkhvd import rendezvous
+from sparkhvd.engine import stacks
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-from sparkhvd.lightning import optimizers as distributed
-from sparkhvd.lightning import process_group
-from sparkhvd.lightning.devices import check_size, own_device
-from sparkhvd.lightning.environment import environment_of, join
-from sparkhvd.lightning.layers import SynchronizedLayers
+from sparkhvd.interfaces import own_address
+from sparkhvd.topology import Topology
+from sparkhvd.topology import context as rank_context
+from sparkhvd.torch import SyncBatchNorm, broadcast_object
 from sparkhvd.torch.context import context
+from sparkhvd.torch.optimizer.adasum import DistributedAdasum
+from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.checkpoints.frozen import agreed_frozen
 
-__all__ = ["register"]
+# ----------------------------------------------------------------------------------------------------
+# This rank's device, and checks of what `Trainer(devices=, num_nodes=)` says against the ranks that there are.
+
+
+def check_size(
+    num_devices: int, num_hosts: int, is_gpu: bool, place: Topology, asker: str = "Trainer"
+) -> None:
+    """Refuse numbers that are not those of the job.
+
+    Lightning does not tell a strategy whether the user gave a number. One device is what it makes of "auto" on a CPU, all that
+    the process sees on a GPU: these agree with every job.
+
+    Args:
+        num_devices: `Trainer(devices=)`, or Lightning's choice.
+        num_hosts: `Trainer(num_nodes=)`.
+        is_gpu: whether the devices are GPUs.
+        place: this rank's, in the job.
+        asker: class of Lightning's that has the numbers.
+
+    Raises:
+        InvalidArgumentError: the user asks for more or fewer ranks than were started.
+    """
+    is_any = num_devices == 1 or (is_gpu and num_devices == torch.cuda.device_count())
+    hosts = len(set(place.hosts))
+    if num_devices * num_hosts == place.size or (is_any and num_hosts in (1, hosts)):
+        return
+    asked = f"{asker}(devices={num_devices}, num_nodes={num_hosts}, strategy='sparkhvd')"
+    if place.size == 1:
+        raise InvalidArgumentError(
+            f"{asked}: this process was started alone, and the strategy starts no others. Start {num_devices * num_hosts} ranks: "
+            f"`sparkhvdrun -np {num_devices * num_hosts} python script.py`, `sparkhvd.run_local(fn, num_proc={num_devices * num_hosts})`, "
+            "or `sparkhvd.run(fn)` on Spark; or leave devices and num_nodes out."
+        )
+    raise InvalidArgumentError(
+        f"{asked} makes {num_devices * num_hosts} ranks, and {place.size} were started, on {hosts} host(s). Leave devices and num_nodes "
+        "out, or give numbers whose product is the number of ranks."
+    )
+
+
+def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device:
+    """Return this rank's device.
+
+    Args:
+        devices: of the trainer.
+        place: this rank's, in the job.
+
+    Raises:
+        InvalidArgumentError: there are GPUs, and none for this rank.
+    """
+    if devices[0].type != "cuda":
+        return devices[0]
+    launched = rank_context()
+    if launched is not None and launched.gpu is not None:
+        return torch.device("cuda", launched.gpu)
+    if len(devices) > place.local_rank:
+        return devices[place.local_rank]
+    # One that was asked for, or is seen: the rank's own, or the first where all see all.
+    visible = torch.cuda.device_count()
+    number = 0 if visible == 1 else place.local_rank
+    if number >= visible:
+        raise InvalidArgumentError(
+            f"SparkhvdStrategy: rank {place.rank} is number {number} of its host and sees {visible} GPUs. Start as many ranks on a host "
+            "as it has GPUs."
+        )
+    return torch.device("cuda", number)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks and hosts of the job, as Lightning asks for them.
+
+# This rank's, as of the last `join()`: Lightning asks for it also when the job has ended.
+_known: list[Topology] = []
+
+
+def join() -> Topology:
+    """Join the job, unless this process is in it, and return this rank's place."""
+    hvd.init()
+    engine = context().engine
+    stacks.prepare(engine.settings.stack_signal)  # the end of a trainer has taken the handler away
+    _known[:] = [engine.topology]
+    return _known[0]
+
+
+def _place() -> Topology:
+    return _known[0] if _known else join()
+
+
+class _Environment:
+    """Ranks and hosts of the job that a launcher of sparkhvd, or one that it knows, has started; the first question joins it."""
+
+    creates_processes_externally = True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # nobody connects by it: the ranks have met
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # a strategy brings it along
+
+    def world_size(self) -> int:
+        return _place().size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher has said how many ranks there are."""
+
+    def global_rank(self) -> int:
+        return _place().rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing, likewise."""
+
+    def local_rank(self) -> int:
+        return _place().local_rank
+
+    def node_rank(self) -> int:
+        place = _place()
+        return place.hosts[place.rank]
+
+
+@functools.cache
+def environment_of(package: Any) -> type[Any]:
+    """Return the class of environments for a package of Lightning."""
+    base = importlib.import_module(f"{package.__name__}.plugins.environments").ClusterEnvironment
+    return type("SparkhvdEnvironment", (_Environment, base), {"__module__": __name__})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batch normalization over all ranks during a fit: `Trainer(sync_batchnorm=True)`.
+
+
+class SynchronizedLayers:
+    """Replaces layers of batch normalization, and puts them back.
+
+    torch's own synchronized layer runs on GPUs only; this one is `sparkhvd.torch.SyncBatchNorm`, which shares parameters, buffers and
+    names with the layer that it stands for.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: dict[nn.Module, nn.Module] = {}
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Replace every layer of batch normalization; every rank must call it."""
+        before = dict(model.named_modules(remove_duplicate=False))
+        model = SyncBatchNorm.convert_sync_batchnorm(model)
+        for name, layer in model.named_modules(remove_duplicate=False):
+            if layer is not before[name]:
+                self._replaced[layer] = before[name]
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Put the layers back, with what the others have learned."""
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child in self._replaced:
+                    parent._modules[name] = _with_state_of(child, self._replaced[child])
+        self._replaced = {}
+        return model
+
+
+def _with_state_of(new: nn.Module, layer: nn.Module) -> nn.Module:
+    layer._parameters.update(new._parameters)
+    layer._buffers.update(
+        new._buffers
+    )  # a module that moves to another device or type has new ones
+    layer.train(new.training)
+    return layer
+
+
+# ----------------------------------------------------------------------------------------------------
+# Optimizers and schedulers of a module: distributed, with learning rates as the user wants them.
+
+Optimizer = torch.optim.Optimizer
+
+# Learning rates in a parameter group: torch's own key, and those by which schedulers remember theirs.
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+# What `DistributedOptimizer` defines or replaces.
+_METHODS = (
+    *("zero_grad", "synchronize", "skip_synchronize", "no_sync", "clip_grad_norm_"),
+    *("add_param_group", "set_backward_passes_per_step", "state_dict", "load_state_dict"),
+)
+
+
+def distribute(
+    optimizers: Iterable[Optimizer],
+    schedulers: Iterable[Any],
+    module: nn.Module,
+    options: Mapping[str, Any],
+) -> list[Optimizer]:
+    """Return the optimizers, each as a `DistributedOptimizer`, and let schedulers use them; every rank must call it.
+
+    Args:
+        optimizers: of the module; those that are distributed stay.
+        schedulers: of the optimizers.
+        module: whose parameters' names messages have.
+        options: of `DistributedOptimizer`.
+    """
+    made = {each: _distributed(each, module, options) for each in optimizers}
+    for scheduler in _all(schedulers):
+        if getattr(scheduler, "optimizer", None) in made:
+            scheduler.optimizer = made[scheduler.optimizer]
+    return list(made.values())
+
+
+def _distributed(optimizer: Optimizer, module: nn.Module, options: Mapping[str, Any]) -> Optimizer:
+    if isinstance(optimizer, (Distributed, DistributedAdasum)):
+        return optimizer
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p in own]
+    # All of them or none: a loss may bring parameters along that the module does not list.
+    names = named if len(named) == len(own) else None
+    return hvd.DistributedOptimizer(optimizer, names, **options)
+
+
+def scale(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: int) -> None:
+    """Multiply the learning rates of optimizers, and those that schedulers start from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key in _RATES:
+                if isinstance(rate := group.get(key), Tensor):
+                    rate.mul_(factor)
+                elif rate is not None:
+                    group[key] = rate * factor
+    for scheduler in _all(schedulers):
+        for name in ("base_lrs", "_last_lr"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+
+
+def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Return schedulers with those inside them (`SequentialLR`, `ChainedScheduler`)."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _all(getattr(scheduler, "_schedulers", ()))
+
+
+@contextlib.contextmanager
+def hold(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Let backward passes inside only add to this rank's gradients."""
+    with contextlib.ExitStack() as stack:
+        for each in optimizers:
+            if isinstance(each, Distributed):
+                stack.enter_context(each.no_sync())
+        yield
+
+
+def detach(optimizers: Iterable[Optimizer]) -> None:
+    """Stop reducing gradients: what the program does with the module after a fit is its own."""
+    for each in optimizers:
+        if isinstance(each, Distributed):
+            each.detach()
+
+
+def forward_to(optimizers: Sequence[Optimizer], wrappers: Sequence[Any]) -> None:
+    """Let Lightning's wrappers call methods of the optimizers that they wrap.
+
+    A wrapper takes the class of its optimizer, so that `isinstance` works, but not its state.
+    """
+    for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
+        if isinstance(optimizer, (Distributed, DistributedAdasum)):
+            methods = {name: getattr(optimizer, name, None) for name in _METHODS}
+            vars(wrapper).update({n: method for n, method in methods.items() if method is not None})
+
+
+# ----------------------------------------------------------------------------------------------------
+# The default group of torch.distributed over the engine of the job, for what Lightning and torchmetrics ask torch for.
+# The ranks meet through a store that rank 0 serves on a port of its own: launchers do not all give an address (`MASTER_ADDR`), and
+# Lightning takes `WORLD_SIZE` out of the environment. Ranks of one host reach it by loopback alone.
+#
+# Trust: whoever reaches the store can write to it, as to every store of torch. No key goes through it: the engine is there before.
+
+# The engine of the group that this module has made last.
+_made: list[weakref.ref[Engine]] = []
+
+
+def ensure() -> None:
+    """Make the default group of all ranks, unless there is one; every rank must call it, after `init()`.
+
+    Raises:
+        InvalidArgumentError: the program has made a default group of other ranks.
+        CollectiveError: a rank is lost, or does not come.
+    """
+    engine = context().engine
+    if dist.is_initialized():
+        if not _made or _made[0]() is engine:
+            _check_place(engine)
+            return
+        dist.destroy_process_group()  # of a job that has ended
+    dist.init_process_group(
+        "sparkhvd", store=_store(engine), rank=engine.rank, world_size=engine.size
+    )
+    _made[:] = [weakref.ref(engine)]
+
+
+def _check_place(engine: Engine) -> None:
+    found = dist.get_rank(), dist.get_world_size()
+    if found != (engine.rank, engine.size):
+        raise InvalidArgumentError(
+            f"SparkhvdStrategy: this process is rank {found[0]} of {found[1]} in torch.distributed's default group, and rank "
+            f"{engine.rank} of {engine.size} in sparkhvd's job. Leave init_process_group() to the strategy."
+        )
+
+
+def _store(engine: Engine) -> Store:
+    """Return a store of all ranks, served by rank 0."""
+    if engine.size == 1:
+        return HashStore()
+    served = address = None
+    if engine.rank == 0:
+        own = _address(engine)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        listener = socket.create_server((own, 0), family=family)
+        address = listener.getsockname()[:2]
+        served = TCPStore(
+            address[0],
+            address[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+            use_libuv=False,  # which does not take a socket in every version of torch
+        )
+    address = broadcast_object(address, root_rank=0, name="lightning.store")
+    host, port = address
+    return served or TCPStore(host, port, wait_for_workers=False, use_libuv=False)
+
+
+def _address(engine: Engine) -> str:
+    """Return the address of this rank, the first, at which the others reach it."""
+    if len(set(engine.topology.hosts)) == 1:
+        return "127.0.0.1"
+    launched = rendezvous.current()
+    if isinstance(launched, rendezvous.SocketRendezvous):
+        return launched.job.endpoints[0].address
+    return own_address(engine.settings.interfaces, socket.gethostname())
+
 
 _NAMES = ("sparkhvd", "horovod")
 _REDUCTIONS = {
@@ -133,7 +481,7 @@ class Strategy(_Base):  # type: ignore[misc]
         """Prepare the device and torch.distributed."""
         self.set_world_ranks()  # anew after an exception
         super().setup_environment()
-        process_group.ensure()
+        ensure()
 
     # --- A run. ---
 
@@ -161,8 +509,8 @@ class Strategy(_Base):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self._lr_scaling == "linear":
-            distributed.scale(self.optimizers, schedulers, self.world_size)
-        self.optimizers = distributed.distribute(
+            scale(self.optimizers, schedulers, self.world_size)
+        self.optimizers = distribute(
             self.optimizers, schedulers, self.lightning_module, self._options
         )
 
@@ -174,7 +522,7 @@ class Strategy(_Base):  # type: ignore[misc]
     @optimizers.setter
     def optimizers(self, optimizers: Any) -> None:
         self._package.strategies.Strategy.optimizers.fset(self, optimizers)
-        distributed.forward_to(optimizers, self._lightning_optimizers)
+        forward_to(optimizers, self._lightning_optimizers)
 
     def backward(self, closure_loss: Tensor, *args: Any, **options: Any) -> Any:
         """Run the backward pass of a loss, weighted by the rank's share of the step's rows."""
@@ -185,7 +533,7 @@ class Strategy(_Base):  # type: ignore[misc]
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let backward passes inside only add to this rank's gradients."""
-        with distributed.hold(self.optimizers):
+        with hold(self.optimizers):
             yield
 
     def on_validation_start(self) -> None:
@@ -204,7 +552,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """End a run: the module is as before it, but for what it has learned."""
-        distributed.detach(self.optimizers)
+        detach(self.optimizers)
         if isinstance(self._layer_sync, SynchronizedLayers):
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
@@ -268,3 +616,52 @@ def register(package: Any) -> type[Any]:
             name, kind, description="One rank of sparkhvd for each device", override=True
         )
     return kind
+
+
+# ----------------------------------------------------------------------------------------------------
+# The two packages of Lightning: `lightning.pytorch` and `pytorch_lightning`, with classes of their own each; and their Fabrics.
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")  # each comes with the package above it
+
+
+def find(names: tuple[str, ...] = NAMES) -> list[Any]:
+    """Return the packages of these names that are imported, or else the first that is installed.
+
+    Raises:
+        ImportError: no package is installed.
+    """
+    if imported := [sys.modules[name] for name in names if name in sys.modules]:
+        return imported
+    for name in names:
+        try:
+            return [importlib.import_module(name)]
+        except ModuleNotFoundError as error:
+            if error.name not in (name, name.partition(".")[0]):
+                raise
+    raise ImportError(
+        f"sparkhvd.lightning: neither of {' and '.join(names)} is installed. Run `pip install 'sparkhvd[lightning]'`.",
+        name="lightning",
+    )
+
+
+def is_module(module: Any) -> bool:
+    """Return True for a LightningModule of either package."""
+    packages = filter(None, map(sys.modules.get, NAMES))  # the module's class has imported its own
+    return any(isinstance(module, package.LightningModule) for package in packages)
+
+
+def package_of(module: Any) -> Any:
+    """Return the package whose LightningModule a module is.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    for name in NAMES:
+        package = sys.modules.get(name)  # the module's class has imported it
+        if package is not None and isinstance(module, package.LightningModule):
+            return package
+    raise InvalidArgumentError(
+        f"sparkhvd.lightning.TorchEstimator: model is a {type(module).__name__}; it must be a LightningModule of {' or '.join(NAMES)}. "
+        "Use sparkhvd.TorchEstimator for other modules."
+    )

@@ -5,11 +5,10 @@ at any moment, also after kill -9; one of all ranks keeps rank 0's part when a r
 
 Each module imports only those above it:
 
-    report     report of a fit as JSON and HTML
-    live_plot  curves of a fit in a notebook
-    system     load of a rank's process, once per second
-    loggers    MLflow, TensorBoard and others, fed by a fit
-    spans      the training's own work, for a timeline
-    timeline   events of all ranks in Chrome's trace format
     autotune   search for the fastest settings while training goes on
+    report     report of a fit as JSON and HTML
+    system     load of a rank's process, once per second
+    timeline   events of all ranks in Chrome's trace format
+    live_plot  curves of a fit in a notebook
+    loggers    MLflow, TensorBoard and others, fed by a fit
 """

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkhvd.engine.engine import DType, Engine, TensorView
+from sparkhvd.engine.calls import TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-
-__all__ = ["Knob", "Search", "Tuner", "knobs"]
 
 _FORMAT = 1
 _ENGINE_KNOBS = ("chunk_bytes", "streams")

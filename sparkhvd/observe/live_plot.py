@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.charts import is_logarithmic
-from sparkhvd.observe.report.document import number
-from sparkhvd.observe.report.page import measures, paired
+from sparkhvd.observe.report.page import measures, number, paired
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LivePlot", "draw_curves", "measured"]
 
 _MOST_COLUMNS = 3
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["METRICS", "Gpu", "Sample", "Sampler"]
-
 _INTERVAL_S = 1.0
 
 

@@ -23,30 +23,22 @@ open for the next generation until `Listener.close()` or the end of the process.
 
 Each module imports only those above it:
 
-    connections  result of a meeting, and the protocol `Rendezvous`
-    installed    the process's own rendezvous
-    endpoints    listening address of a rank, and the job's key and ranks
-    loop         event loop, and socket operations of its tasks
-    listener     listening sockets of a rank
-    handshake    messages before a peer is authenticated: hellos, proofs, notices
-    memory       proof that two processes can map the same memory
-    blame        errors of a meeting that fails
-    links        authenticated connections, and agreement on hosts
-    dialing      outgoing connections
-    reception    incoming connections
-    suspects     peers that seem to be gone
-    meeting      one rank's part in one generation
-    descriptors  room for the connections of a job
-    sockets      a process's rendezvous over sockets: one meeting per generation
-    in_process   ranks that are threads of one process
+    event_loop  event loop, and socket operations of its tasks
+    handshake   messages before a peer is authenticated: hellos, proofs, notices
+    listener    listening sockets of a rank
+    meeting     one rank's part in one generation
+    rendezvous  the process's own rendezvous
 """
 
-from sparkhvd.rendezvous.connections import Connections, Rendezvous
-from sparkhvd.rendezvous.endpoints import Endpoint, Job
-from sparkhvd.rendezvous.in_process import SingleRendezvous, in_process
-from sparkhvd.rendezvous.installed import current, install
+from sparkhvd.rendezvous.handshake import Connections, Endpoint, Job, Rendezvous
 from sparkhvd.rendezvous.listener import Listener
-from sparkhvd.rendezvous.sockets import SocketRendezvous
+from sparkhvd.rendezvous.rendezvous import (
+    SingleRendezvous,
+    SocketRendezvous,
+    current,
+    in_process,
+    install,
+)
 
 __all__ = [
     "Connections",

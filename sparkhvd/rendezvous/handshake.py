@@ -7,15 +7,138 @@ Proofs are HMAC-SHA256 over everything that they stand for, so they can be neith
 from __future__ import annotations
 
 import hmac
+import json
+import os
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from sparkhvd.rendezvous.endpoints import Party
-from sparkhvd.rendezvous.loop import Wait, read, send
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous.event_loop import Wait, read, send
+from sparkhvd.settings import Settings
+
+# ----------------------------------------------------------------------------------------------------
+# Listening addresses of ranks, and the key and ranks of a job.
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Listening address of a rank.
+
+    Attributes:
+        address: IPv4 or IPv6 address of one interface.
+        port: TCP port.
+        host_key: equal for processes that can reach each other's abstract Unix sockets; "" if unknown.
+        unix_name: name of the abstract Unix socket in hex; "" if there is none.
+    """
+
+    address: str
+    port: int
+    host_key: str
+    unix_name: str
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return a JSON object."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, str | int]) -> Endpoint:
+        """Rebuild an endpoint from `to_dict`."""
+        return cls(
+            str(values["address"]),
+            int(values["port"]),
+            str(values["host_key"]),
+            str(values["unix_name"]),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
+
+
+class Party(Protocol):
+    """One side of a handshake: a rank of a job, or of a service with a key."""
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes that both sides know."""
+
+    @property
+    def job_id(self) -> str:
+        """Name, the same on both sides."""
+
+    @property
+    def attempt(self) -> int:
+        """Number that tells launches apart."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this side."""
+
+    @property
+    def size(self) -> int:
+        """Above every side's number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Knowledge by which a rank finds the others of one attempt, and proves itself.
+
+    Attributes:
+        key: 32 random bytes that only the ranks of this attempt know.
+        job_id: any name, the same on every rank.
+        attempt: counts the launches of the job.
+        rank: this rank.
+        size: number of ranks.
+        endpoints: where each rank listens, by rank.
+    """
+
+    key: bytes = field(repr=False)
+    job_id: str
+    attempt: int
+    rank: int
+    size: int
+    endpoints: tuple[Endpoint, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise InvalidArgumentError(
+                f"Job.key has {len(self.key)} bytes; it must have {KEY_BYTES}, from secrets.token_bytes()."
+            )
+        if not 0 <= self.rank < self.size or len(self.endpoints) != self.size:
+            raise InvalidArgumentError(
+                f"Job(rank={self.rank}, size={self.size}) with {len(self.endpoints)} endpoints; it needs one "
+                "endpoint per rank and a rank below size."
+            )
+
+    def to_json(self) -> str:
+        """Return JSON with the key in it: hand it over by pipe, never in argv, environment or a log."""
+        values = {**vars(self), "key": self.key.hex()}
+        values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Rebuild a job from `to_json`."""
+        values = json.loads(text)
+        return cls(
+            key=bytes.fromhex(values["key"]),
+            job_id=str(values["job_id"]),
+            attempt=int(values["attempt"]),
+            rank=int(values["rank"]),
+            size=int(values["size"]),
+            endpoints=tuple(Endpoint.from_dict(e) for e in values["endpoints"]),
+        )
+
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
 ABI_VERSION = 12
@@ -171,3 +294,64 @@ def answer(
     if turn.phase >= PHASE_STREAM:
         send(sock, WELCOME)
     return turn, client
+
+
+# ----------------------------------------------------------------------------------------------------
+# Result of a meeting: sockets to every peer; and the protocol of a rendezvous.
+
+
+@dataclass
+class Connections:
+    """Connected, authenticated sockets, one per peer for control frames and one per peer and stream, as `Engine` takes them.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        hosts: index of the host of each rank; equal on all ranks. Ranks with the same index share memory.
+        sockets: descriptor per peer, -1 for this rank, for control frames; not inheritable. Owned by the holder
+            of this object.
+        stream_sockets: the connections for tensors, `streams * size` descriptors, stream after stream, each
+            as `sockets`.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    sockets: list[int]
+    stream_sockets: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every descriptor that was not taken."""
+        for descriptors in (self.sockets, self.stream_sockets):
+            for place, descriptor in enumerate(descriptors):
+                if descriptor >= 0:
+                    os.close(descriptor)
+                descriptors[place] = -1
+
+
+class Rendezvous(Protocol):
+    """Way for the ranks of one job to connect with each other."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the job; equal on every rank."""
+
+    def connect(self) -> Connections:
+        """Meet every other rank; each call is the next generation, so init after shutdown works.
+
+        Every rank must call this. Raises CollectiveTimeoutError (a rank did not come within
+        `Settings.connect_timeout_s`) or PeerLostError (a rank is gone), which name the rank.
+        """
+
+
+def joined(rows: Sequence[list[int]]) -> list[int]:
+    """Return the rows as one list, row after row."""
+    return [descriptor for row in rows for descriptor in row]

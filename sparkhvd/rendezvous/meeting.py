@@ -4,35 +4,442 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import mmap
+import os
+import secrets
+import selectors
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from sparkhvd.rendezvous.blame import Blame, MeetingError
-from sparkhvd.rendezvous.connections import Connections, joined
-from sparkhvd.rendezvous.dialing import Dialer
-from sparkhvd.rendezvous.endpoints import Job
+from sparkhvd.engine.library import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
+from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
+from sparkhvd.rendezvous.event_loop import (
+    UNAUTHENTICATED_S,
+    Loop,
+    Task,
+    Wait,
+    is_same_user,
+    open_connection,
+    read,
+    send,
+    sleep,
+)
 from sparkhvd.rendezvous.handshake import (
     NEWS,
+    NEWS_LATE,
+    NEWS_LOST,
     NEWS_MET,
     PHASE_MESH,
     PHASE_STREAM,
     PHASE_TCP,
     WELCOME,
+    Connections,
+    Endpoint,
+    Job,
     Notice,
     Turn,
     introduce,
+    joined,
 )
-from sparkhvd.rendezvous.links import Link, Parked, agree_on_hosts, check_streams, detach, own_row
-from sparkhvd.rendezvous.listener import Listener
-from sparkhvd.rendezvous.loop import Loop, Task, Wait, read, send, sleep
-from sparkhvd.rendezvous.memory import check_memory, offer_memory
-from sparkhvd.rendezvous.reception import Reception
-from sparkhvd.rendezvous.suspects import Suspects
+from sparkhvd.rendezvous.listener import Listener, Reception, tcp_place, unix_address
 from sparkhvd.settings import Settings
 
-__all__ = ["Meeting"]
+# ----------------------------------------------------------------------------------------------------
+# Connections from this rank to the listeners of others.
+
+# A notice needs one connect; only a host that does not answer takes longer, and it receives nothing anyway.
+NOTICE_S = 2.0
+
+
+class Dialer:
+    """Opens connections to peers: over Unix sockets inside the host where possible, else over TCP.
+
+    Attributes:
+        unix_peers: ranks to reach over their Unix sockets.
+    """
+
+    def __init__(self, job: Job, endpoint: Endpoint) -> None:
+        self._job = job
+        self.unix_peers = frozenset(
+            rank
+            for rank, peer in enumerate(job.endpoints)
+            if rank != job.rank and peer.unix_name and endpoint.host_key == peer.host_key != ""
+        )
+
+    def dial(self, peer: int, until: float) -> Generator[Wait, None, socket.socket]:
+        """Connect to a peer.
+
+        Raises:
+            OSError: it does not listen, or does not answer in time.
+        """
+        endpoint = self._job.endpoints[peer]
+        if peer in self.unix_peers:
+            try:
+                sock = yield from open_connection(
+                    socket.AF_UNIX, unix_address(endpoint.unix_name), until
+                )
+                if is_same_user(sock):
+                    return sock
+                sock.close()
+            except BlockingIOError:  # its backlog is full: it is there
+                raise
+            except OSError:  # not reachable that way after all
+                pass
+        return (yield from open_connection(*tcp_place(endpoint), until))
+
+    def watch_listener(self, peer: int, on_open: Callable[[], object]) -> Task:
+        """Hold a silent connection to a listener, which the kernel resets when the listener closes.
+
+        A rank that accepts closes it after 5 s, as any other unauthenticated connection.
+
+        Args:
+            peer: owner of the listener.
+            on_open: called when the connection is open.
+
+        Raises:
+            OSError: the connection could not be opened.
+        """
+        family, place = tcp_place(self._job.endpoints[peer])
+        sock = yield from open_connection(family, place, time.monotonic() + UNAUTHENTICATED_S)
+        with sock:
+            on_open()
+            yield Wait(sock, selectors.EVENT_READ, float("inf"))
+
+    def notify(self, peers: Iterable[int], notice: Notice) -> None:
+        """Send a notice to the listeners of some ranks; best effort, NOTICE_S at most."""
+        loop = Loop()
+        try:
+            for peer in peers:
+                loop.start(self._notify(peer, notice))
+            loop.run(loop.is_idle)
+        finally:
+            loop.close()
+
+    def _notify(self, peer: int, notice: Notice) -> Task:
+        with contextlib.suppress(OSError):  # the other is gone, or cannot be reached
+            sock = yield from self.dial(peer, time.monotonic() + NOTICE_S)
+            with sock:
+                send(sock, notice.to_bytes(self._job, peer))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Authenticated connections to peers, and agreements of ranks over them.
+
+
+@dataclass
+class Link:
+    """Authenticated connection to a peer.
+
+    Attributes:
+        sock: the connection.
+        shares_memory: whether both processes have proved that they can map the same memory.
+        is_ready: whether the handshake is complete.
+        row: by rank, 1 where the peer shares memory with it; None until the peer has sent it.
+        streams: `Settings.streams` of the peer, known with the row.
+        has_own_row: whether this rank has sent its row.
+    """
+
+    sock: socket.socket
+    shares_memory: bool = False
+    is_ready: bool = False
+    row: bytes | None = None
+    streams: int = 1
+    has_own_row: bool = False
+
+    @property
+    def is_unix(self) -> bool:
+        """True for a Unix socket."""
+        return self.sock.family == socket.AF_UNIX
+
+    @property
+    def has_answered(self) -> bool:
+        """True once the peer has sent something that shows that it has believed this rank's proof."""
+        return self.row is not None or (self.is_unix and self.is_ready)
+
+
+@dataclass
+class Parked:
+    """Authenticated connection of a later turn."""
+
+    turn: Turn
+    rank: int
+    sock: socket.socket
+
+
+def detach(links: Mapping[int, Link], size: int) -> list[int]:
+    """Take the blocking descriptors of one stream out of its links, by rank; -1 where there is no link."""
+    sockets = [-1] * size
+    for peer, link in links.items():
+        link.sock.setblocking(True)
+        sockets[peer] = link.sock.detach()
+    return sockets
+
+
+def own_row(job: Job, links: Mapping[int, Link]) -> bytes:
+    """Return, by rank, 1 where it shares memory with this one."""
+    return bytes(rank == job.rank or links[rank].shares_memory for rank in range(job.size))
+
+
+def agree_on_hosts(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
+    """Return the host index of every rank; a host whose ranks do not all share memory becomes one host per rank.
+
+    Every rank computes the same, because every rank has the same rows.
+
+    Args:
+        job: the ranks and their endpoints.
+        links: the link to each peer, with its row.
+    """
+    rows = [
+        own_row(job, links) if rank == job.rank else links[rank].row or bytes(job.size)
+        for rank in range(job.size)
+    ]
+    groups: dict[str, list[int]] = {}
+    for rank, endpoint in enumerate(job.endpoints):
+        groups.setdefault(endpoint.host_key or f"rank {rank}", []).append(rank)
+    whole = {key for key, group in groups.items() if all(rows[a][b] for a in group for b in group)}
+    names = [
+        endpoint.host_key if endpoint.host_key in whole else f"rank {rank}"
+        for rank, endpoint in enumerate(job.endpoints)
+    ]
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def check_streams(rank: int, streams: int, links: Mapping[int, Link]) -> None:
+    """Refuse ranks with different numbers of streams, on every rank, so that none waits for streams that do not come.
+
+    Raises:
+        MismatchError: `Settings.streams` differs between ranks.
+    """
+    numbers = {rank: streams, **{peer: link.streams for peer, link in links.items()}}
+    for peer, number in sorted(numbers.items()):
+        if number != numbers[0]:
+            raise MismatchError(
+                f"Rendezvous of rank {rank}: ranks disagree on Settings.streams. Rank 0 has "
+                f"{numbers[0]}, rank {peer} has {number}. Start every rank with the same settings "
+                "(SPARKHVD_STREAMS)."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Errors of a meeting that fails, as this rank raises them and as it reports them to the others.
+
+
+class MeetingError(Exception):
+    """Failure of a meeting: the error that this rank raises, and the news of it for the others."""
+
+    def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.news = news
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Errors of one rank's meeting: ranks that did not come, their addresses, and the remedy.
+
+    Attributes:
+        job: the job as this rank knows it.
+        endpoint: where this rank listens.
+        timeout_s: how long it waits for the others.
+    """
+
+    job: Job
+    endpoint: Endpoint
+    timeout_s: float
+
+    def reported(self, notice: Notice) -> MeetingError:
+        """Return the error for a failure that another rank has reported."""
+        teller, about = notice.teller, notice.about
+        if notice.kind == NEWS_LATE:
+            return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
+        if about == self.job.rank:
+            return self.lost({teller: "it lost its connection to this rank"})
+        return self.lost({about: f"rank {teller} reports it"})
+
+    def lost(self, causes: Mapping[int, object]) -> MeetingError:
+        """Return the error about ranks that are gone; `causes` holds the evidence by rank."""
+        lines = [
+            f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
+            for peer, cause in sorted(causes.items())
+        ]
+        where = "its error in its own log" if len(lines) == 1 else "their errors in their own logs"
+        text = (
+            f"Rendezvous of rank {self.job.rank} at {self.endpoint}: {', '.join(lines)}. Look for "
+            f"{where}; start the job again."
+        )
+        return MeetingError(PeerLostError(text), NEWS_LOST, min(causes))
+
+    def expired(
+        self,
+        peers: Collection[int],
+        rows: Mapping[int, bytes | None],
+        last_errors: Mapping[int, object],
+    ) -> MeetingError:
+        """Return the error about ranks that are missing, or else about those that still wait for others.
+
+        Args:
+            peers: all ranks that must come.
+            rows: by rank that is connected its row, or None before it has come.
+            last_errors: the last error of connecting with a rank.
+        """
+        missing = [rank for rank in sorted(peers) if rank not in rows]
+        waiting = [rank for rank in sorted(rows) if rows[rank] is None]
+        lines = [self._missing_line(rank, last_errors.get(rank)) for rank in missing]
+        if not missing:
+            lines = [f"rank {r} at {self.job.endpoints[r]} still waits for others" for r in waiting]
+        return self.late(missing or waiting or sorted(peers), lines)
+
+    def _missing_line(self, rank: int, error: object) -> str:
+        who = f"rank {rank} at {self.job.endpoints[rank]}"
+        if rank < self.job.rank:
+            return f"{who} has not answered ({error or 'no error'})"
+        return f"{who} has not connected ({error or 'its port is open'})"
+
+    def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeetingError:
+        """Return the error about ranks that did not come in time, with a line about each; the others are told of the first."""
+        text = (
+            f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
+            f"{self.job.size} ranks came within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
+            "every rank calls init() and that the hosts reach each other on these ports "
+            "(SPARKHVD_PORT_RANGE), or raise SPARKHVD_CONNECT_TIMEOUT_S."
+        )
+        return MeetingError(CollectiveTimeoutError(text), NEWS_LATE, ranks[0])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Peers that seem to be gone, and the grace before one of them is blamed.
+
+_TURN_S = 0.1
+# A peer that is gone may have left because of another, and its notice is then in this rank's backlog: this many
+# turns of the event loop, _TURN_S apart, are enough to read it, also for a process that was stopped meanwhile.
+_GRACE_TURNS = 5
+
+
+class Suspects:
+    """Peers that seem to be gone. They are blamed after a grace, unless a notice says first why they left."""
+
+    def __init__(self, loop: Loop, errors: Blame) -> None:
+        self._loop = loop
+        self._errors = errors
+        self._causes: dict[int, object] = {}
+        self._has_grace = False
+        self._watched: set[int] = set()
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._causes
+
+    def __len__(self) -> int:
+        return len(self._causes)
+
+    def add(self, peer: int, cause: object) -> None:
+        """Suspect a peer; `cause` shows that it is gone. The first cause counts."""
+        self._causes.setdefault(peer, cause)
+        if not self._has_grace:
+            self._has_grace = True
+            self._loop.start(self._blame())
+
+    def clear(self, peer: int) -> None:
+        """Take the suspicion back: the peer has come again."""
+        self._causes.pop(peer, None)
+
+    def watch(self, links: Mapping[int, Link]) -> None:
+        """Suspect a peer from now on when its link ends; a peer is watched by its first link only."""
+        for peer, link in links.items():
+            if peer not in self._watched:
+                self._watched.add(peer)
+                self._loop.start(self._watch(peer, link.sock))
+
+    def _watch(self, peer: int, sock: socket.socket) -> Task:
+        """Wait for the end of a link, and leave its data to the engine."""
+        yield Wait(sock, selectors.EVENT_READ, float("inf"))
+        try:
+            is_open = bool(sock.recv(1, socket.MSG_PEEK))
+        except OSError as error:
+            self.add(peer, error)
+            return
+        if not is_open:
+            self.add(peer, "closed by the other side")
+
+    def _blame(self) -> Task:
+        yield from sleep(_TURN_S)
+        first = set(self._causes)  # ranks that are missed later may have left because of these
+        for _ in range(_GRACE_TURNS - 1):
+            yield from sleep(_TURN_S)
+        self._has_grace = False
+        causes = {peer: cause for peer, cause in self._causes.items() if peer in first}
+        if causes:  # else they have come again
+            raise self._errors.lost(causes)
+        for peer, cause in self._causes.items():
+            self.add(peer, cause)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Proof that two processes can map the same memory.
+
+TOKEN_BYTES = 32
+
+
+def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
+    """Do the connecting side: pass a memory file with a token and expect an answer inside it."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        descriptor = new_memfd("sparkhvd-proof")
+    except OSError:  # forbidden here: use sockets, and tell the peer
+        send(sock, token)
+        yield from read(sock, TOKEN_BYTES, until)
+        send(sock, b"\0")
+        return False
+    try:
+        os.ftruncate(descriptor, 2 * TOKEN_BYTES)
+        seal_against_shrinking(descriptor)
+        os.pwrite(descriptor, token, 0)
+        socket.send_fds(sock, [token], [descriptor])
+        answer = yield from read(sock, TOKEN_BYTES, until)
+        shared = hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, TOKEN_BYTES), answer)
+    finally:
+        os.close(descriptor)
+    send(sock, bytes([shared]))
+    return shared
+
+
+def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
+    """Do the accepting side: map the memory file, compare its token, write an answer into it."""
+    yield Wait(sock, selectors.EVENT_READ, until)
+    token, descriptors, _, _ = socket.recv_fds(sock, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    answer = secrets.token_bytes(TOKEN_BYTES)
+    shared = False
+    try:
+        if (
+            len(token) < TOKEN_BYTES
+        ):  # cut short or closed; a sender of this version never splits it
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # cannot map: no shared memory between the two
+            if descriptors and _has_room(descriptors[0]):
+                with mmap.mmap(descriptors[0], 2 * TOKEN_BYTES) as memory:
+                    shared = hmac.compare_digest(memory[:TOKEN_BYTES], token)
+                    memory[TOKEN_BYTES:] = answer
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    send(sock, answer)
+    verdict = yield from read(sock, 1, until)
+    return shared and verdict == b"\1"
+
+
+def _has_room(descriptor: int) -> bool:
+    """Return True if the file holds both tokens and cannot shrink, which would kill a process that has mapped it."""
+    return (
+        is_sealed_against_shrinking(descriptor) and os.fstat(descriptor).st_size >= 2 * TOKEN_BYTES
+    )
+
 
 # The listener of a rank that has not come is checked this often.
 PROBE_S = 0.5

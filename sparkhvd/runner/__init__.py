@@ -30,61 +30,43 @@ end those in sessions of their own (`leftovers`). After Ctrl-C the function has 
 
 Each module imports only those above it:
 
-    leftovers   ends what ranks have started and left behind
-    guard       ends what a launcher has started, however that ends
-    admission   task slots for launches, in the order of their calls
-    allocator   memory that trainers keep for the next step
-    frames      frames on the pipe from a task to its trainer
-    pickling    functions and results by value
-    spawning    pickling for processes that a trainer spawns
-    placement   slots and threads, from the configuration
-    payload     large functions without a file left for each
-    spark_log   Spark's log on the driver without failures of ranks
-    tracebacks  tracebacks of ranks as the driver shows them
-    outcomes    values and errors of ranks as data
-    results     results of ranks by pieces, below Spark's limit
-    host_names  hosts, their slots, and who runs where
-    forwarding  variables that ranks on other hosts get
-    config_file  flags of `sparkhvdrun` from a file
+    allocator          memory that trainers keep for the next step
+    driver_port        a port of the driver for tasks, and the proof of both ends
+    host_names         hosts, their slots, and who runs where
+    loggers            load of the ranks of `run(fn)`, for its loggers
+    output             lines of a rank's output, with or without an end
+    processes          fresh and forked processes of trainers
+    protocol           frames on the pipe from a task to its trainer
+    slots              task slots for launches, in the order of their calls
+    tracebacks         tracebacks of ranks as the driver shows them
+    local_processes    ends what ranks have started and left behind
+    outcomes           values and errors of ranks as data
+    reports            a trainer's report on its function
+    zygote_client      the nursery of a process or an executor, which forks trainers of later launches
     horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
-    reports     a trainer's report on its function
-    preflight   checks before anything long starts
-    lines       lines of a rank's output, with or without an end
-    driver_port  a port of the driver for tasks, and the proof of both ends
-    processes   fresh and forked processes of trainers
-    nurseries   the nursery of a process or an executor, which forks trainers of later launches
-    starting    what a trainer's start needs
-    trainer     parent's side of a trainer process
-    gpu         a GPU for each rank
-    stored      outcomes of ranks as files of the run
-    live        output of ranks on the driver while they run
-    rank_load   load of the ranks of `run(fn)`, for its loggers
-    metric_lines  loggers of `run(fn)`
-    options     options and result of a launch under Spark
-    interrupts  Ctrl-C, from the driver to the ranks
-    blas        threads of OpenBLAS across a fork
-    child       the trainer process
-    nursery     the nursery process
-    head_start  nurseries that tasks before a launch start
-    launching   what launches under Spark and on this host share
-    rank_output  a rank's lines: to the driver, and to its task's stderr
-    trainers    trainers of one host's ranks without Spark
-    local       launches on this host: `run_local`
-    doctor      what this machine can do and lacks
-    screen      lines of ranks on this process's streams
-    script_ranks  what processes of the user's command are given
-    crew        processes of the user's command on this host
-    watching    wait for them, and end them together
-    scripts     the user's command on this host
-    hosts       the user's command, or a function, on several hosts: `run_hosts`
-    live_output  live output, or the last lines, of an attempt on the driver
-    task        executor's side of a launch under Spark
-    planning    what the driver decides before a launch under Spark
-    slot_wait   line on a stage that waits for other jobs
-    job         driver's side of a launch under Spark: `run`
-    elastic     the user's command on ranks that come and go, and a function under Spark: `run_elastic`
-    command     the command line: `sparkhvdrun`
-    horovod_runner  Databricks' `HorovodRunner`
+    live               output of ranks on the driver while they run
+    preflight          checks before anything long starts
+    results            results of ranks by pieces, below Spark's limit
+    trainer            parent's side of a trainer process
+    gpu                a GPU for each rank
+    interrupts         Ctrl-C, from the driver to the ranks
+    options            options and result of a launch under Spark
+    outcome_files      outcomes of ranks as files of the run
+    child              the trainer process
+    doctor             what this machine can do and lacks
+    head_start         nurseries that tasks before a launch start
+    launching          what launches under Spark and on this host share
+    live_output        live output, or the last lines, of an attempt on the driver
+    local              launches on this host: `run_local`
+    task               executor's side of a launch under Spark
+    watch              lines of ranks on this process's streams
+    zygote             the nursery process
+    hosts              the user's command, or a function, on several hosts: `run_hosts`
+    job                driver's side of a launch under Spark: `run`
+    script             the user's command on this host
+    elastic            the user's command on ranks that come and go, and a function under Spark: `run_elastic`
+    command            the command line: `sparkhvdrun`
+    horovod_runner     Databricks' `HorovodRunner`
 """
 
 from __future__ import annotations
@@ -94,14 +76,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from sparkhvd.rank_context import RankContext, context
-from sparkhvd.runner.elastic.function import run_elastic
+from sparkhvd.runner.elastic.job import run_elastic
+from sparkhvd.topology import RankContext, context
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-    from sparkhvd.observe.loggers.logger import Logger
+    from sparkhvd.observe.loggers.base import Logger
     from sparkhvd.settings import Settings
 
 __all__ = ["RankContext", "context", "run", "run_elastic", "run_hosts", "run_local"]
@@ -189,13 +171,16 @@ def run(
         PreflightError: the cluster cannot run this job; the message has the remedy. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal.
     """
-    from sparkhvd.runner import horovod_arguments, job, metric_lines
+    from sparkhvd.runner import horovod_arguments, job
+    from sparkhvd.runner import loggers as metric_lines
+    from sparkhvd.runner.options import LaunchOptions
+    from sparkhvd.spark import SparkShim, active_session
 
     stream = horovod_arguments.choose_stream(stdout, stderr)
     facts = {"num_proc": num_proc}
     horovod_arguments.warn_of(use_mpi=use_mpi, use_gloo=use_gloo, extra_mpi_args=extra_mpi_args)
     interfaces = horovod_arguments.join_interfaces(nics)
-    options = job.LaunchOptions(
+    options = LaunchOptions(
         env={**(env or {}), **({"SPARKHVD_INTERFACES": interfaces} if interfaces else {})},
         settings=settings,
         start_timeout_s=start_timeout,
@@ -206,7 +191,7 @@ def run(
         timestamps=prefix_output_with_timestamp,
         stream=stream,
     )
-    shim = job.SparkShim(job.active_session() if spark is None else spark)
+    shim = SparkShim(active_session() if spark is None else spark)
     horovod_arguments.check_executable(
         executable,
         shim.worker_python(),
@@ -281,7 +266,8 @@ def run_local(
             started.
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
-    from sparkhvd.runner import horovod_arguments, local, metric_lines
+    from sparkhvd.runner import horovod_arguments, local
+    from sparkhvd.runner import loggers as metric_lines
 
     horovod_arguments.warn_of(
         start_timeout=start_timeout,
@@ -372,8 +358,9 @@ def run_hosts(
         PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal; or a host was lost.
     """
-    from sparkhvd.runner import horovod_arguments, metric_lines
-    from sparkhvd.runner.hosts import function
+    from sparkhvd.runner import horovod_arguments
+    from sparkhvd.runner import loggers as metric_lines
+    from sparkhvd.runner.hosts import run as function
 
     options = function.HostsOptions(
         hosts=hosts,

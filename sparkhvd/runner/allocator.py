@@ -16,8 +16,6 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-__all__ = ["keep_freed_memory", "start_variables"]
-
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

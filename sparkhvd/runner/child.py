@@ -30,34 +30,95 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 from sparkhvd import as_horovod, rank_messages
-from sparkhvd.launchers.handover import Handover
+from sparkhvd.launchers.meeting import Handover
 from sparkhvd.launchers.place import hold
-from sparkhvd.rank_settings import setting_variables
-from sparkhvd.runner import allocator, blas, spawning
-from sparkhvd.runner.frames import (
+from sparkhvd.runner import allocator
+from sparkhvd.runner.gpu import probe
+from sparkhvd.runner.protocol import (
     USEFUL_MODULES,
     JobFrame,
     Prologue,
+    dumps,
     read_frame,
     write_frame,
     write_message,
     write_progress,
 )
-from sparkhvd.runner.gpu import probe
-from sparkhvd.runner.pickling import dumps
-from sparkhvd.runner.reports import (
-    dump_result,
-    peak_rss,
-    report_of,
-    report_of_exit,
-    traceback_of,
-)
+from sparkhvd.runner.reports import dump_result, peak_rss, report_of, report_of_exit, traceback_of
+from sparkhvd.settings import setting_variables
 from sparkhvd.topology import HOROVOD_NAMES
 
-__all__ = ["end", "load", "main"]
+# ----------------------------------------------------------------------------------------------------
+# Pickling for processes that multiprocessing spawns from a trainer, such as a DataLoader's.
+# A spawned process imports the `__main__` of its parent, which is the trainer's module here and not the user's script.
+# So objects of the user's `__main__` travel by value, in both directions; cloudpickle gives such classes a number by which
+# both sides recognize them.
+
+
+def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
+    """Let multiprocessing pickle classes and functions of the user's `__main__` by value from now on.
+
+    Args:
+        dumps: pickles such an object by value.
+    """
+
+    def reduce(_: object, value: object) -> Any:
+        if (
+            isinstance(value, (type, FunctionType))
+            and value.__module__ == "__main__"
+            and not _is_importable(value)
+        ):
+            return pickle.loads, (dumps(value),)
+        return NotImplemented
+
+    # Pickle does not look up classes and functions in its dispatch table.
+    ForkingPickler.reducer_override = reduce  # type: ignore[method-assign]
+
+
+def _is_importable(value: type | FunctionType) -> bool:
+    """Return True if `__main__` has the object under its name, as pickle expects."""
+    named: object = sys.modules["__main__"]
+    for name in value.__qualname__.split("."):
+        named = getattr(named, name, None)
+    return named is value
+
+
+# ----------------------------------------------------------------------------------------------------
+# Threads of numpy's OpenBLAS in a process that will fork: one until then, the variable's number afterwards.
+
+VARIABLE = "OPENBLAS_NUM_THREADS"
+# Builds name their functions differently; numpy's wheels have the first.
+_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+
+
+def hold_threads() -> None:
+    """Let OpenBLAS load without threads of its own."""
+    os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own
+
+
+def restore_threads() -> None:
+    """Give a loaded OpenBLAS as many threads as the variable says, at most one per processor, as it takes by itself."""
+    number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
+    if not number.isdecimal() or number == "1":
+        return
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if "openblas" in line}:
+        library = ctypes.CDLL(path)
+        setter = next((name for name in _SETTERS if hasattr(library, name)), None)
+        if setter is not None:
+            getattr(library, setter)(min(int(number), len(os.sched_getaffinity(0))))
+
 
 _PR_SET_NAME = 15
 
@@ -85,7 +146,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     as_horovod.install_if_asked()
     if listener is not None:
         prologue = replace(prologue, listener=_numbered(prologue.listener, listener))
-        blas.restore_threads()
+        restore_threads()
     # The listener must survive until the job is known, and must not leak into the user's own processes.
     for fd in prologue.listener:
         if fd >= 0:
@@ -105,7 +166,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
         first.send(b"null")
     _watch_parent(spec_fd)
     _install(prologue, job)
-    spawning.pickle_main_by_value(dumps)
+    pickle_main_by_value(dumps)
     return _run(program, result_fd, began)
 
 
@@ -359,7 +420,7 @@ def _flush_streams() -> None:
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
-    spawning.pickle_main_by_value(dumps)
+    pickle_main_by_value(dumps)
 if __name__ == "__main__":
     started_by = os.getppid()
     end(main(int(sys.argv[1]), int(sys.argv[2])), started_by)

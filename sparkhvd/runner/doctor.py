@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkhvd import __version__, processors
-from sparkhvd.engine.session import isa_available
+from sparkhvd import __version__
+from sparkhvd import cpus as processors
+from sparkhvd.engine.calls import isa_available
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.rendezvous import Listener
-from sparkhvd.rendezvous.descriptors import most_ranks
+from sparkhvd.rendezvous.listener import most_ranks
 from sparkhvd.runner.gpu.probe import count_beside
 from sparkhvd.settings import ISAS, Settings
-
-__all__ = ["examine"]
 
 _JAVA_MINIMUM = 17
 _JAVA_S = 20.0

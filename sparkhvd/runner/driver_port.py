@@ -9,11 +9,9 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.rendezvous.event_loop import Loop, Wait
 from sparkhvd.rendezvous.handshake import Turn, introduce
-from sparkhvd.rendezvous.loop import Loop, Wait
 from sparkhvd.spark import SparkShim
-
-__all__ = ["FIRST", "address_of_one_interface", "connect", "keep_alive", "listen", "proof_between"]
 
 FIRST = Turn(0, 0)
 # Names of Linux; elsewhere the system's own times count.

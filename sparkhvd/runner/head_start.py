@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparkhvd import processors
-from sparkhvd.rank_settings import JobSettings
-from sparkhvd.runner import placement
-from sparkhvd.runner.frames import USEFUL_MODULES, Prologue
+from sparkhvd import cpus as processors
+from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import task
-from sparkhvd.runner.nurseries import of_this_process
-from sparkhvd.runner.starting import may_fork, prepare_nursery
+from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue
+from sparkhvd.runner.trainer import may_fork, prepare_nursery
+from sparkhvd.runner.zygote_client import of_this_process
+from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
-
-__all__ = ["HeadStart", "share_nursery", "task_prologue"]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,6 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.host_names import is_here, parse_hosts, place_ranks
 from sparkhvd.runner.outcomes import Outcome
 
-__all__ = [
-    "check_executable",
-    "check_hosts",
-    "choose_stream",
-    "join_interfaces",
-    "warn_of",
-    "write_tails",
-]
-
 _TRANSPORT = "ranks talk through sparkhvd's own transport, which needs neither MPI nor Gloo"
 _INSTEAD = {
     "use_mpi": _TRANSPORT,

@@ -9,8 +9,6 @@ from typing import TypeVar
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run, run_local
 
-__all__ = ["HorovodRunner"]
-
 R = TypeVar("R")
 _VERBOSITIES = ("all", "log_callback_only")
 

@@ -19,13 +19,11 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
+from sparkhvd.rendezvous.event_loop import Loop, Task, Wait, read
 from sparkhvd.rendezvous.handshake import HELLO, answer, introduce
-from sparkhvd.rendezvous.loop import Loop, Task, Wait, read
 from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
 from sparkhvd.spark import SparkShim
-
-__all__ = ["InterruptWatch", "Interrupter"]
 
 # How long a task tries to reach the driver, beside its work.
 _CONNECT_S = 10.0

@@ -15,30 +15,11 @@ from typing import Any, TextIO
 from sparkhvd import as_horovod
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK, address_on, address_towards, is_loopback
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job
-from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
-from sparkhvd.runner.pickling import dump_program
-from sparkhvd.settings import Settings
+from sparkhvd.runner.protocol import JobFrame, dump_program
+from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.topology import horovod_variables, topology
-
-__all__ = [
-    "ERASE",
-    "check_env",
-    "choose_settings",
-    "dump_call",
-    "environ",
-    "erase_line",
-    "job_frame",
-    "line_of",
-    "load_result",
-    "log_to",
-    "own_address",
-    "preload",
-    "reserved_port",
-    "write_to",
-]
 
 
 def dump_call(

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.knobs import check_seconds
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.settings import Settings
+from sparkhvd.settings import JobSettings, Settings, check_seconds
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-__all__ = ["JobReport", "LaunchOptions", "RankChange"]
 
 R = TypeVar("R")
 

@@ -19,21 +19,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Kind",
-    "Outcome",
-    "chunks",
-    "embed",
-    "error_of",
-    "find_embedded",
-    "find_referred",
-    "from_spark_failure",
-    "is_retryable",
-    "refer",
-    "root_cause",
-]
-
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
 # Most of a traceback or output in the text of an exception; the run's folder and the log have all.

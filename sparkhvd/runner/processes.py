@@ -18,18 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = [
-    "Ended",
-    "Ends",
-    "ForkedProcess",
-    "FreshProcess",
-    "Process",
-    "kill_group",
-    "python_of",
-    "receive",
-    "send",
-]
-
 _MESSAGE_BYTES = 1 << 16
 # How long a nursery may take to tell of the end of a trainer: longer than what it imports meanwhile.
 _TOLD_S = 30.0

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkhvd.errors import CollectiveError, NotInitializedError
-from sparkhvd.runner.pickling import dumps
-
-__all__ = ["dump_result", "peak_rss", "report_of", "report_of_exit", "traceback_of"]
+from sparkhvd.runner.protocol import dumps
 
 
 class _UnpicklableResultError(TypeError):

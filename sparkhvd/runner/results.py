@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, Row
 
-__all__ = [
-    "LIMIT_KEY",
-    "OUTCOME_PART",
-    "Pieces",
-    "collect",
-    "is_of_rest",
-    "lost",
-    "pieces_for",
-    "rows_of",
-]
 
 LIMIT_KEY = "spark.driver.maxResultSize"
 _DEFAULT_LIMIT = 1 << 30

@@ -11,36 +11,99 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparkhvd.errors import InternalError, PreflightError, RankError
-from sparkhvd.launchers import gathering
-from sparkhvd.rank_settings import JobSettings
+from sparkhvd.launchers import gather as gathering
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, preflight, results, stored
+from sparkhvd.runner import launching, preflight, results
+from sparkhvd.runner import outcome_files as stored
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.head_start import share_nursery, task_prologue
 from sparkhvd.runner.interrupts import InterruptWatch
+from sparkhvd.runner.launching import line_of
 from sparkhvd.runner.live.connection import Connection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, Sender, Way
 from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, describe, embed, refer
-from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
-from sparkhvd.runner.rank_output import RankOutput, log
+from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.trainer import Trainer, inherited
+from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
-    from sparkhvd.runner.payload import Payload
+    from sparkhvd.runner.protocol import Payload
 
-__all__ = ["ROW_SCHEMA", "TaskSpec", "files_of", "make_task", "output_of"]
+
+# ----------------------------------------------------------------------------------------------------
+# Output of a rank in its task: to the driver while it runs, and to the task's stderr.
+
+
+class RankOutput:
+    """Ways of a rank's output; a context manager.
+
+    Args:
+        sender: takes it to the driver; None where it stays here.
+        timestamp: whether lines on stderr begin with the local time.
+        on_stderr: whether stderr gets all of it, or none, or what the sender did not take.
+    """
+
+    def __init__(
+        self,
+        sender: Sender | None,
+        *,
+        timestamp: bool,
+        on_stderr: Literal["always", "unsent", "never"],
+    ) -> None:
+        self._sender = sender
+        self._timestamp = timestamp
+        self._on_stderr = on_stderr
+
+    def line(self, line: str) -> None:
+        """Pass a line of the trainer on."""
+        self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
+
+    def message(self, text: str) -> None:
+        """Pass a message for the driver on."""
+        self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
+
+    def progress(self, text: str) -> None:
+        """Pass a line on the progress of the training on; stderr has none of it."""
+        if self._sender is not None:
+            self._sender.progress(text)
+
+    def _echo(self, text: str, *, is_sent: bool) -> None:
+        if self._on_stderr == "always" or (self._on_stderr == "unsent" and not is_sent):
+            for line in text.split("\n"):
+                log(line, timestamp=self._timestamp)
+
+    def close(self) -> tuple[tuple[int, str, int], ...]:
+        """Let the driver have the last lines; return those that it may not have got."""
+        return () if self._sender is None else tuple(self._sender.close())
+
+    def __enter__(self) -> RankOutput:
+        if self._sender is not None:
+            self._sender.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sender is not None:
+            self._sender.__exit__()
+
+
+def log(line: str, *, timestamp: bool = False) -> None:
+    """Write a line to the task's stderr."""
+    sys.stderr.write(line_of(line, timestamp=timestamp))
+    sys.stderr.flush()
+
 
 ROW_SCHEMA = "rank int, part int, data binary"
 

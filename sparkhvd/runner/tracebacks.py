@@ -18,19 +18,6 @@ from dataclasses import dataclass
 
 from sparkhvd import errors
 
-__all__ = [
-    "Frame",
-    "Raised",
-    "also",
-    "brief",
-    "cut",
-    "failure_text",
-    "module_hint",
-    "parse",
-    "rebuild",
-    "shows_user",
-]
-
 _OWN = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
 _HEADER = "Traceback (most recent call last):"

@@ -13,26 +13,23 @@ Shutdown: `shutdown()`, or the end of the process. Tensors in registered memory 
 
 Each module imports only those above it:
 
-    arguments        users' arguments, converted
-    untraced         what TorchDynamo leaves alone
-    context          the engine that `rank()` and `allreduce()` use
-    compressors      16-bit floats on the wire
-    joining          meaning of `init(comm=...)`
-    own_gpu          the launcher's GPU as torch's current device
-    cuda             streams, events and memory of CUDA; NCCL
-    process_sets     the ranks that take part in an operation
-    collectives      allreduce, allgather and their like
+    arguments          users' arguments, converted
+    compressors        16-bit floats on the wire
+    context            the engine that `rank()` and `allreduce()` use
+    cuda               streams, events and memory of CUDA; NCCL
+    process_sets       the ranks that take part in an operation
+    startup            meaning of `init(comm=...)`
+    collectives        allreduce, allgather and their like
+    broadcast          parameters, optimizer state and objects
     communicator_sets  process sets from communicators of MPI
-    registered       tensors in registered memory
-    broadcast        parameters, optimizer state and objects
-    gradients        gradients reduced in buckets
-    sync_batch_norm  `SyncBatchNorm`
-    compression      `Compression`
-    optimizer        `DistributedOptimizer`
-    elastic          training whose ranks change
-    extensions       questions of Horovod's programs about frontends
-    functions        Horovod's module of that name
-    mpi_ops          Horovod's module of that name
+    registered         tensors in registered memory
+    sync_batch_norm    `SyncBatchNorm`
+    functions          Horovod's module of that name
+    gradients          gradients reduced in buckets
+    compression        `Compression`
+    optimizer          `DistributedOptimizer`
+    elastic            training whose ranks change
+    mpi_ops            Horovod's module of that name
 """
 
 from __future__ import annotations
@@ -55,11 +52,13 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.launchers import horovod
-from sparkhvd.launchers.communicator import Communicator, is_communicator
+from sparkhvd.launchers import environment as horovod
+from sparkhvd.launchers.mpi import Communicator, is_communicator
 from sparkhvd.observe import timeline
 from sparkhvd.rank_messages import log_to_driver
-from sparkhvd.torch import collectives, context, elastic, joining, own_gpu
+from sparkhvd.torch import collectives, context, elastic
+from sparkhvd.torch import startup as joining
+from sparkhvd.torch import startup as own_gpu
 from sparkhvd.torch.broadcast import (
     allgather_object,
     broadcast_object,
@@ -70,10 +69,10 @@ from sparkhvd.torch.collectives import *  # noqa: F403 - its `__all__` is the li
 from sparkhvd.torch.communicator_sets import add_process_set, remove_process_set
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.cuda import nccl_version
-from sparkhvd.torch.joining import Comm
 from sparkhvd.torch.optimizer import DistributedOptimizer
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set
 from sparkhvd.torch.registered import registered_empty
+from sparkhvd.torch.startup import Comm
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

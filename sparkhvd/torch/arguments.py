@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import SupportsFloat, SupportsIndex, TypeVar
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = ["check_compression", "to_factor", "to_integer", "to_integers", "to_list"]
 
 _Item = TypeVar("_Item")
 
@@ -74,3 +73,37 @@ def check_compression(what: str, compression: object) -> None:
             f"{what}: compression={compression!r} has no compress() and decompress(). Give hvd.Compression.none, "
             ".fp16 or .bf16, or a class of your own that has them."
         )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Functions and classes that TorchDynamo leaves alone.
+# torch's C++ calls them while Dynamo compiles what calls the C++: in the forward pass of a compiled DDP model, or in `backward()` of a compiled
+# training step.
+
+
+def leave_untraced(*parts: Any) -> None:
+    """Have Dynamo run functions, or the methods of classes, and what these call, as they are; without importing Dynamo, which takes seconds."""
+    frames: Any = torch._C._dynamo.eval_frame
+    functions = [each for part in parts for each in _functions(part)]
+    for each in functions:
+        each._torchdynamo_disable = True  # what Dynamo would trace into
+    if not hasattr(frames, "set_code_exec_strategy"):  # torch before 2.7
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for each in functions:
+        for code in _codes(each.__code__):
+            frames.set_code_exec_strategy(code, skip)
+
+
+def _functions(part: Any) -> list[Any]:
+    if isinstance(part, types.FunctionType):
+        return [part]
+    return [each for each in vars(part).values() if isinstance(each, types.FunctionType)]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Return the code of a function, and of those that it defines."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)

@@ -20,18 +20,9 @@ from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.alltoalls import start_alltoall
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
-from sparkhvd.torch.collectives.handles import Operation
+from sparkhvd.torch.collectives.tensors import Operation
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "pass_object",
-]
-
 
 # --- Parameters. ---
 

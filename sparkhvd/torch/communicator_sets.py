@@ -11,14 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers import communicator
-from sparkhvd.launchers.communicator import Communicator
+from sparkhvd.launchers import mpi as communicator
+from sparkhvd.launchers.mpi import Communicator
 from sparkhvd.torch import process_sets
 from sparkhvd.torch.collectives import allgather
 from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet
-
-__all__ = ["add_process_set", "remove_process_set"]
 
 _WHAT = "add_process_set(ProcessSet(<communicator>))"
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from sparkhvd.torch.compressors import (
-    BF16Compressor,
-    Compressor,
-    FP16Compressor,
-    NoneCompressor,
-)
+from sparkhvd.torch.compressors import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 
 __all__ = [

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["BUILT_IN", "BF16Compressor", "Compressor", "FP16Compressor", "NoneCompressor"]
-
 
 class Compressor:
     """Conversion of a tensor before and after it is reduced. Subclass it for a scheme of your own.

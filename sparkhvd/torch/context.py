@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkhvd.rendezvous import Rendezvous
-    from sparkhvd.torch.collectives.cuda_gathers import GatherThread
+    from sparkhvd.torch.collectives.cuda import GatherThread
     from sparkhvd.torch.cuda import Device
     from sparkhvd.torch.gradients.reducer import Reducer
     from sparkhvd.torch.process_sets import ProcessSet
-
-__all__ = ["Context", "context", "initialize", "is_initialized", "shut_down", "use_engine"]
 
 
 class _Ended(threading.local):

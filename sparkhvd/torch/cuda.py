@@ -19,22 +19,10 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Buffer, Engine
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.work import Buffer
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import Context
-
-__all__ = [
-    "CudaDevice",
-    "Device",
-    "copy_each",
-    "find_nccl",
-    "nccl_candidates",
-    "nccl_version",
-    "open_cuda",
-    "open_device",
-    "opened",
-    "refuse_capture",
-]
 
 # Folders of NCCL in the packages of pip, under the directories of `sys.path`.
 _PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")

@@ -5,6 +5,6 @@ The names are those of `sparkhvd.torch`, where new code finds them, and three qu
 
 from sparkhvd.torch import *  # noqa: F403 - its `__all__` is the list
 from sparkhvd.torch import __all__ as _names
-from sparkhvd.torch.extensions import check_extension, gpu_available, num_rank_is_power_2
+from sparkhvd.torch.startup import check_extension, gpu_available, num_rank_is_power_2
 
 __all__ = [*_names, "check_extension", "gpu_available", "num_rank_is_power_2"]

@@ -10,17 +10,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers.communicator import Communicator, is_communicator
+from sparkhvd.launchers.mpi import Communicator, is_communicator
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import Context, context, is_initialized
-
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "check_new",
-    "global_process_set",
-    "remove_process_set",
-]
 
 
 class ProcessSet:

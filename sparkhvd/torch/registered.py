@@ -9,15 +9,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Buffer
+from sparkhvd.engine.work import Buffer
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer, to_integers, to_list
 from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.cuda import Device, open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = ["over_buffer", "registered_empty"]
 
 _MAX_BYTES = (1 << 63) - 1  # torch counts in signed 64 bits
 

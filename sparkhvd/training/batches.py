@@ -18,16 +18,13 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.ragged import Flags, Rows
 from sparkhvd.data.manifest import PARQUET, Manifest
 from sparkhvd.data.parquet.source import ParquetSource
-from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.reading.subset import is_flagged
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.spans import Spans
-from sparkhvd.training.host_rows import HostRows, read_flags_once, read_groups_once
+from sparkhvd.observe.timeline import Spans
+from sparkhvd.training.host_memory import HostRows, read_flags_once, read_groups_once
 from sparkhvd.training.spec import TrainSpec
-
-__all__ = ["Data", "Done", "StepPlan", "step_plans"]
 
 
 @dataclass(frozen=True)

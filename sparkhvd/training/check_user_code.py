@@ -15,8 +15,6 @@ from sparkhvd.training.user_step import StepFunction, check_signature, check_ste
 if TYPE_CHECKING:  # it imports this
     from sparkhvd.training.train_fn import TrainFnContext
 
-__all__ = ["UserCode", "check_user_code"]
-
 
 @dataclass(frozen=True)
 class UserCode:

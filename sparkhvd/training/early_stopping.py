@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.types import Value
 
-__all__ = ["EarlyStopping", "Monitor", "best_epoch", "reason_to_stop"]
-
 
 @dataclass(frozen=True)
 class Monitor:

@@ -24,9 +24,8 @@ import sparkhvd.torch as hvd
 from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.elastic import HostsUpdatedInterrupt, State, run
-from sparkhvd.torch.elastic.agreement import rendezvous
+from sparkhvd.torch.elastic.state import rendezvous
 from sparkhvd.training.batches import Data, Done, StepPlan
-from sparkhvd.training.checkpoints.cadence import Cadence
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import (
@@ -37,9 +36,8 @@ from sparkhvd.training.checkpoints.resume import (
     resume,
     take,
 )
-from sparkhvd.training.checkpoints.saver import Saver, snapshot
-from sparkhvd.training.compile import compile_model
-from sparkhvd.training.device import agree, choose_device, gpu_of
+from sparkhvd.training.checkpoints.saver import Cadence, Saver, snapshot
+from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of, move_losses
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.model import build_model
 from sparkhvd.training.profile import Profile
@@ -47,15 +45,11 @@ from sparkhvd.training.program import load_program
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
-from sparkhvd.training.to_device import move_losses
 from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
 from sparkhvd.training.types import History
-from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
-from sparkhvd.training.user_code.context import Moment
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Moment
 from sparkhvd.training.user_step import StepContext, UserStep
-
-__all__ = ["train_elastically"]
 
 _NEVER_S = 1e9
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.handles import Handle
-from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.torch.collectives.tensors import Handle
+from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.metrics import Forward, Totals
 from sparkhvd.training.program import Program
+from sparkhvd.training.rank_sync import fail_together
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.together import fail_together
-
-__all__ = ["Counts", "check_weights", "counts_apart", "counts_of", "mean_loss", "weighted_loss"]
 
 
 @dataclass(frozen=True)

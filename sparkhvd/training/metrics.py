@@ -4,38 +4,484 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.class_metrics import CLASS_METRICS, ClassMetric, classes_of, positives_of
-from sparkhvd.training.metric_states import (
-    MetricState,
-    StateMetric,
-    is_metric_collection,
-    is_state_metric,
-)
-from sparkhvd.training.user_code.logs import RESERVED, Logs, combined
+from sparkhvd.training.user_code.callbacks import RESERVED, Logs, combined
 
-__all__ = [
-    "BUILT_IN",
-    "AnyMetric",
-    "Forward",
-    "Metric",
-    "StateMetric",
-    "Totals",
-    "TotalsState",
-    "no_broadcast",
-    "resolve_metrics",
-    "try_metrics",
-]
+# ----------------------------------------------------------------------------------------------------
+# Metrics of torchmetrics: every rank updates its own state, and the states are merged once per pass.
+# Each state is merged by its own reduction (sum, min, max, concatenation, or a function of the metric), over the
+# ranks that had rows, so that a rank without rows adds nothing.
+
+# A state of torchmetrics: a tensor, or a list with an entry per update.
+_StateValue: TypeAlias = "Tensor | list[object]"
+
+
+class MetricState(TypedDict):
+    """States of one metric by name, and its number of updates."""
+
+    count: int
+    values: dict[str, _StateValue]
+
+
+class TorchMetric(Protocol):
+    """The part of torchmetrics.Metric that is used here; torchmetrics need not be installed."""
+
+    device: torch.device
+    sync_on_compute: bool
+    _reductions: Mapping[str, Callable[[_StateValue], _StateValue] | None]
+    _defaults: Mapping[str, _StateValue]
+    _computed: object
+    _update_count: int
+
+    def clone(self) -> TorchMetric:
+        """Copy the metric."""
+
+    def to(self, device: torch.device) -> TorchMetric:
+        """Move the states to a device."""
+
+    def cpu(self) -> TorchMetric:
+        """Move the states to the CPU."""
+
+    def reset(self) -> None:
+        """Empty the states."""
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        """Add a batch to the states."""
+
+    def compute(self) -> object:
+        """Compute the value from the states."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Iterate over this metric and those that it wraps."""
+
+
+def is_state_metric(value: object) -> TypeGuard[TorchMetric]:
+    """Check for a torchmetrics.Metric, without importing torchmetrics."""
+    library = sys.modules.get("torchmetrics")
+    return library is not None and isinstance(value, library.Metric)
+
+
+def is_metric_collection(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Check for a torchmetrics.MetricCollection."""
+    library = sys.modules.get("torchmetrics")
+    return library is not None and isinstance(value, library.MetricCollection)
+
+
+@dataclass(frozen=True)
+class StateMetric:
+    """A metric whose state adds up over batches.
+
+    Attributes:
+        name: its key in the history.
+        metric: the torchmetrics object.
+        label: index of the output and label that it compares.
+    """
+
+    name: str
+    metric: TorchMetric
+    label: int
+
+    @property
+    def kind(self) -> str:
+        """Class, numbers and texts of the metric; equal in every process."""
+        parts = []
+        for part in _parts(self.metric):
+            options = (
+                f"{name}={value!r}"
+                for name, value in sorted(vars(part).items())
+                if isinstance(value, (bool, int, float, str))
+                and name not in ("training", *part._defaults)
+                and not name.startswith("_")
+            )
+            parts.append(f"{type(part).__qualname__}({', '.join(options)})")
+        return " of ".join(parts)
+
+    def fresh(self, device: torch.device | None = None) -> StateMetric:
+        """Copy the metric with an empty state, on the device."""
+        metric = self.metric.clone()
+        if device is not None:
+            metric.to(device)
+        metric.reset()
+        return StateMetric(self.name, metric, self.label)
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        """Add a batch: (rows, 1) becomes (rows,), and classes become integers even if the loss takes floats."""
+        output, label = column(output), column(label)
+        if label.is_floating_point() and type(self.metric).__module__.startswith(
+            "torchmetrics.classification"
+        ):
+            label = label.long()
+        self.metric.update(output, label)
+
+    def state_dict(self) -> list[MetricState]:
+        """Return this rank's states, for a checkpoint."""
+        return [_state(part) for part in _parts(self.metric)]
+
+    def load_state_dict(self, state: list[MetricState]) -> None:
+        """Continue from the states of `state_dict`."""
+        for part, saved in zip(_parts(self.metric), state, strict=True):
+            part._update_count = saved["count"]
+            for name, value in saved["values"].items():
+                setattr(part, name, _copied(value, part.device))
+
+    def combine(self) -> None:
+        """Merge the states of all ranks, on the CPU; every rank must call it."""
+        self.metric.cpu()
+        parts = _parts(self.metric)
+        states_of_ranks = hvd.allgather_object(
+            [_state(part) for part in parts], name=f"metric.{self.name}"
+        )
+        for part, states in zip(parts, zip(*states_of_ranks, strict=True), strict=True):
+            _merge(part, [state for state in states if state["count"]])
+
+    def values(self) -> dict[str, float]:
+        """Return the metric by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
+
+        NaN where no rank had rows.
+        """
+        if not any(part._update_count for part in _parts(self.metric)):
+            return {self.name: float("nan")}
+        return _flat(self.name, self.metric.compute())
+
+
+def column(tensor: Tensor) -> Tensor:
+    """Return (rows,) for (rows, 1), else the tensor."""
+    return tensor[:, 0] if tensor.ndim == 2 and tensor.shape[1] == 1 else tensor
+
+
+def _parts(metric: TorchMetric) -> list[TorchMetric]:
+    """Return the metric and those that it wraps, which hold the state of a wrapper."""
+    return [part for part in metric.modules() if is_state_metric(part)]
+
+
+def _state(metric: TorchMetric) -> MetricState:
+    cpu = torch.device("cpu")
+    values = {name: _copied(getattr(metric, name), cpu) for name in metric._reductions}
+    return {"count": metric._update_count, "values": values}
+
+
+def _copied(value: _StateValue, device: torch.device) -> _StateValue:
+    """Copy a state: later updates write into tensors and append to lists."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    return [v.to(device) if isinstance(v, Tensor) else v for v in value]
+
+
+def _merge(metric: TorchMetric, states: list[MetricState]) -> None:
+    """Give a metric the merged states of ranks that had rows."""
+    metric._computed = None
+    metric._update_count = sum(state["count"] for state in states)
+    for name, reduction in metric._reductions.items():
+        values = [state["values"][name] for state in states]
+        if not values:
+            continue  # the empty state that it has
+        if isinstance(values[0], list):
+            merged: _StateValue = [item for value in values for item in value]
+            if reduction is not None and merged:
+                merged = reduction(merged)
+        elif len(values) == 1:
+            merged = values[0]
+        else:
+            merged = torch.stack([value for value in values if isinstance(value, Tensor)])
+            if reduction is not None:
+                merged = reduction(merged)
+        setattr(metric, name, merged)
+
+
+def _flat(name: str, value: object) -> dict[str, float]:
+    if isinstance(value, dict):
+        return {
+            k: v for key, item in value.items() for k, v in _flat(f"{name}_{key}", item).items()
+        }
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return {f"{name}_{i}": v for i, v in enumerate(value.reshape(-1).tolist())}
+    if isinstance(value, (Tensor, float, int)):
+        return {name: float(value)}
+    raise InvalidArgumentError(
+        f"metric {name!r} gave {type(value).__name__}; the history of a fit holds numbers. Give a metric whose "
+        "compute() returns a tensor or a dict of tensors."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Metrics of classes by name: F1 and the area under the ROC curve, exact over all rows of an epoch.
+# Neither is a mean over rows, so each rank keeps a state and the states are merged once per pass. F1 keeps three counts per class. The area
+# keeps the score and the class of every row: 5 bytes (9 of a float64 model) on the rank that saw it, and 17 more while the ranks merge.
+
+Array = npt.NDArray[Any]
+# Scores and classes of rows.
+Rows: TypeAlias = tuple[Tensor, Tensor]
+
+# Batches that are joined into one tensor: each has its own cost.
+_JOINED = 256
+# Scores per rank and class from which the ranks choose where to divide the scores of all.
+_SAMPLES = 256
+# Scores that are looked up at once.
+_BLOCK = 1 << 20
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+
+
+@dataclass
+class F1:
+    """F1 of the positive class; of more than two classes, or of several labels per row, the mean over those that occur.
+
+    It is 0, with a warning, where no class occurs: neither a label nor a prediction is positive.
+
+    Attributes:
+        name: its key in the history.
+        label: index of the output and label that it compares.
+        link: relation of outputs and probabilities.
+        counts: (3, classes) of rows: rightly predicted, predicted, labelled.
+        num_batches: that were added.
+    """
+
+    name: str
+    label: int
+    link: str
+    counts: Tensor | None = None
+    num_batches: int = 0
+    kind = "f1"
+
+    def fresh(self, device: torch.device | None = None) -> F1:
+        """Make the metric with an empty state; `device` follows the batches."""
+        del device
+        return F1(self.name, self.label, self.link)
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        """Add a batch."""
+        added = _counts(self.name, output, label, self.link)
+        self.counts = added if self.counts is None else self.counts + added
+        self.num_batches += 1
+
+    def state_dict(self) -> list[MetricState]:
+        """Return this rank's state, for a checkpoint."""
+        values = {} if self.counts is None else {"counts": self.counts.cpu()}
+        return [{"count": self.num_batches, "values": dict(values)}]
+
+    def load_state_dict(self, state: list[MetricState]) -> None:
+        """Continue from the state of `state_dict`."""
+        self.num_batches = state[0]["count"]
+        counts = state[0]["values"].get("counts")
+        self.counts = counts if isinstance(counts, Tensor) else None
+
+    def combine(self) -> None:
+        """Add up the counts of all ranks; every rank must call it."""
+        states = hvd.allgather_object(self.state_dict(), name=f"metric.{self.name}")
+        counts = [s[0]["values"]["counts"] for s in states if s[0]["count"]]
+        self.counts = sum(counts) if counts else None
+
+    def values(self) -> dict[str, float]:
+        """Return the value by name; NaN without rows."""
+        if self.counts is None:
+            return {self.name: math.nan}
+        hits, predicted, labelled = self.counts.double()
+        occurs = predicted + labelled > 0
+        if not occurs.any():
+            warnings.warn(
+                f"metric {self.name!r} is 0, because no label and no prediction is positive.",
+                stacklevel=2,
+            )
+            return {self.name: 0.0}
+        return {self.name: float((2 * hits / (predicted + labelled))[occurs].mean())}
+
+
+def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor] | None:
+    """Return the predicted and the labelled class of each row; None if an output is a number, or has several labels."""
+    if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
+        return output.argmax(dim=1), label
+    if link == heads.SOFTMAX and output.ndim > 1 and output.shape == label.shape:
+        # Probabilities of classes: one-hot, smoothed or of another model.
+        return output.argmax(dim=1), label.argmax(dim=1)
+    return None
+
+
+def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
+    """Return whether each number predicts, and whether it is labelled, the positive class."""
+    return output > (0.0 if link == heads.SIGMOID else 0.5), label.reshape(output.shape) > 0.5
+
+
+def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
+    """Count rows by class: rightly predicted, predicted, labelled; of two classes the second alone.
+
+    A GPU is not waited for.
+    """
+    classes = classes_of(output, label, link)
+    if classes is None:
+        _check(name, output.numel() == label.numel(), output, label)
+        predicted, actual = (heads.rows(part) for part in positives_of(output, label, link))
+        parts = (predicted & actual, predicted, actual)
+        return torch.stack([part.sum(dim=0) for part in parts])
+    predicted, actual = (part.reshape(-1).long() for part in classes)
+    width = output.shape[1]
+    _check(name, len(predicted) == len(actual), output, label)
+    is_counted = (actual >= 0) & (actual < width)
+    counts = torch.zeros(3, width, dtype=torch.int64, device=output.device)
+    for count, classes_of_rows, rows in zip(
+        counts,
+        (predicted, predicted, actual.clamp(0, width - 1)),
+        (is_counted & (predicted == actual), is_counted, is_counted),
+        strict=True,
+    ):
+        count.index_add_(0, classes_of_rows, rows.long())
+    return counts[:, 1:] if width == 2 else counts
+
+
+def _check(name: str, fits: bool, output: Tensor, label: Tensor) -> None:
+    if not fits:
+        raise InvalidArgumentError(
+            f"metric {name!r} compares an output of shape {tuple(output.shape)} with a label of shape {tuple(label.shape)}. Give one "
+            "score per class, or one number per label."
+        )
+
+
+@dataclass
+class Auc:
+    """Area under the ROC curve of two classes; scores that are equal count one half. NaN if one class does not occur.
+
+    Attributes:
+        name: its key in the history.
+        label: index of the output and label that it compares.
+        link: relation of outputs and probabilities.
+        pieces: scores and classes of this rank's rows, several batches each.
+        batches: those that are in no piece yet.
+        sums: after `combine`: pairs of rows that are ranked rightly, positive rows, negative rows, of all ranks.
+    """
+
+    name: str
+    label: int
+    link: str
+    pieces: list[Rows] = field(default_factory=list)
+    batches: list[Rows] = field(default_factory=list)
+    sums: Tensor | None = None
+    kind = "auc"
+
+    def fresh(self, device: torch.device | None = None) -> Auc:
+        """Make the metric with an empty state; `device` follows the batches."""
+        del device
+        return Auc(self.name, self.label, self.link)
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        """Add a batch."""
+        self.batches.append(_scores(self.name, output, label, self.link))
+        if len(self.batches) == _JOINED:
+            self.pieces.append(_joined(self.batches))
+            self.batches = []
+
+    def state_dict(self) -> list[MetricState]:
+        """Return this rank's state, for a checkpoint."""
+        scores, classes = self._rows()
+        return [{"count": len(scores), "values": {"scores": scores, "classes": classes}}]
+
+    def load_state_dict(self, state: list[MetricState]) -> None:
+        """Continue from the state of `state_dict`."""
+        scores, classes = (state[0]["values"][name] for name in ("scores", "classes"))
+        assert isinstance(scores, Tensor)
+        assert isinstance(classes, Tensor)
+        self.pieces, self.batches = [(scores, classes)], []
+
+    def combine(self) -> None:
+        """Rank the rows of all ranks; every rank must call it.
+
+        Each rank gets the scores of all ranks between two limits, so that none holds more than its part, unless most are equal.
+        """
+        parts = self._by_class()
+        self.pieces, self.batches = [], []
+        name = f"metric.{self.name}"
+        samples = [
+            part[np.linspace(0, len(part) - 1, min(len(part), _SAMPLES)).astype(int)]
+            for part in parts
+        ]
+        facts = hvd.allgather_object(samples, name=f"{name}.samples")
+        known = np.sort(np.concatenate(list(itertools.chain.from_iterable(facts))))
+        if not len(known) or np.isnan(known[-1]):  # a sample has the last score, and NaN comes last
+            self.sums = torch.full((3,), math.nan, dtype=torch.float64)
+            return
+        limits = known[np.arange(1, hvd.size()) * len(known) // hvd.size()]
+        mine = []
+        for part, kind in zip(parts, ("positive", "negative"), strict=True):
+            ends = [0, *np.searchsorted(part, limits).tolist(), len(part)]
+            sent = torch.from_numpy(part.astype(known.dtype, copy=False))
+            splits = [end - start for start, end in itertools.pairwise(ends)]
+            received, _ = hvd.alltoall(sent, splits, name=f"{name}.{kind}")
+            mine.append(np.sort(received.numpy()))
+        sums = hvd.allgather(_ranked(*mine)[None], name=f"{name}.sums")
+        self.sums = sums.sum(dim=0)
+        # Every positive row of a rank is above the negative rows of all ranks before it.
+        self.sums[0] += (sums[:, 1] * (sums[:, 2].cumsum(0) - sums[:, 2])).sum()
+
+    def values(self) -> dict[str, float]:
+        """Return the value by name."""
+        sums = _ranked(*self._by_class()) if self.sums is None else self.sums
+        rightly, positive, negative = sums.tolist()
+        pairs = positive * negative
+        return {self.name: rightly / pairs if pairs else math.nan}
+
+    def _by_class(self) -> tuple[Array, Array]:
+        """Return the scores of this rank's positive and of its negative rows, ascending."""
+        scores, classes = self._rows()
+        positive, negative = (scores[classes == number].numpy() for number in (1, 0))
+        positive.sort()
+        negative.sort()
+        return positive, negative
+
+    def _rows(self) -> Rows:
+        """Return the scores and classes of this rank's rows, on the CPU."""
+        rows = [*self.pieces, *self.batches]
+        if not rows:
+            return torch.empty(0), torch.empty(0, dtype=torch.int8)
+        scores, classes = _joined(rows)
+        return scores.cpu(), classes.cpu()
+
+
+def _joined(rows: list[Rows]) -> Rows:
+    scores, classes = zip(*rows, strict=True)
+    return torch.cat(scores), torch.cat(classes)
+
+
+def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
+    """Return a score per row that ranks it, and its class: 1, 0, or below 0 if it is ignored."""
+    classes = classes_of(output, label, link)
+    if classes is not None and output.ndim == 2 and output.shape[1] == 2:
+        actual = classes[1].reshape(-1)
+        is_counted = (actual == 0) | (actual == 1)
+        return output[:, 1] - output[:, 0], actual.where(is_counted, -1).to(torch.int8)
+    if output.numel() != len(output) or output.numel() != label.numel():
+        raise InvalidArgumentError(
+            f"metric {name!r} is of two classes, and gets an output of shape {tuple(output.shape)} and a label of shape "
+            f"{tuple(label.shape)}. Give one score per row, or two; for more classes metrics of torchmetrics."
+        )
+    return output.reshape(-1), (label.reshape(-1) > 0.5).to(torch.int8)
+
+
+def _ranked(positive: Array, negative: Array) -> Tensor:
+    """Count pairs of a positive and a negative row that ascending scores rank rightly, and the rows of each class."""
+    twice = 0
+    for start in range(0, len(positive), _BLOCK):
+        block = positive[start : start + _BLOCK]
+        # A pair of equal scores counts one half.
+        twice += sum(int(np.searchsorted(negative, block, side).sum()) for side in _SIDES)
+    has_nan = any(np.isnan(part[-1:]).any() for part in (positive, negative))
+    rightly = math.nan if has_nan else twice / 2
+    return torch.tensor([rightly, len(positive), len(negative)], dtype=torch.float64)
+
+
+ClassMetric: TypeAlias = F1 | Auc
+CLASS_METRICS: Mapping[str, type[ClassMetric]] = {"f1": F1, "auc": Auc}
 
 
 # Torch only warns of (rows, 1) against (rows,), which learns the mean of the labels.

@@ -11,8 +11,6 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.attributes import views
 from sparkhvd.training.modules.modes import check_modes
 
-__all__ = ["build_model", "check_model"]
-
 # torch has one generator per process, and fits may run in several threads.
 _generator_lock = threading.Lock()
 

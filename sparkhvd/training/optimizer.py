@@ -14,11 +14,9 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch import arguments
+from sparkhvd.training.loss_state import Others
 from sparkhvd.training.modules.copies import light_copy
-from sparkhvd.training.others import Others
 from sparkhvd.training.types import Compression, MakeOptimizer
-
-__all__ = ["Overrides", "build_optimizer", "check_compression", "check_optimizer"]
 
 
 def check_optimizer(

@@ -7,20 +7,171 @@ hundred numbers of each rank, and of these readings.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
+import shutil
 import socket
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.store.store import TIMELINE_NAME, Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe import timeline
 from sparkhvd.observe.system import Sample, Sampler
-from sparkhvd.training.run_timeline import RunTimeline
-from sparkhvd.training.waits import waits
+from sparkhvd.observe.timeline import Spans
+from sparkhvd.rank_messages import report_progress
+from sparkhvd.torch.context import context
+from sparkhvd.training.modules.weights import PIECE_BYTES
 
-__all__ = ["Profile"]
+# ----------------------------------------------------------------------------------------------------
+# Time in which the ranks of an epoch waited for each other.
+
+
+def waits(waited_s: Tensor) -> dict[str, float | int]:
+    """Return what the ranks waited for in an epoch.
+
+    The rank that is last to a reduction waits for the bytes alone: what the others wait longer, they wait for it.
+
+    Args:
+        waited_s: (ranks,) seconds that each has waited for reduced gradients.
+
+    Returns:
+        "comm_wait_s": seconds of the rank that waited least; "rank_wait_s": how much longer the one waited that waited most;
+        "slowest_rank": the former.
+    """
+    least, most = float(waited_s.min()), float(waited_s.max())
+    return {
+        "comm_wait_s": least,
+        "rank_wait_s": most - least,
+        "slowest_rank": int(waited_s.argmin()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Timeline of a run: operations of the engine and the loop's own work, of all ranks, in one file of the run's folder.
+#     runs/<run_id>/timeline.json    of the first steps of the launch that came last
+#
+# Failure: no training ends for its timeline; a file that cannot be written is a warning of rank 0. After an error of a rank the file has what rank
+# 0's engine has seen.
+
+
+class RunTimeline:
+    """Timeline of a rank's first steps; a context manager that ends it.
+
+    Attributes:
+        spans: of this rank.
+    """
+
+    def __init__(self, store: Store | None = None, run_dir: str = "", num_steps: int = 0) -> None:
+        """Prepare a timeline of so many steps, which `begin` begins; of none by default."""
+        self.spans = Spans()
+        self._store = store
+        self._path = f"{run_dir}/{TIMELINE_NAME}"
+        self._left = num_steps
+        self._folder = ""  # of rank 0's file, until it is in the store
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Begin, after `init`; every rank must call it."""
+        if not self._left:
+            return
+        engine = context().engine
+        self._folder = tempfile.mkdtemp(prefix="sparkhvd-timeline-")
+        path = Path(self._folder, TIMELINE_NAME)
+        try:
+            timeline.start(engine, path, all_ranks=True, spans=self.spans)
+            self._is_open = True
+        except InvalidArgumentError as e:  # on every rank
+            self._give_up(str(e))
+
+    def step(self) -> None:
+        """Count a step that ends; the last one ends the timeline. Every rank must call it after each."""
+        if self._is_open:
+            self._left -= 1
+            if not self._left:
+                self.end()
+
+    def end(self) -> None:
+        """End the timeline, if there is one; every rank must call it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            timeline.stop(context().engine)
+        except InvalidArgumentError as e:  # on every rank
+            self._give_up(str(e))
+        self._store_file()
+
+    def _store_file(self) -> None:
+        """Put rank 0's file into the run's folder."""
+        if not self._folder:
+            return
+        engine = context().engine
+        try:
+            if engine.rank == 0 and self._store is not None:
+                source = Path(self._folder, TIMELINE_NAME)
+                with source.open("rb") as file, self._store.open_output(self._path) as sink:
+                    shutil.copyfileobj(file, sink, PIECE_BYTES)
+        except Exception as e:  # noqa: BLE001 - a run without its picture
+            self._give_up(str(e))
+        self._remove()
+
+    def _give_up(self, cause: str) -> None:
+        self._remove()
+        if context().engine.rank == 0:
+            warnings.warn(f"There is no timeline of this run: {cause}", stacklevel=3)
+
+    def _remove(self) -> None:
+        folder, self._folder = self._folder, ""
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Record forward passes and steps of the optimizer, for a loop of the user's own."""
+        if not self._is_open:
+            return
+        spans, began = self.spans, {"forward": 0, "optimizer": 0}
+
+        def note(name: str) -> None:
+            began[name] = time.monotonic_ns()
+
+        def record(name: str) -> None:
+            spans.add(name, began[name], time.monotonic_ns())
+
+        model.register_forward_pre_hook(lambda *_: note("forward"))
+        model.register_forward_hook(lambda *_: record("forward"))
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: note("optimizer"))
+            optimizer.register_step_post_hook(lambda *_: record("optimizer"))
+
+    def __enter__(self) -> RunTimeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.end()
+        elif self._is_open:  # the other ranks may be gone; a second error would hide the first
+            self._is_open = False
+            with contextlib.suppress(Exception):
+                timeline.abandon(context().engine)
+                self._store_file()
+            self._remove()
+
 
 # Times of steps are counted in bins: from 16 us on, four to a factor of two, to nine minutes.
 _FIRST_S, _PER_OCTAVE, _NUM_BINS = 16e-6, 4, 100
@@ -197,3 +348,72 @@ def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]
         name: [None if math.isnan(value) else round(value, 3) for value in column]
         for name, column in zip(Sample._fields, columns, strict=True)
     }
+
+
+# ----------------------------------------------------------------------------------------------------
+# How far an epoch is, for the driver.
+
+# Seconds between two reports of rank 0.
+_INTERVAL_S = 0.5
+# Another rank reports that its share of waiting has changed by this much, at most once in so many seconds.
+_CHANGE, _OTHERS_INTERVAL_S = 0.05, 1.0
+# Unchanged shares are reported again after so many seconds: a report may be lost, and that of a rank's first connection is.
+_REPEAT_S = 5.0
+# A report has the loss and so many metrics, fewer if their names are long: it must fit into one write to a pipe.
+_MOST_MEANS, _MOST_BYTES = 9, 4000
+
+
+class Progress:
+    """Reports within an epoch: of rank 0 at most two per second, of others how long they wait, if that changes or was told long ago."""
+
+    def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
+        """Begin an epoch, counted from 1, of so many steps; 0 if that is not known."""
+        self._epoch, self._epochs, self._num_steps = epoch, epochs, num_steps
+        self._rank = hvd.rank()
+        self._interval_s = _OTHERS_INTERVAL_S if self._rank else _INTERVAL_S
+        self._began = self._reported = time.monotonic()
+        self._rows = self._steps = 0
+        self._last_share, self._told = math.nan, 0.0
+
+    def step(
+        self,
+        number: int,
+        num_rows: int,
+        means: Callable[[], Mapping[str, float]],
+        waited_s: float = 0.0,
+    ) -> None:
+        """Count a step.
+
+        Args:
+            number: of the step, from 1.
+            num_rows: of all ranks in it.
+            means: returns "loss" and metrics of the epoch on this rank. That waits for a GPU to be at this step, as often as there are reports.
+            waited_s: seconds of the epoch in which this rank has waited for reduced gradients.
+        """
+        self._rows += num_rows
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._reported < self._interval_s:
+            return
+        self._reported = now
+        seconds = now - self._began
+        share = waited_s / seconds
+        report: dict[str, Any] = {"rank": self._rank, "epoch": self._epoch, "waited": share}
+        if self._rank == 0:
+            report |= {
+                "size": hvd.size(),
+                "epochs": self._epochs,
+                "step": number,
+                "num_steps": self._num_steps,
+                "rows_per_s": self._rows / seconds,
+                "left_s": max(0, self._num_steps - number) * seconds / self._steps,
+                "means": dict(itertools.islice(means().items(), 1 + _MOST_MEANS)),
+            }
+        elif abs(share - self._last_share) < _CHANGE and now - self._told < _REPEAT_S:
+            return
+        self._last_share, self._told = share, now
+        text = json.dumps(report)
+        while len(text) > _MOST_BYTES and report["means"]:
+            report["means"].popitem()
+            text = json.dumps(report)
+        report_progress(text)

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import cloudpickle
 from torch import Tensor, nn
 
-__all__ = ["Reference", "is_of_users_class", "named_globals", "references"]
-
 # Their objects are not looked into: data, sessions, loggers. Modules are, as far as torch itself knows their parts.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchmetrics", "sparkhvd", "cloudpickle"}
 _LIBRARIES |= {"numpy", "pandas", "polars", "pyarrow", "pyspark", "py4j", "lightning_utilities"}

@@ -29,14 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.metric_states import StateMetric, column
-from sparkhvd.training.metrics import AnyMetric, Metric, no_broadcast
+from sparkhvd.training.loss_functions import ClassMean
+from sparkhvd.training.metrics import AnyMetric, Metric, StateMetric, column, no_broadcast
 from sparkhvd.training.modules.copies import copy_function
 from sparkhvd.training.references import named_globals
 from sparkhvd.training.types import Loss
-
-__all__ = ["unpaired"]
 
 # Larger outputs are not made up.
 _MOST_ELEMENTS = 1 << 23

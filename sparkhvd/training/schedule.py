@@ -2,17 +2,133 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import json
 import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import SupportsFloat
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.training.early_stopping import Monitor
-from sparkhvd.training.schedulers import make_scheduler
-from sparkhvd.training.together import fail_together
+from sparkhvd.training.rank_sync import fail_together
 from sparkhvd.training.types import MakeScheduler, Record
 
-__all__ = ["Schedule"]
+# ----------------------------------------------------------------------------------------------------
+# Learning-rate schedulers: made by the user's function, and described for comparing two runs.
+
+# `total_steps` for a description: how many steps a run has may change from fit to fit, with `epochs`.
+_SOME_STEPS = 1_000_000
+# Numbers of moves at which a function of them is sampled.
+_MOVES = (0, 1, 2, 3, 5, 10, 30, 100, 1000)
+# Follow from the optimizer's own rate, or are bookkeeping.
+_NO_ARGUMENTS = ("base_lrs", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step")
+
+
+def make_scheduler(
+    function: MakeScheduler, optimizer: torch.optim.Optimizer, total_steps: int
+) -> LRScheduler:
+    """Call the user's function of (optimizer) or (optimizer, total_steps)."""
+    if _wants_total(function):
+        return function(optimizer, total_steps=total_steps)
+    return function(optimizer)
+
+
+def _wants_total(function: MakeScheduler) -> bool:
+    """Check whether a function has an argument `total_steps` without default."""
+    try:
+        parameter = inspect.signature(function).parameters.get("total_steps")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def describe_scheduler(
+    function: MakeScheduler | None, optimizer: torch.optim.Optimizer
+) -> dict[str, object] | None:
+    """Describe kind and arguments of the scheduler that the function makes; None without a function.
+
+    The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
+    described by its name.
+    """
+    if function is None:
+        return None
+    trial = _without_parameters(optimizer)
+    before = [dict(group) for group in trial.param_groups]
+    try:
+        scheduler = make_scheduler(function, trial, _SOME_STEPS)
+    except Exception:  # noqa: BLE001 - it will say so in the ranks
+        return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
+    # Where OneCycleLR and its like keep their arguments.
+    written = {
+        f"{key} of group {number}": plain(value)
+        for number, (group, old) in enumerate(zip(trial.param_groups, before, strict=True))
+        for key, value in group.items()
+        if key not in old and key != "initial_lr" and is_plain(plain(value))
+    }
+    return {**_described(scheduler), **written}
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Copy an optimizer with the same groups, each with one small parameter, and without state."""
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [
+        {**group, "params": [torch.nn.Parameter(torch.zeros(()))]}
+        for group in optimizer.param_groups
+    ]
+    return trial
+
+
+def _described(scheduler: object) -> dict[str, object]:
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    described: dict[str, object] = {"kind": type(scheduler).__qualname__}
+    for name, value in state.items():
+        if name not in (*_NO_ARGUMENTS, "lr_lambdas", "_schedulers") and is_plain(plain(value)):
+            described[name] = plain(value)
+    if lambdas := getattr(scheduler, "lr_lambdas", None):
+        described["factors"] = [_factors(function) for function in lambdas]
+    if inner := getattr(scheduler, "_schedulers", None):
+        described["schedulers"] = [_described(scheduler) for scheduler in inner]
+    return described
+
+
+def _factors(function: Callable[[int], SupportsFloat]) -> list[float | None]:
+    """Sample a function of the number of moves."""
+    factors: list[float | None] = []
+    for number in _MOVES:
+        try:
+            factors.append(float(function(number)))
+        except Exception:  # noqa: BLE001, PERF203 - a table that is too short
+            factors.append(None)
+    return factors
+
+
+def plain(value: object) -> object:
+    """Convert numbers of numpy and torch to Python's, also in lists and dicts."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return plain(value.item()) if value.numel() == 1 else value
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:
+        value = value.item()
+    # A NaN is not equal to itself, and the same fit must be.
+    return "nan" if isinstance(value, float) and value != value else value
+
+
+def is_plain(value: object) -> bool:
+    """Check whether a value can be compared as JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
 
 # Of sums of fractions.
 _ROUNDING = 1e-6

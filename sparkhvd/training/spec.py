@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.store.store import Store
@@ -15,8 +15,6 @@ from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.optimizer import Overrides
 from sparkhvd.training.torch_settings import TorchSettings
 from sparkhvd.training.types import Columns, History
-
-__all__ = ["TrainResult", "TrainSpec"]
 
 
 @dataclass(frozen=True)

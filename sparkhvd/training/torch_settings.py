@@ -17,8 +17,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["TorchSettings", "as_on_driver", "held", "settings_here"]
-
 # Values by the names of `_SETTINGS`.
 TorchSettings: TypeAlias = "Mapping[str, Any]"
 

@@ -34,47 +34,47 @@ from sparkhvd.observe.system import Sampler
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data, StepPlan
-from sparkhvd.training.checkpoints.compression_state import load_compression
+from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 from sparkhvd.training.checkpoints.resume import (
     Position,
     TrainingState,
     find_start,
+    load_compression,
     repeated,
     resume,
 )
 from sparkhvd.training.checkpoints.saver import Saver
-from sparkhvd.training.compile import compile_model
-from sparkhvd.training.device import agree, choose_device, gpu_of
+from sparkhvd.training.device import (
+    Mover,
+    agree,
+    choose_device,
+    compile_model,
+    gpu_of,
+    loss_scaler,
+    move_losses,
+    move_optimizer,
+)
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
-from sparkhvd.training.host_weights import share_frozen
+from sparkhvd.training.host_memory import share_frozen
+from sparkhvd.training.loss_state import Others
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.model import build_model
+from sparkhvd.training.modules.fitted import output_widths
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.optimizer import build_optimizer
-from sparkhvd.training.others import Others
-from sparkhvd.training.precision import loss_scaler
-from sparkhvd.training.profile import Profile
+from sparkhvd.training.profile import Profile, Progress, RunTimeline
 from sparkhvd.training.program import Program, load_program
-from sparkhvd.training.progress import Progress
-from sparkhvd.training.run_timeline import RunTimeline
+from sparkhvd.training.rank_sync import fail_together, seed_everything
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
-from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
-from sparkhvd.training.together import fail_together, seed_everything
 from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import History, Record
-from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
-from sparkhvd.training.user_code.context import Moment
-from sparkhvd.training.user_code.logs import Logs
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Logs, Moment
 from sparkhvd.training.user_step import StepContext, UserStep
-
-__all__ = ["Hooks", "build", "returned_epoch", "train", "train_epochs", "tried_widths"]
 
 
 @held

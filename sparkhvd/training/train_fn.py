@@ -26,25 +26,21 @@ from torch import Tensor
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode
+from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state, load_rng
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.frozen import Sums, weight_sums
-from sparkhvd.training.checkpoints.module_state import broadcast_module_state
-from sparkhvd.training.checkpoints.rank_state import load_rng
 from sparkhvd.training.checkpoints.resume import Position, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
+from sparkhvd.training.rank_sync import seed_everything
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.together import seed_everything
 from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
-from sparkhvd.training.user_code.context import Context, Moment
+from sparkhvd.training.user_code.callbacks import Context, Moment
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_dtypes, batch_tensors
-
-__all__ = ["Loader", "TrainFnContext", "run_train_fn"]
 
 
 class Loader:

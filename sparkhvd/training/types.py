@@ -14,20 +14,6 @@ if TYPE_CHECKING:
 
     from sparkhvd.torch.compressors import Compressor
 
-__all__ = [
-    "Columns",
-    "Compression",
-    "History",
-    "Json",
-    "Loss",
-    "MakeOptimizer",
-    "MakeScheduler",
-    "Record",
-    "State",
-    "Stateful",
-    "TensorBatch",
-    "Value",
-]
 
 # A JSON value.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"

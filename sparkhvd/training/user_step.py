@@ -21,28 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.features import Argument
+from sparkhvd.data.columns.binding import Argument
 from sparkhvd.data.columns.schema import DataSchema, stored_dtype
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.device import moved
 from sparkhvd.training.metrics import Forward
-from sparkhvd.training.to_device import moved
 from sparkhvd.training.types import Columns, TensorBatch
-from sparkhvd.training.user_code.context import Context, Moment
-from sparkhvd.training.user_code.logs import Logs
+from sparkhvd.training.user_code.callbacks import Context, Logs, Moment
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
-__all__ = [
-    "StepContext",
-    "UserStep",
-    "batch_dtypes",
-    "batch_tensors",
-    "check_signature",
-    "check_step_function",
-    "sample_weights",
-]
 
 StepFunction = Callable[[nn.Module, TensorBatch, "StepContext"], object]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sparkhvd.distributed  # noqa: F401 - registers the backend
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.cuda_reductions import divide_
+from sparkhvd.torch.collectives.cuda import divide_
 from tests.gpu.machine import Cuda, Machine, StandIn, is_on_gpu, profiled
 from tests.harness import device_bodies as each
 from tests.harness import device_training as alike

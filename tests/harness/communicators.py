@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from sparkhvd.launchers import gathering
+from sparkhvd.launchers import gather as gathering
 
 DEADLINE_S = 30.0
 

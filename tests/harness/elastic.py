@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sparkhvd.elastic import Coordinator, Formed, Invitation, Limits
-from sparkhvd.elastic.messages import Refusal
+from sparkhvd.elastic.membership import Refusal
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.settings import Settings
 from tests.harness import fork_server

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd import rank_context
+from sparkhvd import topology as rank_context
 from sparkhvd.data.store.store import Store
 from sparkhvd.runner import context, run_local
 from sparkhvd.settings import Settings

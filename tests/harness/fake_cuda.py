@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sparkhvd.engine.engine import Buffer, Engine
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.work import Buffer
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.context import use_engine as use_plain_engine
 from tests.harness.paths import ROOT

@@ -18,7 +18,7 @@ TAG_VARIABLE = "SPARKHVD_TEST_RUN"
 TAG = uuid.uuid4().hex
 
 TRAINER = "sparkhvd-rank"  # its name: a fork has the command line of its nursery
-NURSERY = "sparkhvd.runner.nursery"
+NURSERY = "sparkhvd.runner.zygote"
 PYTHON_WORKER = "pyspark.worker"  # an argument of each daemon that forks them
 
 

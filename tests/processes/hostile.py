@@ -28,7 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction, Work
+from sparkhvd.engine.calls import Call, Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, ReduceOp
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import InternalError, MismatchError, SparkhvdError
 from sparkhvd.rendezvous import Connections
 from sparkhvd.settings import Settings

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import PeerLostError
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (

@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, Work
+from sparkhvd.engine.calls import Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Work
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (
     NUMPY_TYPES,

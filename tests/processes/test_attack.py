@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import Engine, Work
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, SparkhvdError
 from sparkhvd.rendezvous import Connections, Endpoint, Job, Listener, SocketRendezvous, handshake
 from sparkhvd.settings import Settings

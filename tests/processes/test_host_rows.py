@@ -23,8 +23,7 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.parquet.dataset import open_dataset
 from sparkhvd.data.parquet.manifest import read_manifest
-from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
@@ -84,7 +83,7 @@ def digest_of(batch: Batch) -> bytes:
 def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> dict[str, Any]:
     """Read two epochs on one rank; return digests of the batches, bytes read and bytes of shared memory."""
     import sparkhvd.torch as hvd
-    from sparkhvd.training.host_rows import HostRows
+    from sparkhvd.training.host_memory import HostRows
 
     def number(path: str, key: str) -> int:
         lines = Path(path).read_text().splitlines()
@@ -192,7 +191,7 @@ def test_the_ranks_of_a_host_read_and_hold_rows_once(
 def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str, Any]:
     """Read the training and the validation rows that a column tells; return them, and the bytes that were read."""
     import sparkhvd.torch as hvd
-    from sparkhvd.training.host_rows import HostRows, read_flags_once
+    from sparkhvd.training.host_memory import HostRows, read_flags_once
 
     def rchar() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -277,7 +276,7 @@ def test_ranks_that_cannot_share_memory_read_all_rows_each(folder: Path) -> None
 
 def read_and_die(folder: str, manifest: Manifest) -> None:
     import sparkhvd.torch as hvd
-    from sparkhvd.training.host_rows import HostRows
+    from sparkhvd.training.host_memory import HostRows
 
     hvd.init()
     with Reader(

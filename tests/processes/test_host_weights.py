@@ -10,7 +10,7 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.runner import run_local
-from sparkhvd.training.host_weights import SHARED_BYTES, share_frozen
+from sparkhvd.training.host_memory import SHARED_BYTES, share_frozen
 
 # Square matrices of 4 MiB.
 WIDTH, LAYERS = 1 << 10, 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.launchers.network import key_from_file
+from sparkhvd.launchers.gather import key_from_file
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
 

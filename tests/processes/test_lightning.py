@@ -19,7 +19,7 @@ from tests.harness.paths import ROOT
 
 pytest.importorskip("lightning", reason="runs where lightning is: pip install '.[lightning]'")
 
-from sparkhvd.lightning.devices import check_size  # noqa: E402 - after importorskip
+from sparkhvd.lightning.strategy import check_size  # noqa: E402 - after importorskip
 
 PAGE = ROOT / "docs" / "lightning.md"
 RANKS, BATCH, EPOCHS = 2, 32, 3

@@ -31,14 +31,12 @@ from sparkhvd.rendezvous import (
     SocketRendezvous,
     current,
     handshake,
-    in_process,
     install,
 )
-from sparkhvd.rendezvous.listener import unix_address
-from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S
-from sparkhvd.rendezvous.meeting import Meeting
-from sparkhvd.rendezvous.memory import check_memory
-from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
+from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S
+from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED, unix_address
+from sparkhvd.rendezvous.meeting import Meeting, check_memory
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -271,7 +269,7 @@ def test_unauthenticated_peers_that_are_silent_or_send_garbage_do_not_disturb() 
 
 
 def test_silent_peer_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkhvd.rendezvous.reception.UNAUTHENTICATED_S", 0.3)
+    monkeypatch.setattr("sparkhvd.rendezvous.listener.UNAUTHENTICATED_S", 0.3)
     with (
         job_of(2) as meetings,
         connection_to(meetings[0].job.endpoints[0]) as sock,

@@ -20,17 +20,10 @@ from sparkhvd.errors import (
     MismatchError,
     PeerLostError,
 )
-from sparkhvd.rendezvous import (
-    Connections,
-    Job,
-    SingleRendezvous,
-    SocketRendezvous,
-    handshake,
-    in_process,
-)
-from sparkhvd.rendezvous.links import Link, agree_on_hosts
-from sparkhvd.rendezvous.meeting import Meeting
-from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
+from sparkhvd.rendezvous import Connections, Job, SingleRendezvous, SocketRendezvous, handshake
+from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED
+from sparkhvd.rendezvous.meeting import Link, Meeting, agree_on_hosts
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads

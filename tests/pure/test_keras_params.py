@@ -21,8 +21,7 @@ from sparkhvd.errors import InvalidArgumentError  # noqa: E402
 from sparkhvd.estimator.params.base import camel_case  # noqa: E402
 from sparkhvd.estimator.params.table import rows_of  # noqa: E402
 from sparkhvd.keras import KerasEstimator  # noqa: E402
-from sparkhvd.keras.meaning import link_of  # noqa: E402
-from sparkhvd.keras.network import CompiledNetwork  # noqa: E402
+from sparkhvd.keras.model import CompiledNetwork, link_of  # noqa: E402
 
 
 def network(width: int = 1) -> Any:

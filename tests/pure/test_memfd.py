@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from sparkhvd.engine.memfd import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
+from sparkhvd.engine.library import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
 
 
 @pytest.mark.parametrize("python_knows_them", [True, False])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd import processors
-from sparkhvd.processors import cgroup_quota
+from sparkhvd import cpus as processors
+from sparkhvd.cpus import cgroup_quota
 
 
 def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> None:

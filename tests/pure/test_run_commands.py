@@ -8,7 +8,7 @@ import pytest
 
 from sparkhvd.__main__ import main
 from sparkhvd.data.store.store import Store
-from sparkhvd.observe.report.document import dumps
+from sparkhvd.observe.report.page import dumps
 from tests.pure.observe.documents import document
 
 

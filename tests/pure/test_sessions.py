@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.sessions import check_session
+from sparkhvd.spark import check_session
 
 
 def test_a_session_that_has_been_stopped_is_refused() -> None:

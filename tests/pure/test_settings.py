@@ -8,8 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rank_settings import JobSettings, RankSettings
-from sparkhvd.settings import Settings, conf_keys, markdown_table
+from sparkhvd.settings import JobSettings, RankSettings, Settings, conf_keys, markdown_table
 
 
 def test_defaults_hold_when_nothing_is_given() -> None:

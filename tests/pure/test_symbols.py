@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.engine.engine import library_path
+from sparkhvd.engine.library import library_path
 from tests.harness.spark import ROOT
 from tools import elf
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparkhvd.runner import planning
+from sparkhvd.runner import job as planning
 
 _BY_DEFAULT = planning._fixed_threads
 

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparkhvd.data.columns.schema import FLOATS, Column, DataSchema, dtype_name
-from sparkhvd.data.columns.storage import raw_column, tensor_column
+from sparkhvd.data.columns.schema import (
+    FLOATS,
+    Column,
+    DataSchema,
+    dtype_name,
+    raw_column,
+    tensor_column,
+)
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructField, StructType
 
-__all__ = ["check_fraction", "check_schema"]
 
 # Dtypes of columns, by name or in their order: text, or a dtype of torch or numpy.
 Dtypes = Mapping[str, object] | Sequence[object]

@@ -16,12 +16,9 @@ import numpy.typing as npt
 
 from sparkhvd.data.columns.images import BrokenImage, image
 from sparkhvd.data.columns.ragged import Ragged, Rows, Values, take
-from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
-from sparkhvd.data.columns.shapes import Shaped
+from sparkhvd.data.columns.schema import Column, DataSchema, Shaped, dtype_name
 from sparkhvd.data.columns.texts import tokenizer
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
-
-__all__ = ["Decoded", "Decoder", "RowFunctions", "pad"]
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")

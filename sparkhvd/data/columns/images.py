@@ -24,7 +24,6 @@ from sparkhvd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["BrokenImage", "image"]
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _FITS = ("stretch", "crop", "pad", "exact")

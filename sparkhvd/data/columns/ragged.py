@@ -13,20 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Array",
-    "Flags",
-    "Ragged",
-    "Rows",
-    "SparseRows",
-    "Values",
-    "joined",
-    "keep_mask",
-    "num_bytes",
-    "row_shape",
-    "take",
-]
-
 Array = npt.NDArray[Any]
 # Row numbers of a data set.
 Rows = npt.NDArray[np.int64]

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = [
-    "FLOATS",
-    "RAW_TYPES",
-    "Column",
-    "DataSchema",
-    "dtype_name",
-    "stored_dtype",
-]
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructField
+
 
 # Spark types whose values only a function of the user's can turn into numbers.
 RAW_TYPES: Mapping[str, str] = {
@@ -263,3 +258,210 @@ def dtype_name(dtype: object) -> str:
 def stored_dtype(tensor_dtype: str) -> str:
     """Return the numpy type that stores values of a torch type without loss."""
     return {"bfloat16": "float32", "bool": "uint8"}.get(tensor_dtype, tensor_dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Storage of a column by its Spark type: the kind of its rows, their numpy type and the tensor's.
+
+# Spark type -> the numpy type of its values. The narrow integers widen when stored.
+NUMERIC_TYPES: Mapping[str, str] = {
+    "BooleanType": "bool",
+    "ByteType": "int8",
+    "ShortType": "int16",
+    "IntegerType": "int32",
+    "LongType": "int64",
+    "FloatType": "float32",
+    "DoubleType": "float64",
+    "DecimalType": "float64",
+}
+
+
+SUPPORTED = (
+    "boolean, tinyint, smallint, int, bigint, float, double, decimal, arrays of these (also nested), Spark ML vectors, "
+    "and binary and string with a decoder"
+)
+
+
+def tensor_column(
+    field: StructField,
+    role: str,
+    floating: tuple[str, str],
+    override: str | None,
+    *,
+    keeps_type: bool = False,
+) -> Column:
+    """Decide the storage of a column of numbers.
+
+    Args:
+        field: of the source.
+        role: of the column, for messages.
+        floating: types of floats in arrays and vectors, and in scalars.
+        override: the user's type, or None.
+        keeps_type: store numbers in Spark's type, unless the user chose one; a decimal as a double.
+
+    Raises:
+        InvalidArgumentError: its type cannot become a tensor.
+    """
+    name = field.name
+    kind, element, source = _classify(field.dataType)
+    if element is None:
+        raise InvalidArgumentError(
+            f"{role} names column {name!r} of type {source}, which cannot become a tensor. "
+            f"Supported are: {SUPPORTED}. {_remedy(source, name)}"
+        )
+    if override is not None:
+        tensor = override
+    elif element in FLOATS:
+        tensor = floating[kind == "scalar"]
+    else:
+        tensor = "bool" if element == "bool" else "int64"
+    return Column(
+        name=name,
+        kind=kind,
+        dtype=element if keeps_type and override is None else stored_dtype(tensor),
+        shape=() if kind == "scalar" else None,
+        source=source,
+        tensor_dtype=tensor,
+        is_explicit=override is not None,
+    )
+
+
+def raw_column(
+    field: StructField, default: str, override: str | None, *, has_decoder: bool
+) -> Column:
+    """Decide the storage of a column that a decoder or a collate function gets row by row.
+
+    Args:
+        field: of the source.
+        default: dtype of floats.
+        override: the user's type, or None.
+        has_decoder: a decoder gets the rows, else a collate function.
+
+    Raises:
+        InvalidArgumentError: its type is neither bytes nor text nor an array of numbers.
+    """
+    name = field.name
+    raw = RAW_TYPES.get(type(field.dataType).__name__)
+    kind, element, source = _classify(field.dataType)
+    if raw is None and (kind != "array" or element is None):
+        param = "decoders" if has_decoder else "collate_fn"
+        raise InvalidArgumentError(
+            f"{param} names column {name!r} of type {source}. It takes columns of binary, string and arrays of numbers."
+        )
+    if raw is not None:
+        dtype, tensor = "uint8", override or default
+    else:
+        usual = default if element in FLOATS else "bool" if element == "bool" else "int64"
+        dtype = stored_dtype(override or usual)
+        tensor = override or (default if has_decoder else usual)
+    return Column(
+        name=name,
+        kind=raw or "ragged",
+        dtype=dtype,
+        shape=None,
+        source=source,
+        tensor_dtype=tensor,
+        is_explicit=override is not None,
+        has_decoder=has_decoder,
+    )
+
+
+def _classify(data_type: DataType) -> tuple[str, str | None, str]:
+    """Return kind, numpy type of the elements or None, and Spark's name of a Spark type."""
+    name = type(data_type).__name__
+    if name == "VectorUDT":
+        return "vector", "float64", "vector"
+    if name == "ArrayType":
+        inner: Any = data_type
+        while type(inner).__name__ == "ArrayType":
+            inner = inner.elementType
+        return "array", NUMERIC_TYPES.get(type(inner).__name__), data_type.simpleString()
+    return "scalar", NUMERIC_TYPES.get(name), data_type.simpleString()
+
+
+def _remedy(source: str, name: str) -> str:
+    if source.startswith(("string", "varchar", "char")):
+        return (
+            f"Give decoders={{{name!r}: function of a str, or a dict from strings to numbers}}, use StringIndexer, or cast "
+            "it if it holds digits."
+        )
+    if source == "binary":
+        return f"Give decoders={{{name!r}: function from bytes to a number or numpy array}}."
+    if source.startswith(("timestamp", "date")):
+        return "Turn it into numbers first, for example with unix_timestamp, or weekday and dayofyear (docs/tabular.md)."
+    if source.startswith("array<"):
+        return (
+            "An array must hold numbers, or arrays of numbers. Of words make numbers before, with CountVectorizer or a lookup table, or "
+            "one string with concat_ws, which a decoder splits."
+        )
+    if source.startswith("struct"):
+        return "Select its fields as columns of their own."
+    return "Turn it into numbers first."
+
+
+# ----------------------------------------------------------------------------------------------------
+# Shapes of one row, as the Params give them.
+
+
+def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
+    """Return the shape of one row of a column, as a Param gives it, without the batch.
+
+    Raises:
+        InvalidArgumentError: it is no shape, or has another number of elements than the column.
+    """
+    shape = row_shape_of(param, given)
+    known = math.prod(d for d in shape if d != -1)
+    if column.kind == "sparse":
+        raise InvalidArgumentError(
+            f"{param} gives {list(given)} for column {column.name!r}, which is sparse: it goes to the model as a sparse "
+            f"tensor (rows, {column.shape[0] if column.shape else 'dimensions'}). Leave {param} out and name it in inputs."
+        )
+    if column.row_shape is not None:
+        elements = math.prod(column.row_shape)
+        fits = elements == known if -1 not in shape else known > 0 and elements % known == 0
+        if not fits:
+            raise InvalidArgumentError(
+                f"{param} gives {list(given)} for column {column.name!r}, which has {elements} "
+                f"element{'s' * (elements != 1)} per row. Give a shape of {elements} elements, for example "
+                f"[-1, {elements}]."
+            )
+    return shape
+
+
+def row_shape_of(param: str, given: object) -> tuple[int, ...]:
+    """Return the shape of one row, without a leading -1 for the batch.
+
+    Raises:
+        InvalidArgumentError: it is no shape.
+    """
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    shape: tuple[int, ...] = tuple(given) if isinstance(given, Sequence) else ()
+    if not is_list or not all(isinstance(d, int) and (d == -1 or d > 0) for d in shape):
+        raise InvalidArgumentError(
+            f"{param} holds {given!r}. A shape is a list of positive numbers, with -1 for the batch: "
+            "[-1, 1, 28, 28]."
+        )
+    row = shape[1:] if shape and shape[0] == -1 else shape
+    if row.count(-1) > 1:
+        raise InvalidArgumentError(
+            f"{param} holds {list(shape)}. After the batch, at most one -1 can be filled in."
+        )
+    return row
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Decoder whose arrays get the shape that a model takes.
+
+    Attributes:
+        function: of the user.
+        shape: of one row.
+    """
+
+    function: Callable[..., object]
+    shape: tuple[int, ...]
+
+    def __call__(self, value: object) -> object:
+        """Call the function."""
+        array = np.asarray(self.function(value))
+        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Arguments", "tokenizer"]
-
 # A fast tokenizer keeps the last call's truncation, and cannot change it while another thread is inside.
 _one_call = threading.Lock()
 # Rows of a call: a reader that ends waits for it.

@@ -12,19 +12,14 @@ Failure: what is read is verified by checksums of blocks (`blocks`); a damaged f
 
 Each module imports only those above it:
 
-    blocks    checksums of a file's blocks
-    layout    Parquet fields of columns, and their sizes
-    requests  several reads of a remote file at a time
-    spans     neighbouring rows that one read serves
-    file      values of an open file, in place
-    rows      rows by number
-    writer    writes files
-    reading   whole files as numpy arrays, for people
+    checksums  checksums of a file's blocks
+    file       values of an open file, in place
+    rows       rows by number
+    writer     writes files
 """
 
-from sparkhvd.data.packed.layout import METADATA_KEY
-from sparkhvd.data.packed.reading import read_packed
-from sparkhvd.data.packed.rows import RowSource
+from sparkhvd.data.packed.file import METADATA_KEY
+from sparkhvd.data.packed.rows import RowSource, read_packed
 from sparkhvd.data.packed.writer import ROW_GROUP_BYTES, PackedWriter, write_packed
 
 __all__ = [

@@ -3,22 +3,120 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
 
 import numpy as np
 
-from sparkhvd.data.buffers import Empty, fresh
 from sparkhvd.data.columns.ragged import Array, Ragged, Rows, SparseRows, Values, keep_mask
-from sparkhvd.data.columns.schema import Column
-from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.open_files import OpenFiles
-from sparkhvd.data.packed.file import Checked, PackedFile
-from sparkhvd.data.packed.layout import PREFIX_BYTES, little_endian, payload_types
-from sparkhvd.data.packed.requests import together
-from sparkhvd.data.packed.spans import Span
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.files import Empty, OpenFiles, fresh
+from sparkhvd.data.manifest import MANIFEST_NAME, DataFile, Manifest
+from sparkhvd.data.packed.file import (
+    PREFIX_BYTES,
+    Checked,
+    PackedFile,
+    little_endian,
+    payload_types,
+)
+from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["RowSource"]
+# ----------------------------------------------------------------------------------------------------
+# Neighbouring rows of any length that one read serves.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring rows of a row group that one read serves.
+
+    Attributes:
+        group: the row group.
+        low: its first row.
+        ends: (rows + 1,) elements of the row group before the first row, and up to each row's end.
+        wanted: positions of the rows to return; None means all.
+    """
+
+    group: int
+    low: int
+    ends: Array
+    wanted: Array | None
+
+    def page_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the rows in the page, with the length before each."""
+        elements = int(self.ends[-1] - self.ends[0])
+        return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
+
+    def row_begins(self, itemsize: int) -> Array:
+        """Return (rows,) the offsets of each row's values, in bytes from the first row's length."""
+        rows = np.arange(1, len(self.ends), dtype=np.int64)
+        begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
+        return begins
+
+    def stays(self, itemsize: int) -> bool:
+        """Return True if values can stay as they lie in the page."""
+        return self.wanted is None and itemsize <= PREFIX_BYTES
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes of memory that the rows take."""
+        if self.stays(itemsize):
+            return self.page_bytes(itemsize)
+        counts = np.diff(self.ends)
+        return int((counts if self.wanted is None else counts[self.wanted]).sum()) * itemsize
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reads of a remote file, several at a time.
+
+# Each column of a row group is a request of its own, which mostly waits.
+_THREADS = 12
+# The longest wait for all of them.
+_REQUESTS_S = 3600.0
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls that wait for a remote store, a few at a time; raise the first error when all have ended.
+
+    Raises:
+        TimeoutError: the store has not answered some of them for an hour.
+    """
+    waiting = iter(calls)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                call = next(waiting, None)
+            if call is None:
+                return
+            try:
+                call()
+            except BaseException as e:  # noqa: BLE001 - it is raised below
+                errors.append(e)
+
+    # Daemons, because a read may never return.
+    threads = [
+        threading.Thread(target=work, name="sparkhvd-read", daemon=True)
+        for _ in range(min(_THREADS, len(calls)) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    work()
+    deadline = time.monotonic() + _REQUESTS_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"requests to the store have not been answered for {_REQUESTS_S:g} s")
+    if errors:
+        raise errors[0]
+
 
 # A gap of this size costs about as much to read over as another call to read.
 _GAP_BYTES = 128 << 10
@@ -245,3 +343,70 @@ class RowSource:
                 f"{file.row_groups} with {self._num_parquet_columns}"
             )
         return opened
+
+
+# ----------------------------------------------------------------------------------------------------
+# Read a whole file or folder into numpy arrays, for people.
+
+
+def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[str, Any]:
+    """Read a packed Parquet file, or a data directory with its manifest, into numpy arrays by column name.
+
+    Args:
+        path: a path or URL, as `Store.create` takes it, of a `.parquet` file or of a folder `data/<key>/<app>`.
+        **storage_options: as for `Store.create`.
+
+    Returns:
+        For every column an array of shape (rows, *shape of a row's value); where rows differ in length, an object array
+        of arrays, bytes or strings; of sparse vectors an object array of pairs (indices, values).
+    """
+    text = os.fspath(path)
+    folder, name = addresses.split(text)
+    store = Store(folder, storage_options)
+    if name.endswith(".parquet"):
+        manifest = _manifest_of_file(store, name)
+    elif store.exists(f"{name}/{MANIFEST_NAME}"):
+        manifest = _manifest_of_folder(store, name)
+    else:
+        raise InvalidArgumentError(
+            f"read_packed({addresses.without_secrets(text)!r}): there is no {MANIFEST_NAME} in that folder, and it is "
+            "no .parquet file. Give a folder data/<key>/<app> of a store, or one of its files."
+        )
+    with RowSource(store, manifest) as source:
+        values = source.read([c.name for c in manifest.schema.columns])
+    return {c.name: _as_objects(c, values[c.name]) for c in manifest.schema.columns}
+
+
+def _manifest_of_file(store: Store, name: str) -> Manifest:
+    file = PackedFile(store, name)
+    try:
+        columns = file.columns()
+        meta = file.metadata
+        groups = tuple(meta.row_group(g).num_rows for g in range(meta.num_row_groups))
+    finally:
+        file.close()
+    files = (DataFile(name, sum(groups), groups),)
+    return Manifest(files, DataSchema(tuple(columns), ()), sum(groups))
+
+
+def _manifest_of_folder(store: Store, name: str) -> Manifest:
+    """Load a manifest, with the paths of its files in the folder as it is named now."""
+    stored = Manifest.load(store, name)
+    moved = tuple(replace(f, path=f"{name}/{PurePosixPath(f.path).name}") for f in stored.files)
+    return replace(stored, files=moved)
+
+
+def _as_objects(column: Column, values: Values) -> Array:
+    """Return rows of different lengths as an object array."""
+    if isinstance(values, np.ndarray):
+        return values
+    out = np.empty(len(values), object)
+    for i in range(len(values)):
+        if isinstance(values, SparseRows):
+            out[i] = values.indices.row(i), values.values.row(i)
+        elif column.kind == "ragged":
+            out[i] = values.row(i)
+        else:
+            data = values.row(i).tobytes()
+            out[i] = data if column.kind == "binary" else data.decode()
+    return out

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from sparkhvd.data.columns.ragged import Array, Values
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import FORMAT_VERSION, DataFile
-from sparkhvd.data.packed.blocks import SummingSink
-from sparkhvd.data.packed.layout import (
+from sparkhvd.data.packed.checksums import SummingSink
+from sparkhvd.data.packed.file import (
     CHECKSUMS_KEY,
     MAGIC,
     METADATA_KEY,
@@ -31,8 +31,6 @@ from sparkhvd.data.packed.layout import (
 )
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = ["ROW_GROUP_BYTES", "PackedWriter", "write_packed"]
 
 ROW_GROUP_BYTES = 64 << 20
 

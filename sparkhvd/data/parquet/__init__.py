@@ -4,11 +4,8 @@ The driver lists files, reads footers and the first rows (`dataset`, `footers`, 
 
 Each module imports only those above it:
 
-    petastorm  petastorm's codecs as decoders
-    folders    names of files and folders `column=value`
-    passes     open files, decoded from front to back
-    source     rows by number
     dataset    files and schema of a data set
-    footers    row groups, nulls and sizes of all files
+    petastorm  petastorm's codecs as decoders
+    source     rows by number
     manifest   the manifest that ranks read by
 """

@@ -18,8 +18,6 @@ from typing import Any
 from sparkhvd.data.columns.decoders import Decoder
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["UNISCHEMA_KEY", "CodecDecoder", "codec_decoders"]
-
 # In the key-value metadata of `_common_metadata`.
 UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"
 _SCALAR = "ScalarCodec"  # these columns are plain in the files

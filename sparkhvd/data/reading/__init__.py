@@ -5,14 +5,9 @@ an epoch, and no row is lost or seen twice. One thread reads ahead; the training
 
 Each module imports only those above it:
 
-    sampler   rows of each rank and step
-    groups    whole groups in place of rows
-    source    rows of a manifest's files by number
-    subset    training and validation rows, and their division among processes
-    prefetch  reading ahead in a thread
-    resident  rows that are held in memory
-    order     plans of a reader's epochs
-    batch     the arrays of a step
-    decoding  the user's decoders in threads
-    reader    batches of a rank
+    sampler  rows of each rank and step
+    source   rows of a manifest's files by number
+    subset   training and validation rows, and their division among processes
+    order    plans of a reader's epochs
+    reader   batches of a rank
 """

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkhvd.data.columns.ragged import Rows
-from sparkhvd.data.reading.groups import group_plan
 from sparkhvd.data.reading.sampler import Plan, epoch_plan, permutation
-from sparkhvd.data.reading.subset import count_of, fits_in_memory
+from sparkhvd.data.reading.subset import count_of, fits_in_memory, group_plan
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = ["CHUNK_BYTES", "RowOrder"]
 
 # Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
 CHUNK_BYTES = 1 << 20

@@ -8,31 +8,369 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
+import math
+import queue
+import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from sparkhvd.data.buffers import Buffers
-from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.ragged import Flags, Rows, Values, take
+from sparkhvd.data.columns.decoders import Decoded, RowFunctions
+from sparkhvd.data.columns.ragged import Array, Flags, Ragged, Rows, SparseRows, Values, take
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.files import Buffers
 from sparkhvd.data.manifest import PACKED, Manifest
-from sparkhvd.data.reading import prefetch
-from sparkhvd.data.reading.batch import Batch, no_rows, pinned, row_bytes
-from sparkhvd.data.reading.decoding import Chunk, Decoding
-from sparkhvd.data.reading.groups import group_edges
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
-from sparkhvd.data.reading.resident import ResidentRows, Sharing
-from sparkhvd.data.reading.sampler import Plan, Window
-from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.reading.subset import SUBSETS, Division, column_names, read_groups, select_rows
+from sparkhvd.data.reading.sampler import Plan, Window, permutation
+from sparkhvd.data.reading.source import Source, open_source
+from sparkhvd.data.reading.subset import (
+    SUBSETS,
+    Division,
+    column_names,
+    count_of,
+    group_edges,
+    read_groups,
+    read_rows,
+    select_rows,
+)
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
-__all__ = ["Reader"]
+# ----------------------------------------------------------------------------------------------------
+# Read ahead in a thread; its consumer waits with a deadline.
+
+# The longest wait for one chunk, which may be all the rows of a slow store; and, at the end of an epoch, for a thread
+# that is in a read which may never return (a mount whose server has gone).
+READ_S = 3600.0
+STOP_S = 60.0
+
+Item = TypeVar("Item")
+
+
+class Prefetch(Generic[Item]):
+    """Runs an iterator in a thread, at most `length` items ahead."""
+
+    def __init__(self, items: Iterator[Item], length: int) -> None:
+        self._items = items
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=length)
+        self._length = length
+        self._has_all = False  # nothing is read any more
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_nearly_empty(self) -> bool:
+        """True if everything has been read, and at most half of the room for it is taken."""
+        return self._has_all and 2 * self._queue.qsize() <= self._length + 1
+
+    def get(self) -> Item | BaseException:
+        """Return the next item, or the error that ended the thread."""
+        deadline = time.monotonic() + READ_S
+        while not self._stopping.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return TimeoutError(f"nothing came for {READ_S:g} s, from the store or a decoder")
+            try:
+                return self._queue.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                continue
+        return InvalidArgumentError(
+            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
+            "a time."
+        )
+
+    def stop(self, limit_s: float) -> bool:
+        """End the thread and wait for it up to a limit; return True if it has ended."""
+        self._stopping.set()
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            # A thread that waits for room in the queue goes on once there is some.
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.05)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure: BaseException
+        try:
+            for item in self._items:
+                if self._stopping.is_set():
+                    return
+                self._queue.put(item)
+                if self._stopping.is_set():
+                    return
+            self._has_all = True
+            failure = InternalError("The reader ran out of rows before the epoch's end.")
+        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
+            failure = error
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(failure, timeout=0.05)
+            except queue.Full:
+                continue
+            return
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows of a subset that are held in memory, read once by a rank or by the ranks of a host together.
+
+
+class Sharing(Protocol):
+    """The ranks of a host that hold rows once.
+
+    Attributes:
+        part: (number, count) of this rank's part of the rows.
+    """
+
+    part: tuple[int, int]
+
+    def gather(
+        self, values: Mapping[str, Values] | None, error: BaseException | None = None
+    ) -> dict[str, Values] | None:
+        """Put the parts of all ranks together, in order, on all ranks; None if they cannot share memory.
+
+        Raises `error`, or another rank's.
+        """
+
+
+class ResidentRows:
+    """Reads the rows when they are first needed and holds them; used by one thread at a time."""
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        rows: Rows | int,
+        division: Division,
+        *,
+        sharing: Sharing | None,
+    ) -> None:
+        """Prepare; reads nothing.
+
+        Args:
+            source: of the files; closed when the rows are in memory.
+            names: columns to read.
+            rows: numbers of the rows, or a count for all from 0 on.
+            division: of the rows into parts.
+            sharing: the ranks of this host, which read a part each; None reads all rows.
+        """
+        self._source = source
+        self._names = list(names)
+        self._rows = rows
+        self._division = division
+        self._sharing = sharing
+        self._values: dict[str, Values] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the ranks of this host read together, which all of them must do then."""
+        return self._sharing is not None
+
+    def values(self) -> dict[str, Values]:
+        """Return all rows by column, read by the first call. A collective call on the host if it is shared."""
+        if self._values is None:
+            self._values = self._read_all()
+            self._source.close()
+        return self._values
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the rows have yet to be read."""
+        return self._values is None
+
+    def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
+        """Return a function that permutes the rows for an epoch, once, for whichever thread needs them first."""
+        lock, made = threading.Lock(), list[Rows]()
+
+        def permute() -> Rows:
+            with lock:
+                if not made:
+                    made.append(permutation(count_of(self._rows), seed, epoch))
+            return made[0]
+
+        return permute
+
+    def clear(self) -> None:
+        """Release the rows."""
+        self._values = None
+
+    def _read_all(self) -> dict[str, Values]:
+        if self._sharing is None:
+            return self._read_part((0, 1))
+        part: dict[str, Values] | None = None
+        error: BaseException | None = None
+        try:
+            part = self._read_part(self._sharing.part)
+        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+            error = e
+        values = self._sharing.gather(part, error)
+        return self._read_part((0, 1)) if values is None else values
+
+    def _read_part(self, part: tuple[int, int]) -> dict[str, Values]:
+        return read_rows(self._source, self._names, self._rows, part, self._division)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batches of a rank, and the arrays that they are made of.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one rank at one step.
+
+    Attributes:
+        columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
+            vectors `SparseRows`; of a column with a collate function its result.
+        num_rows: rows of this rank, possibly 0.
+        rows_per_rank: rows of every rank at this step, known without communication.
+        step: counts from 0 in each epoch.
+        num_broken: rows of this rank that a decoder has left out; `rows_per_rank` counts them.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    rows_per_rank: tuple[int, ...]
+    step: int
+    num_broken: int = 0
+
+
+def no_rows(column: Column) -> Values:
+    """Return zero rows of a column."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements)
+    return np.empty((0, *(column.row_shape or ())), column.row_dtype)
+
+
+def row_bytes(column: Column) -> int:
+    """Return the bytes of a row of a batch; 0 if only its stored form tells."""
+    if column.is_fixed or not column.row_shape:
+        return column.row_bytes if column.is_fixed else 0
+    if column.kind == "sparse" or -1 in column.row_shape:
+        return 0
+    return math.prod(column.row_shape) * column.row_dtype.itemsize
+
+
+def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    """Return an array in page-locked memory; torch keeps freed memory for the next."""
+    import torch
+
+    num_bytes = math.prod(shape) * dtype.itemsize
+    flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return flat.view(dtype).reshape(shape)
+
+
+def packed(values: Values) -> Values:
+    """Return the rows in memory of their own, if they refer to shared values."""
+    return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
+
+
+# ----------------------------------------------------------------------------------------------------
+# Decoding of a reader's rows in threads, a chunk of several batches at a time.
+# Threads: the reading thread begins and takes chunks; threads of the pool decode rows, and share nothing but the chunk's memory.
+
+# Python's lock is asked for after this time while threads decode. With Python's 5 ms a thread that comes back from a decoder in C
+# finds the lock taken again and again by others, which let go of it for the moment of a read alone: two threads then are one.
+_SWITCH_S = 0.0005
+# Values that decoders have left out and that are printed; the others are counted alone.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of several batches, as the user's decoders leave them.
+
+    Attributes:
+        columns: by name.
+        num_rows: with those that are left out.
+        kept: ascending numbers of the rows that are there; None means all.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    kept: Rows | None = None
+
+    def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
+        """Return the columns of some rows, and how many of these are there."""
+        if self.kept is not None:
+            start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
+        return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
+
+
+class Decoding:
+    """The user's functions on the columns of a reader, with their threads.
+
+    Attributes:
+        num_ahead: chunks to begin before the first is taken, or threads would wait for the reading one after each.
+    """
+
+    def __init__(
+        self, functions: RowFunctions, columns: Sequence[Column], num_workers: int
+    ) -> None:
+        """Start the threads, where several are asked for and there is something to decode.
+
+        Args:
+            functions: the user's.
+            columns: to read, as `with_decoded` described them.
+            num_workers: threads; 1 is the reading thread itself.
+        """
+        self._functions, self._columns = functions, columns
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 1 and any(column.has_decoder for column in columns):
+            self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self.num_ahead = int(self._pool is not None)
+        self._shown: set[str] = set()
+
+    def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
+        """Begin to decode rows; return what waits for them.
+
+        Args:
+            taken: columns as they are stored; they must stay until the end.
+            num_rows: their number.
+            packs: give the chunk memory of its own.
+        """
+        has_functions = self._functions.decoders or self._functions.collate
+        begin = self._functions.begin if has_functions else _as_they_are
+        decoded = begin(self._columns, taken, self._pool)
+
+        def finish() -> Chunk:
+            found = decoded()
+            self._show(found.broken)
+            columns = found.columns
+            if packs:
+                columns = {name: packed(rows) for name, rows in columns.items()}
+            return Chunk(columns, num_rows, found.kept)
+
+        return finish
+
+    def _show(self, broken: Sequence[str]) -> None:
+        """Print the first values that decoders have left out."""
+        room = max(0, _SHOWN - len(self._shown))
+        for text in [each for each in broken if each not in self._shown][:room]:
+            self._shown.add(text)
+            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
+            sys.stderr.write(
+                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
+            )
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _as_they_are(
+    columns: Sequence[Column], values: dict[str, Any], pool: object
+) -> Callable[[], Decoded]:
+    return lambda: Decoded(values)
 
 
 class Reader:
@@ -155,9 +493,9 @@ class Reader:
         self._batch_row_bytes = max(self._order.row_bytes, sum(map(row_bytes, self.columns)))
         # Memory of windows; batches are copies.
         self._buffers = Buffers()
-        self._running: prefetch.Prefetch[Chunk] | None = None
+        self._running: Prefetch[Chunk] | None = None
         # The epoch and step that are prepared, and their thread.
-        self._prepared: tuple[int, int, prefetch.Prefetch[Chunk]] | None = None
+        self._prepared: tuple[int, int, Prefetch[Chunk]] | None = None
         self.num_steps = self._order.held_plan(0).num_steps
         self.description, self.windows = self._order.describe(), self._order.windows
 
@@ -192,26 +530,26 @@ class Reader:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
-        running: prefetch.Prefetch[Chunk] | None = None
+        running: Prefetch[Chunk] | None = None
         if self._prepared is not None and (epoch, start_step, first_row) == (
             *self._prepared[:2],
             0,
         ):
             running, self._prepared = self._prepared[2], None
-        if not self._stop(prefetch.READ_S):
+        if not self._stop(READ_S):
             raise StoreError(
-                f"Rank {self._rank}: a read of {self._store.url} that was to end {prefetch.READ_S:g} s ago has not returned. "
+                f"Rank {self._rank}: a read of {self._store.url} that was to end {READ_S:g} s ago has not returned. "
                 "Look at the store."
             )
         if running is None:
-            running = prefetch.Prefetch(self._chunks(plan, start_step), self._queue_length())
+            running = Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = running
         if permute is not None and self._resident is not None and self._resident.is_unread:
             permute()  # while the other thread reads
         try:
             yield from self._batches(plan, running, epoch, start_step, following)
         finally:
-            if running.stop(prefetch.STOP_S) and self._running is running:
+            if running.stop(STOP_S) and self._running is running:
                 self._running = None
 
     def plan(self, epoch: int, first_row: int = 0) -> Plan:
@@ -220,7 +558,7 @@ class Reader:
 
     def close(self) -> None:
         """Stop the background threads and release files and memory; a thread stuck in a read is left behind after a minute."""
-        if self._stop(prefetch.STOP_S):
+        if self._stop(STOP_S):
             self._decoding.close()
             self._source.close()
         if self._resident is not None:
@@ -285,7 +623,7 @@ class Reader:
     def _batches(
         self,
         plan: Plan,
-        running: prefetch.Prefetch[Chunk],
+        running: Prefetch[Chunk],
         epoch: int,
         step: int,
         following: int | None,
@@ -325,7 +663,7 @@ class Reader:
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
         plan = self._order.held_plan(epoch, _permutation(self._order, self._resident, epoch))
         chunks = self._chunks(plan, start_step)
-        self._prepared = epoch, start_step, prefetch.Prefetch(chunks, self._queue_length())
+        self._prepared = epoch, start_step, Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
         """Stop the background threads; return True if none is left."""

@@ -28,22 +28,6 @@ import numpy as np
 from sparkhvd.data.columns.ragged import Rows
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = [
-    "Order",
-    "Plan",
-    "Window",
-    "cuts",
-    "epoch_plan",
-    "expanded",
-    "level",
-    "numbers_at",
-    "permutation",
-    "random_stream",
-    "split_validation",
-    "validation_count",
-]
-
-
 # Purposes of random streams, so that two uses of one seed never share a stream.
 _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparkhvd.data.buffers import Empty, fresh
 from sparkhvd.data.columns.ragged import Rows, Values
+from sparkhvd.data.files import Empty, fresh
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.packed import RowSource
 from sparkhvd.data.store.store import Store
-
-__all__ = ["Source", "open_source"]
 
 
 class Source(Protocol):

@@ -2,31 +2,241 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sparkhvd.data.columns.ragged import Flags, Rows, Values
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.reading.groups import split_groups
-from sparkhvd.data.reading.sampler import split_validation
+from sparkhvd.data.reading.sampler import (
+    Order,
+    Plan,
+    Window,
+    expanded,
+    numbers_at,
+    random_stream,
+    split_validation,
+    validation_count,
+)
 from sparkhvd.data.reading.source import Source
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = [
-    "SUBSETS",
-    "Division",
-    "column_names",
-    "count_of",
-    "fits_in_memory",
-    "flagged",
-    "is_flagged",
-    "read_flags",
-    "read_groups",
-    "read_rows",
-    "select_rows",
-]
+# ----------------------------------------------------------------------------------------------------
+# Plan epochs of whole groups: rows with an equal value of a column stay together, on one rank.
+# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group that is nearest to equal numbers of rows,
+# and each rank's part into batches in the same way: so every epoch and every rank has equally many steps, and a batch has about
+# `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces, which are
+# neighbours in the order of its rank.
+
+# Purposes of random streams, beside those of `sampler`.
+_SPLIT, _ORDER = 11, 12
+
+
+def group_edges(numbers: Rows, rows: Rows | int) -> Rows:
+    """Return the positions in a selection of rows where groups begin, and its length at the end.
+
+    Args:
+        numbers: of the group of each row; equal neighbours are one group.
+        rows: ascending numbers of the rows, or a count for all.
+    """
+    chosen = numbers if isinstance(rows, int) else numbers[rows]
+    begins = np.append(0, np.flatnonzero(np.diff(chosen)) + 1)
+    return np.append(begins, len(chosen)) if len(chosen) else begins
+
+
+def split_groups(numbers: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]:
+    """Split row numbers into (train, validation), each ascending, by whole groups in seeded order.
+
+    Raises:
+        InvalidArgumentError: there are too few groups for both sides.
+    """
+    edges = group_edges(numbers, len(numbers))
+    lengths = np.diff(edges)
+    if len(lengths) < 2:
+        raise InvalidArgumentError(
+            f"validation={fraction}: the data have {len(lengths)} group of group_col, and a group is not split. Give more groups, "
+            "or validation rows of their own."
+        )
+    order = random_stream(seed, _SPLIT).permutation(len(lengths))
+    ends = np.cumsum(lengths[order])
+    wanted = validation_count(len(numbers), fraction)
+    count = int(np.clip(np.argmin(np.abs(ends - wanted)) + 1, 1, len(lengths) - 1))
+    is_held_out = np.zeros(len(lengths), np.bool_)
+    is_held_out[order[:count]] = True
+    of_rows = np.repeat(is_held_out, lengths)
+    return np.flatnonzero(~of_rows), np.flatnonzero(of_rows)
+
+
+class GroupPlan(Plan):
+    """Plan of an epoch whose batches differ in length."""
+
+    _order: _Groups
+
+    def rows_per_rank(self, step: int) -> tuple[int, ...]:
+        """Return the number of rows of each rank in a step."""
+        self.check_step(step)
+        edges = self._order.batch_edges
+        return tuple((edges[:, step + 1] - edges[:, step]).tolist())
+
+    def rows_before(self, rank: int, step: int) -> int:
+        """Return the number of rows that a rank has in the steps before `step`."""
+        edges = self._order.batch_edges[rank]
+        return int(edges[step] - edges[0])
+
+    def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
+        """Cut `length` rows of a rank, behind its first `start`, into ranges of whole batches of at least `unit` rows."""
+        edges = self._order.batch_edges[rank] - self._order.batch_edges[rank, 0] - start
+        found = [0]
+        for edge in edges[(edges > 0) & (edges < length)].tolist():
+            if edge - found[-1] >= unit:
+                found.append(edge)
+        return list(zip(found, [*found[1:], length], strict=True))
+
+
+@dataclass(frozen=True)
+class _Groups(Order):
+    """Order of groups.
+
+    Attributes:
+        edges: positions where groups begin, from 0 on, with the number of rows at the end.
+        size: number of ranks.
+        batch_size: rows per rank and step, about.
+        num_steps: of the epoch.
+        seed, epoch, shuffle: as `epoch_plan` gets them.
+        window_rows: memory bound in rows per rank; None means that they fit in memory.
+        block_rows: neighbouring rows that are read together.
+    """
+
+    edges: Rows
+    size: int
+    batch_size: int
+    num_steps: int
+    seed: int
+    epoch: int
+    shuffle: bool
+    window_rows: int | None
+    block_rows: int
+
+    @functools.cached_property
+    def _sequence(self) -> Rows:
+        """Numbers of the groups in the order of the epoch."""
+        count = len(self.edges) - 1
+        if not self.shuffle:
+            return np.arange(count, dtype=np.int64)
+        random = random_stream(self.seed, _ORDER, self.epoch)
+        if self.window_rows is None:
+            return random.permutation(count)
+        # Blocks of neighbours, which are read together; then groups inside of windows.
+        begins = np.flatnonzero(np.diff(self.edges[:-1] // self.block_rows, prepend=-1))
+        lengths = np.diff(begins, append=count)
+        blocks = random.permutation(len(begins))
+        sequence = expanded(begins[blocks], lengths[blocks])
+        window = (np.cumsum(np.diff(self.edges)[sequence]) - 1) // self.window_rows
+        return sequence[np.lexsort((random.random(count), window))]
+
+    @functools.cached_property
+    def _begins(self) -> Rows:
+        """First row of each group in the files."""
+        return self.edges[self._sequence]
+
+    @functools.cached_property
+    def _lengths(self) -> Rows:
+        return np.diff(self.edges)[self._sequence]
+
+    @functools.cached_property
+    def _ends(self) -> Rows:
+        """Positions in the order behind each group."""
+        return np.cumsum(self._lengths)
+
+    @functools.cached_property
+    def batch_edges(self) -> Rows:
+        """Positions in the order where each rank's batches begin, and where the last one ends: an array (rank, batch)."""
+        total = int(self.edges[-1])
+        ends = np.append(0, self._ends)
+        ranks = _nearest_groups(ends, np.linspace(0, total, self.size + 1))
+        num_pieces = -(-self._lengths // self.batch_size)
+        number = expanded(np.ones(len(num_pieces), np.int64), num_pieces)
+        lengths, parts = (np.repeat(values, num_pieces) for values in (self._lengths, num_pieces))
+        pieces = np.append(0, np.repeat(ends[:-1], num_pieces) + lengths * number // parts)
+        edges = np.empty((self.size, self.num_steps + 1), np.int64)
+        for rank, (begin, end) in enumerate(zip(ranks[:-1], ranks[1:], strict=True)):
+            low, high = np.searchsorted(pieces, (begin, end))
+            wanted = np.linspace(begin, end, self.num_steps + 1)
+            edges[rank] = _nearest_groups(pieces[low : high + 1], wanted)
+        return edges
+
+    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+        """Yield the rank's rows without its first `start`, in windows of whole batches."""
+        edges = self.batch_edges[rank]
+        first, end = int(edges[0]) + start, int(edges[-1])
+        limit = self.window_rows or end - first
+        while first < end:
+            stop = int(edges[np.searchsorted(edges, first + limit, side="right") - 1])
+            if stop <= first:
+                stop = int(edges[np.searchsorted(edges, first, side="right")])
+            positions = self._positions(first, stop)
+            if self.window_rows is None:
+                yield Window(None, numbers_at(self.rows, positions))
+            else:
+                read = np.sort(positions)
+                yield Window(numbers_at(self.rows, read), np.searchsorted(read, positions))
+            first = stop
+
+    def _positions(self, first: int, stop: int) -> Rows:
+        """Return the rows at the places [first, stop) of the order."""
+        low = int(np.searchsorted(self._ends, first, side="right"))
+        high = int(np.searchsorted(self._ends, stop, side="left")) + 1
+        begins, lengths = self._begins[low:high].copy(), self._lengths[low:high].copy()
+        skipped = first - (int(self._ends[low]) - int(lengths[0]))
+        lengths[-1] -= self._ends[high - 1] - stop
+        begins[0] += skipped
+        lengths[0] -= skipped
+        return expanded(begins, lengths)
+
+
+def _nearest_groups(edges: Rows, wanted: npt.NDArray[np.float64]) -> Rows:
+    """Return for each place the nearest of the ascending edges."""
+    above = np.clip(np.searchsorted(edges, wanted), 0, len(edges) - 1)
+    below = np.maximum(above - 1, 0)
+    return np.where(wanted - edges[below] <= edges[above] - wanted, edges[below], edges[above])
+
+
+def group_plan(
+    rows: Rows | int,
+    edges: Rows,
+    *,
+    size: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    window_rows: int | None,
+    block_rows: int,
+) -> GroupPlan:
+    """Plan one epoch of groups; arguments as those of `epoch_plan`, and the groups' edges from `group_edges`."""
+    total = int(edges[-1])
+    per_rank = -(-total // size)
+    longest = int(np.diff(edges).max(initial=0))
+    if longest > batch_size and size > 1:
+        per_rank += longest  # a rank may have so many rows more, and its batches shall not be larger for that
+    num_steps = -(-per_rank // batch_size)
+    order = _Groups(
+        rows,
+        edges,
+        size,
+        batch_size,
+        num_steps,
+        seed,
+        epoch,
+        shuffle,
+        window_rows,
+        block_rows,
+    )
+    return GroupPlan(size, batch_size, total, num_steps, (), order)
+
 
 SUBSETS = ("all", "train", "validation")
 

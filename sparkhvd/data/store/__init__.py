@@ -16,26 +16,15 @@ Secrets: storage options and passwords of a URL travel with the store to the ran
 
 Each module imports only those above it:
 
-    addresses     paths and URLs, their secrets and file systems
-    atomic        writing a file whole or not at all
-    place         the file system behind a store, opened on first use
-    listing       files and folders of a store
-    writer        writing and deleting files of a store
-    checksummed   small files that tell damage from another version
-    processes     processes that own files, and whether they are alive
-    run_lock      one fit at a time in a run's folder
-    leases        owners of data directories
-    cleaning      deletes data and runs that have no owner
-    contents      lists and deletes runs and data
-    temporary     folders that go with their process
-    store         `Store`
-    moved         a store whose runs are elsewhere
-    remote_calls  calls on a store that a Spark task makes
-    remote_store  a store that only executors see
-    connect       finds out whether this process sees a store
-    task_errors   a `StoreError` of a Spark task as one of the driver
-    spark_files   files where Spark resolves a path
-    default       the store of a fit that names none
+    addresses    paths and URLs, their secrets and file systems
+    atomic       writing a file whole or not at all
+    locks        small files that tell damage from another version
+    spark_files  files where Spark resolves a path
+    store        `Store`
+    moved        a store whose runs are elsewhere
+    remote       calls on a store that a Spark task makes
+    connect      finds out whether this process sees a store
+    temporary    folders that go with their process
 """
 
 from sparkhvd.data.store.connect import open_through

@@ -16,20 +16,6 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = [
-    "SECRET_NAME",
-    "Address",
-    "check_databricks",
-    "has_atomic_writes",
-    "is_sequential",
-    "open_filesystem",
-    "parse",
-    "secrets_of",
-    "split",
-    "url_options",
-    "without_secrets",
-]
-
 # Schemes that pyarrow.fs opens itself; all others go through fsspec.
 PYARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}

@@ -26,19 +26,6 @@ import pyarrow.fs as pafs
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = [
-    "COPY_BYTES",
-    "Sink",
-    "copy_in",
-    "local_output",
-    "make_folder",
-    "make_local_folder",
-    "make_root",
-    "remote_output",
-    "remove_empty_folder",
-    "staged_output",
-    "upload",
-]
 
 COPY_BYTES = 16 << 20
 # Times that folders are made again which another process removed while they were empty.

@@ -15,16 +15,13 @@ import uuid
 import warnings
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.store import remote_calls
-from sparkhvd.data.store.place import TEMPORARY
-from sparkhvd.data.store.remote_store import RemoteStore
-from sparkhvd.data.store.store import Store
-from sparkhvd.sessions import is_connect
+from sparkhvd.data.store import remote as remote_calls
+from sparkhvd.data.store.remote import RemoteStore
+from sparkhvd.data.store.store import TEMPORARY, Store
+from sparkhvd.spark import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["as_seen_by", "make_private", "open_through"]
 
 
 def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Store:

@@ -8,12 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sparkhvd.data.store import addresses
-from sparkhvd.data.store.place import Place
-from sparkhvd.data.store.store import Store
-from sparkhvd.data.store.writer import Writer
+from sparkhvd.data.store.store import Place, Store, Writer
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = ["StoreWithRuns"]
 
 _RUNS = "runs"
 

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.arrow_buffers import binary_array
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.sessions import is_connect
+from sparkhvd.spark import is_connect
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark.sql import SparkSession
 
-__all__ = ["read_file", "staging_folder", "write_file"]
 
 # One file of the text writer is one row when read, and a row must be well below 2 GiB.
 MAX_CONNECT_BYTES = 1 << 30

@@ -14,11 +14,21 @@ cannot reach the store: `connect.py`.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import posixpath
+import re
+import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
@@ -26,26 +36,648 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from sparkhvd.data.store import addresses, atomic, listing
-from sparkhvd.data.store.cleaning import Cleaning
-from sparkhvd.data.store.contents import (
-    StoredData,
-    StoredRun,
-    delete_data,
-    delete_run,
-    list_data,
-    list_runs,
+from sparkhvd.data.store import addresses, atomic
+from sparkhvd.data.store.locks import (
+    HOLDER_NAME,
+    hold,
+    holder_of,
+    is_abandoned,
+    is_owners,
+    is_running,
+    lease_of,
+    load_sealed,
 )
-from sparkhvd.data.store.listing import Paths, StoredFile
-from sparkhvd.data.store.place import TEMPORARY, Place
-from sparkhvd.data.store.writer import Writer
-from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.sessions import connect_session
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
+from sparkhvd.spark import connect_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Store"]
+
+# ----------------------------------------------------------------------------------------------------
+# The file system behind a store: opened on first use, with its errors in the store's words.
+
+# Prefix of files that are still being written; listings leave them out.
+TEMPORARY = ".sparkhvd-tmp-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Place:
+    """The folder of a store in its file system; every path is relative to it.
+
+    Attributes:
+        address: the parsed URL.
+        options: storage options, secrets included.
+        url: the URL without secrets: for messages, manifests and saved models.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.address = addresses.parse(url)
+        self.options = dict(options)
+        self.url = self.address.url
+        self._filesystem: pafs.FileSystem | None = None
+        self._opened = threading.local()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Place):
+            return NotImplemented
+        return (self.address, self.options) == (other.address, other.options)
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    @property
+    def is_local(self) -> bool:
+        """True if this process sees the folder as a path."""
+        return self.address.scheme == "file"
+
+    @property
+    def fs(self) -> pafs.FileSystem:
+        """The opened file system."""
+        if self.address.root is not None:
+            if self._filesystem is None:
+                self._filesystem, _ = self._open()
+            return self._filesystem
+        # One per thread: connections of fsspec are not shared between threads.
+        filesystem = getattr(self._opened, "filesystem", None)
+        if filesystem is None:
+            filesystem, root = self._open()
+            self._opened.filesystem, self._opened.root = filesystem, root
+        filesystem.handler.fs.invalidate_cache()  # other processes write, too
+        return filesystem
+
+    def _open(self) -> tuple[pafs.FileSystem, str]:
+        try:
+            return addresses.open_filesystem(self.address, self.options)
+        except SparkhvdError:
+            raise
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+            raise self.error("opened", "", e) from self.cause(e)
+
+    @property
+    def root(self) -> str:
+        """The folder's path in the file system."""
+        if self.address.root is not None:
+            return self.address.root
+        self.fs  # noqa: B018 - opens it
+        root: str = self._opened.root
+        return root
+
+    def full(self, path: str) -> str:
+        """Return a path in the file system.
+
+        Raises:
+            InvalidArgumentError: the path is absolute or leads out of the folder.
+        """
+        parts = path.split("/")
+        if path.startswith("/") or "\\" in path or ".." in parts:
+            raise InvalidArgumentError(
+                f"{path!r} is not a path inside a store. Give a relative path without '..', for example "
+                "'runs/1/metrics.jsonl'."
+            )
+        if not path:
+            return self.root
+        return posixpath.join(self.root, *[p for p in parts if p and p != "."])
+
+    def info(self, path: str) -> pafs.FileInfo:
+        """Return type, size and time of a file or folder, which may not exist."""
+        with self.explained("read", path):
+            return self.fs.get_file_info(self.full(path))
+
+    def relative(self, full: str) -> str:
+        """Return the path in the folder of a path in the file system."""
+        return posixpath.relpath(full, self.root)
+
+    @contextlib.contextmanager
+    def explained(self, doing: str, path: str) -> Iterator[None]:
+        """Raise errors of the file system as `StoreError`; `FileNotFoundError` keeps its class.
+
+        Args:
+            doing: participle for the message: "read", "written", "cleaned", "opened".
+            path: the path for the message.
+        """
+        try:
+            yield
+        except SparkhvdError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if self.cause(e) is not None:
+                raise
+            raise type(e)(self.hide(str(e))) from None
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+            raise self.error(doing, path, e) from self.cause(e)
+
+    def error(self, doing: str, path: str, cause: Exception, staged_in: str = "") -> StoreError:
+        """Return the error for an operation that the file system refused.
+
+        Args:
+            doing: participle for the message, as for `explained`.
+            path: the path for the message.
+            cause: the file system's error.
+            staged_in: folder on this host's disk that refused a staged file; "" if the store refused.
+        """
+        number = getattr(cause, "errno", None)
+        where = (
+            f", on this host's disk in {staged_in}, from where it would be copied"
+            if staged_in
+            else ""
+        )
+        remedy = (
+            f"It is full: free space in {staged_in or 'it'}"
+            if number in _FULL
+            else "Look whether it is there and may be written from this host"
+        )
+        # Before the first checkpoint, as when data are materialized, no training can be lost.
+        is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
+        then = (
+            "; a fit with the same run_id goes on from the last checkpoint"
+            if is_checkpoint
+            else ", and try again"
+        )
+        error = StoreError(
+            f"The store {self.url} cannot be {doing} ({path or 'its folder'}{where}): {type(cause).__name__}: "
+            f"{self.hide(str(cause))}. {remedy}{then}."
+        )
+        error.errno = number
+        return error
+
+    def cause(self, error: Exception) -> Exception | None:
+        """Return the error to show as a cause: None if its chain holds a secret."""
+        link: BaseException | None = error
+        while link is not None:
+            for text in (str(link), repr(link)):
+                if self.hide(text) != text:
+                    return None
+            link = link.__cause__ or link.__context__
+        return error
+
+    def hide(self, text: str) -> str:
+        """Mask passwords, keys and tokens of the store in a text."""
+        secrets = addresses.secrets_of(self.address.full, self.options)
+        for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+            text = text.replace(secret, "***")
+        return text
+
+
+# ----------------------------------------------------------------------------------------------------
+# List the files and folders of a store.
+
+Paths = list[str]  # a class with a method `list` needs another name for the type
+# Folders above a root that are looked at: deeper paths hardly exist, and each level costs a round trip.
+_LEVELS = 16
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a store: its path, its bytes, and when it changed in ns since 1970; 0 if unknown."""
+
+    path: str
+    size: int
+    modified_ns: int
+
+
+def list_paths(place: Place, path: str, *, recursive: bool) -> Paths:
+    """List a folder, sorted, without unfinished files; empty if it does not exist.
+
+    Args:
+        place: of the store.
+        path: the folder.
+        recursive: list all files below it, instead of the files and folders directly in it.
+    """
+    return sorted(
+        place.relative(info.path)
+        for info in _infos(place, path, recursive=recursive)
+        if not info.base_name.startswith(TEMPORARY)
+        and (not recursive or info.type == pafs.FileType.File)
+    )
+
+
+def list_files(place: Place) -> tuple[StoredFile, ...]:
+    """List every file below the root with size and time, sorted by path; a root that is a file is ".".
+
+    Raises:
+        FileNotFoundError: the root does not exist.
+    """
+    with place.explained("read", ""):
+        root = place.fs.get_file_info(place.root)
+        if root.type == pafs.FileType.File:
+            infos = [root]
+        else:
+            infos = place.fs.get_file_info(pafs.FileSelector(place.root, recursive=True))
+    files = [
+        StoredFile(place.relative(info.path), info.size or 0, info.mtime_ns or 0)
+        for info in infos
+        if info.type == pafs.FileType.File
+    ]
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def list_above(place: Place, names: Sequence[str]) -> Paths:
+    """List the files directly in folders of these names that lie beside or above the root, as "../name/file".
+
+    Only the names are asked for: a folder above may have very many entries. A level that may not be read counts as one without them.
+    """
+    with place.explained("read", ""):
+        fs, root = place.fs, place.root
+    found = []
+    for folder in _folders_above(place, root):
+        try:
+            infos = fs.get_file_info([posixpath.join(folder, name) for name in names])
+            for info in infos:
+                if info.type == pafs.FileType.Directory:
+                    found += [i.path for i in fs.get_file_info(pafs.FileSelector(info.path))]
+        except Exception:  # noqa: BLE001, S112 - drivers of fsspec raise what they like
+            continue
+    return sorted(posixpath.relpath(path, root) for path in found)
+
+
+def last_change(place: Place, path: str) -> float | None:
+    """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
+    infos = [place.info(path), *_infos(place, path, recursive=True)]
+    times = [info.mtime_ns for info in infos if info.mtime_ns]
+    return max(times) / 1e9 if times else None
+
+
+def data_directories(place: Place) -> Paths:
+    """List the folders `data/<key>/<owner>`; a key that may not be listed stands for its owners."""
+    directories = []
+    for key in _folders(place, "data"):
+        try:
+            directories += _folders(place, key)
+        except StoreError:  # its user lets nobody list it
+            directories.append(key)
+    return directories
+
+
+def unfinished_files(place: Place, path: str) -> Paths:
+    """List the files directly in a folder that were never finished."""
+    return [
+        place.relative(info.path)
+        for info in _infos(place, path)
+        if info.base_name.startswith(TEMPORARY) and info.type == pafs.FileType.File
+    ]
+
+
+def _folders_above(place: Place, root: str) -> Paths:
+    """List the folders above a root, the nearest first; of a local root also those where links lead to."""
+    folders: dict[str, None] = {}
+    for path in (root, os.path.realpath(root)) if place.is_local else (root,):
+        for _ in range(_LEVELS):
+            above = posixpath.dirname(path)
+            if above in ("", path):
+                break
+            path = above
+            folders[path] = None
+    return list(folders)
+
+
+def _folders(place: Place, path: str) -> Paths:
+    infos = _infos(place, path)
+    return sorted(place.relative(i.path) for i in infos if i.type == pafs.FileType.Directory)
+
+
+def _infos(place: Place, path: str, *, recursive: bool = False) -> list[pafs.FileInfo]:
+    selector = pafs.FileSelector(place.full(path), recursive=recursive, allow_not_found=True)
+    with place.explained("read", path):
+        infos: list[pafs.FileInfo] = place.fs.get_file_info(selector)
+    return infos
+
+
+# ----------------------------------------------------------------------------------------------------
+# Write and delete files of a store, by the means that its file system has (see `atomic`).
+
+
+class Writer:
+    """Writes and deletes below the root of a store, which must exist."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._device: int | None = None
+        self._is_sequential: bool | None = None
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[atomic.Sink]:
+        """Open a file for sequential writing; it appears when the block ends without error."""
+        place = self._place
+        sink: atomic.Sink | None = None
+        try:
+            full = place.full(path)
+            self._make_folder(posixpath.dirname(full))
+            with self._output(full) as sink:
+                yield sink
+        except SparkhvdError:
+            raise
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+            cause = e if sink is None or sink.is_whole else sink.error
+            if cause is None:  # the caller's own
+                raise
+            staged_in = sink.staged_in if sink is not None and not sink.is_whole else ""
+            raise place.error("written", path, cause, staged_in) from place.cause(cause)
+
+    def _output(self, full: str) -> contextlib.AbstractContextManager[atomic.Sink]:
+        parent, name = posixpath.split(full)
+        temporary = posixpath.join(parent, f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
+        place = self._place
+        if place.is_local:
+            if self._is_sequential is None:
+                self._is_sequential = addresses.is_sequential(place.root)
+            if self._is_sequential:
+                return atomic.staged_output(lambda file: atomic.copy_in(file, full, temporary))
+            return atomic.local_output(full, temporary)
+        filesystem = place.fs
+        if addresses.has_atomic_writes(place.address.scheme):
+            return atomic.staged_output(lambda file: atomic.upload(file, filesystem, full))
+        return atomic.remote_output(filesystem, full, temporary)
+
+    def _make_folder(self, folder: str) -> None:
+        place = self._place
+        if place.is_local:
+            self._check_root()
+            atomic.make_local_folder(folder, place.root)
+        elif not addresses.has_atomic_writes(place.address.scheme):
+            atomic.make_folder(place.fs, folder)
+
+    def _check_root(self) -> None:
+        """Refuse to write where the store's file system is no longer mounted: the folder there is another one."""
+        place = self._place
+        try:
+            device = os.stat(f"{place.root}/.").st_dev  # the dot makes automounters mount
+        except FileNotFoundError:
+            raise StoreError(
+                f"The store {place.url} is not there: {place.root} does not exist on this host. If it has vanished, mount "
+                "it again; a new one is made by Store.create."
+            ) from None
+        if self._device is None:
+            self._device = device
+        elif device != self._device:
+            raise StoreError(
+                f"The store {place.url} has vanished: another file system is mounted at {place.root} than before. Mount "
+                "it again, and try again: what is in it stays."
+            )
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with its content; does nothing if there is none."""
+        place = self._place
+        full = place.full(path)
+        with (
+            place.explained("cleaned", path),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            if not place.is_local:
+                kind = place.fs.get_file_info(full).type
+                if kind == pafs.FileType.Directory:
+                    place.fs.delete_dir(full)
+                elif kind != pafs.FileType.NotFound:
+                    place.fs.delete_file(full)
+            elif os.path.isdir(full) and not os.path.islink(full):
+                # Another process may delete or still write in it; what stays is swept later.
+                shutil.rmtree(full, ignore_errors=True)
+            else:
+                Path(full).unlink()
+
+    def delete_if_empty(self, path: str) -> None:
+        """Delete an empty folder in one step, where the file system has such a step."""
+        place = self._place
+        full = place.full(path)
+        if place.is_local:
+            with contextlib.suppress(OSError):
+                os.rmdir(full)
+        elif not addresses.has_atomic_writes(place.address.scheme):
+            atomic.remove_empty_folder(place.fs, full)
+
+
+# ----------------------------------------------------------------------------------------------------
+# List runs and materialized data of a store with their sizes, and delete those that nobody uses.
+
+FINISHED_NAME = "finished.json"
+POINTER_NAME = "checkpoints/latest.json"
+TIMELINE_NAME = "timeline.json"
+_WARM = re.compile(r"warm-(\d+)/")
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run in a store.
+
+    Attributes:
+        run_id: its name.
+        state: "finished", "interrupted", "running" as far as that is known from here, or "report" if a report is all that is left.
+        epochs: trained epochs of its newest checkpoint.
+        num_bytes: of all its files.
+        changed: time of the last change; None if unknown.
+        holder: the running fit: "process 12 on host a, since ..."; "" if there is none.
+    """
+
+    run_id: str
+    state: str
+    epochs: int
+    num_bytes: int
+    changed: datetime | None
+    holder: str = ""
+
+
+@dataclass(frozen=True)
+class StoredData:
+    """Materialized data in a store.
+
+    Attributes:
+        path: its folder, relative to the store.
+        state: "kept" until they are deleted, "in use" by the application that made them, or "abandoned".
+        num_bytes: of all its files.
+        changed: time of the last change; None if unknown.
+        application: the Spark application that made them; "" if unknown.
+    """
+
+    path: str
+    state: str
+    num_bytes: int
+    changed: datetime | None
+    application: str = ""
+
+
+def list_runs(store: Store) -> tuple[StoredRun, ...]:
+    """Return the runs of a store by name."""
+    files = _files_by_folder(store, "runs", depth=1)
+    return tuple(_run(store, run_id, group) for run_id, group in sorted(files.items()))
+
+
+def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
+    names = {f.path for f in files}
+    # Each fit with warm_start has a folder of its own in that of the run.
+    warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
+    part = f"warm-{warm}/" if warm else ""
+    holder = holder_of(store, run_id) if HOLDER_NAME in names else None
+    is_held = holder is not None and is_running(holder)
+    state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
+    if names <= {JSON_NAME, HTML_NAME, TIMELINE_NAME}:
+        state = "report"
+    epochs = 0
+    if f"{part}{POINTER_NAME}" in names:
+        pointer = load_sealed(store.read_bytes(f"runs/{run_id}/{part}{POINTER_NAME}"))
+        epochs = 0 if pointer is None else int(pointer["epoch"])
+    return StoredRun(
+        run_id,
+        "running" if is_held else state,
+        epochs,
+        sum(f.size for f in files),
+        _changed(files),
+        str(holder) if is_held else "",
+    )
+
+
+def delete_run(store: Store, run_id: str) -> None:
+    """Delete a run with all its files.
+
+    Raises:
+        InvalidArgumentError: there is none of this name, or a fit holds it.
+        StoreError: it cannot be deleted.
+    """
+    known = [path.rpartition("/")[2] for path in store.list("runs")]
+    if run_id not in known:
+        raise InvalidArgumentError(
+            f"There is no run {run_id!r} in {store.url}. It has {', '.join(map(repr, known[:20])) or 'none'}."
+        )
+    hold(store, run_id).release()
+    _delete(store, f"runs/{run_id}")
+
+
+def list_data(store: Store) -> tuple[StoredData, ...]:
+    """Return the materialized data of a store by path."""
+    entries = []
+    now = time.time()
+    for folder, files in sorted(_files_by_folder(store, "data", depth=2).items()):
+        path = f"data/{folder}"
+        lease = lease_of(store, path)
+        state = "in use"
+        if lease is not None and lease.keep:
+            state = "kept"
+        elif is_abandoned(store, path, now):
+            state = "abandoned"
+        size = sum(f.size for f in files)
+        app_id = "" if lease is None else lease.app_id
+        entries.append(StoredData(path, state, size, _changed(files), app_id))
+    return tuple(entries)
+
+
+def delete_data(store: Store, path: str) -> None:
+    """Delete materialized data that are kept or abandoned.
+
+    Raises:
+        InvalidArgumentError: `list_data` gives no such path, or the application that made them may use them.
+        StoreError: they cannot be deleted.
+    """
+    if not (path.startswith("data/") and is_owners(path) and store.exists(path)):
+        raise InvalidArgumentError(
+            f"{path!r} are no materialized data of {store.url}. Give the path of one of Store.data()."
+        )
+    lease = lease_of(store, path)
+    if not (lease is not None and lease.keep) and not is_abandoned(store, path, time.time()):
+        owner = "another process" if lease is None else f"the application {lease.app_id}"
+        raise InvalidArgumentError(
+            f"{store.full_url(path)} belongs to {owner}, which deletes it when it ends. If that is lost, the data count as "
+            "abandoned after a day."
+        )
+    _delete(store, path)
+
+
+def _delete(store: Store, path: str) -> None:
+    store.delete(path)
+    if store.exists(path) and store.list(path, recursive=True):
+        raise StoreError(
+            f"{store.full_url(path)} cannot be deleted wholly. Let its owner delete it, or somebody who may."
+        )
+
+
+def _files_by_folder(store: Store, root: str, *, depth: int) -> dict[str, list[StoredFile]]:
+    """Group files by their folder `depth` levels below `root`, with paths relative to that folder."""
+    try:
+        files = store.below(root).files()
+    except FileNotFoundError:
+        return {}
+    groups: dict[str, list[StoredFile]] = defaultdict(list)
+    for file in files:
+        parts = file.path.split("/")
+        if len(parts) > depth:
+            inside = StoredFile("/".join(parts[depth:]), file.size, file.modified_ns)
+            groups["/".join(parts[:depth])].append(inside)
+    return groups
+
+
+def _changed(files: Iterable[StoredFile]) -> datetime | None:
+    newest = max((f.modified_ns for f in files), default=0)
+    return datetime.fromtimestamp(newest / 1e9, timezone.utc) if newest else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Delete data and runs that nobody needs any more; a warning names those that must stay.
+
+# Folders that a warning names.
+_NAMED = 20
+
+
+class Cleaning:
+    """Deletes data and runs in one walk over a store.
+
+    Args:
+        store: to clean.
+        now: the moment to compare leases with, in s since 1970.
+
+    Attributes:
+        deleted: paths that are gone.
+        failed: paths that this user may not list, read or delete.
+    """
+
+    def __init__(self, store: Store, now: float) -> None:
+        self._store = store
+        self._now = now
+        self.deleted: list[str] = []
+        self.failed: list[str] = []
+
+    def clean_data(self) -> None:
+        """Delete kept data, and data whose owner is gone."""
+        for directory in self._store.data_directories():
+            if is_owners(directory):
+                self._delete(directory, self._is_deletable)
+            else:
+                self.failed.append(directory)
+
+    def clean_runs(self) -> None:
+        """Delete the folders of all runs that no fit holds."""
+        for folder in ("runs", "keras_runs"):
+            for run in self._store.list(folder):
+                self._delete(run, self._is_free)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn about folders that stay, if any; `stacklevel` is that of `warnings.warn` from the caller."""
+        if not self.failed:
+            return
+        more = ", ..." if len(self.failed) > _NAMED else ""
+        warnings.warn(
+            f"Store.clean: {len(self.failed)} folders of {self._store.url} stay, because this user may not list, read or "
+            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Let their owners clean, or somebody who may.",
+            stacklevel=stacklevel + 1,
+        )
+
+    def _is_deletable(self, directory: str) -> bool:
+        lease = lease_of(self._store, directory)
+        return (lease is not None and lease.keep) or is_abandoned(self._store, directory, self._now)
+
+    def _is_free(self, run: str) -> bool:
+        holder = holder_of(self._store, run.rpartition("/")[2])
+        return holder is None or not is_running(holder)
+
+    def _delete(self, path: str, is_wanted: Callable[[str], bool]) -> None:
+        try:
+            if not is_wanted(path):
+                return
+            self._store.delete(path)
+            (self.failed if self._store.exists(path) else self.deleted).append(path)
+        except StoreError:
+            self.failed.append(path)
+        except OSError:  # its owner is deleting it
+            pass
+
 
 # Most that one call of `collect` returns; the rest comes with the next one.
 _COLLECT_BYTES = 8 << 20
@@ -188,7 +820,7 @@ class Store:
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
         """List a folder, sorted; empty if it does not exist: files and folders directly in it, or all files below it."""
-        return listing.list_paths(self._place, path, recursive=recursive)
+        return list_paths(self._place, path, recursive=recursive)
 
     def files(self) -> tuple[StoredFile, ...]:
         """List every file below the root with size and time, sorted by path; a root that is a file is ".".
@@ -196,19 +828,19 @@ class Store:
         Raises:
             FileNotFoundError: the root does not exist.
         """
-        return listing.list_files(self._place)
+        return list_files(self._place)
 
     def list_above(self, names: Sequence[str]) -> Paths:
         """List the files directly in folders of these names beside and above the root, as "../name/file"."""
-        return listing.list_above(self._place, names)
+        return list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:
         """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
-        return listing.last_change(self._place, path)
+        return last_change(self._place, path)
 
     def data_directories(self) -> Paths:
         """List the folders `data/<key>/<owner>`; a key that may not be listed stands for its owners."""
-        return listing.data_directories(self._place)
+        return data_directories(self._place)
 
     def local_path(self, path: str) -> str | None:
         """Return the path of a file on this host, or None if the store is not a local folder."""
@@ -276,7 +908,7 @@ class Store:
 
     def delete_unfinished(self, path: str) -> None:
         """Delete unfinished files of killed writers directly in a folder; no writer may use it now."""
-        for unfinished in listing.unfinished(self._place, path):
+        for unfinished in unfinished_files(self._place, path):
             self.delete(unfinished)
 
     def prove_writable(self) -> None:

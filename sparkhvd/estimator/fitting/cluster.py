@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.fit import TrainParams
-from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.estimator.params.generated import FitOptions
+from sparkhvd.estimator.params.groups import TrainParams
 from sparkhvd.estimator.params.table import Row, rows_of
-from sparkhvd.rank_settings import JobSettings
-from sparkhvd.runner import launching, placement, preflight
-from sparkhvd.runner.gpu import decide, probe, profiles
-from sparkhvd.settings import CONF_PREFIX, conf_keys
+from sparkhvd.runner import launching, preflight
+from sparkhvd.runner import slots as placement
+from sparkhvd.runner.gpu import decide, probe
+from sparkhvd.runner.gpu import decide as profiles
+from sparkhvd.settings import CONF_PREFIX, JobSettings, conf_keys
 from sparkhvd.spark import SparkShim
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 
 if TYPE_CHECKING:
     pass
-
-__all__ = ["Cluster", "fixed_num_proc", "resolve_cluster"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from sparkhvd.data.reuse import Scope
 
-__all__ = ["FoldModels", "models_kept"]
-
 M = TypeVar("M")
 
 

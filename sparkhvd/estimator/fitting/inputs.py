@@ -19,25 +19,13 @@ from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reuse import PreparedData
 from sparkhvd.data.source import DataFrameSource, DataSource, ParquetFiles, Target
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.options import FitOptions, PredictOptions
-from sparkhvd.sessions import is_dataframe
+from sparkhvd.estimator.params.generated import FitOptions, PredictOptions
+from sparkhvd.spark import is_dataframe
 from sparkhvd.training.program import Program
 from sparkhvd.training.user_code.transformations import transformed_by
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-__all__ = [
-    "FitData",
-    "FitSources",
-    "check_inputs",
-    "check_split",
-    "dataframe_sources",
-    "prepare_inputs",
-    "prepare_sources",
-    "required_modules",
-    "row_functions",
-]
 
 
 READERS = ("pyarrow", "petastorm")

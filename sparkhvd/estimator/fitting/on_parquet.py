@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.data.parquet.dataset import ParquetDataset, open_dataset, store_of
 from sparkhvd.data.parquet.petastorm import UNISCHEMA_KEY, codec_decoders
 from sparkhvd.data.source import ParquetFiles
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitSources
-from sparkhvd.sessions import is_connect, is_dataframe
+from sparkhvd.spark import is_connect, is_dataframe
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
     from pyspark.sql import SparkSession
 
-    from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.estimator.params.generated import FitOptions
 
-__all__ = ["ParamMap", "PathLike", "Places", "open_sources", "reachable", "split_arguments"]
 
 # Where Horovod's estimator keeps the data of a store; an index follows after a dot.
 _HOROVOD_TRAINING = "intermediate_train_data"

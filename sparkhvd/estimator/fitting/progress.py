@@ -21,16 +21,7 @@ from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.user_code.logs import RESERVED
-
-__all__ = [
-    "EpochReporter",
-    "announce_late",
-    "format_epoch",
-    "format_step",
-    "poll_interval",
-    "report_skipped",
-]
+from sparkhvd.training.user_code.callbacks import RESERVED
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
@@ -68,7 +59,7 @@ def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
     """Format how far an epoch is: "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy 0.9600".
 
     Args:
-        report: of rank 0, see `sparkhvd.training.progress`.
+        report: of rank 0, see `sparkhvd.training.profile`.
         waits: rank -> share of the epoch's time in which it has waited for reduced gradients.
     """
     means = dict(report["means"])
@@ -228,7 +219,7 @@ class EpochReporter:
         """Show how far an epoch is: on a terminal or in a notebook in a line that the next one replaces, elsewhere in a line per 10 s.
 
         Args:
-            message: of a rank, see `sparkhvd.training.progress`. Those of other ranks than 0 tell who waits for whom.
+            message: of a rank, see `sparkhvd.training.profile`. Those of other ranks than 0 tell who waits for whom.
         """
         report = json.loads(message)
         epoch = report["epoch"]

@@ -20,16 +20,13 @@ from typing import Any
 from sparkhvd._version import __version__
 from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
-from sparkhvd.estimator.params.explain import short_repr
-from sparkhvd.estimator.params.options import FitOptions
-from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps, loads
-from sparkhvd.observe.report.page import render
+from sparkhvd.estimator.params.generated import FitOptions
+from sparkhvd.estimator.params.table import short_repr
+from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME, dumps, loads, render
 from sparkhvd.runner.options import JobReport, RankChange
 from sparkhvd.settings import Settings
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.spec import TrainResult
-
-__all__ = ["Recorder", "masked_params"]
 
 _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "pandas", "lightning")
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
-from sparkhvd.data.columns import heads
-from sparkhvd.data.columns.binding import bind_inputs, each_column, model_dtype
+from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.binding import InputBinding, bind_inputs, each_column, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import InputBinding
-from sparkhvd.data.columns.labels import bind_labels, is_class_index, is_of_row
+from sparkhvd.data.columns.labels import LabelBinding, bind_labels, is_class_index, is_of_row
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.store.default import default_store, is_temporary_store
-from sparkhvd.data.store.run_lock import Held, hold
+from sparkhvd.data.store.locks import Held, hold
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import default_store, is_temporary_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.estimator.fitting.inputs import (
@@ -26,22 +28,265 @@ from sparkhvd.estimator.fitting.inputs import (
     required_modules,
     row_functions,
 )
-from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
-from sparkhvd.estimator.fitting.trial import Pairs, try_model
-from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
-from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.estimator.params.generated import FitOptions
+from sparkhvd.estimator.params.groups import changed_options, train_fn_effects
 from sparkhvd.runner import preflight
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
+from sparkhvd.training.device import check_precision
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
-from sparkhvd.training.metrics import AnyMetric, resolve_metrics
+from sparkhvd.training.loss_state import Others
+from sparkhvd.training.metrics import AnyMetric, resolve_metrics, try_metrics
 from sparkhvd.training.model import build_model, check_model
+from sparkhvd.training.modules.copies import light_copy
+from sparkhvd.training.modules.fitted import fitted_widths, trial_outputs, zeros
+from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
-from sparkhvd.training.others import Others
 from sparkhvd.training.program import Program, dump_program
+from sparkhvd.training.row_pairs import unpaired
+from sparkhvd.training.types import Loss
 
-__all__ = ["Request", "bind_features", "check_request", "overrides"]
+# ----------------------------------------------------------------------------------------------------
+# Options of the training loop that follow from several Params: the monitored number, the returned epoch, early stopping.
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Fields of `TrainSpec` with these names.
+
+    Attributes:
+        monitor: number of the history that tells the best epoch.
+        return_best: return the best epoch's weights instead of the last one's.
+        early_stopping: when to end before the last epoch, or None.
+    """
+
+    monitor: Monitor = Monitor()
+    return_best: bool = False
+    early_stopping: EarlyStopping | None = None
+
+    def describe(self, *, has_schedule: bool) -> dict[str, object]:
+        """Return the facts that a resumed fit must share: they decide which checkpoints stay, and what a schedule has looked at.
+
+        Args:
+            has_schedule: True if the fit has a learning-rate scheduler.
+        """
+        is_seen = self.return_best or has_schedule
+        return {
+            "return_model": "best" if self.return_best else "last",
+            "monitor": f"{self.monitor.mode} of {self.monitor.name}" if is_seen else None,
+        }
+
+
+def loop_options(
+    options: FitOptions, *, model: nn.Module, metric_names: Sequence[str], has_validation: bool
+) -> LoopOptions:
+    """Decide on the options of the training loop.
+
+    Args:
+        options: of the fit.
+        model: the module to train.
+        metric_names: of the fit's metrics, as they begin in the history.
+        has_validation: some rows validate.
+
+    Raises:
+        InvalidArgumentError: two Params contradict each other.
+    """
+    check_precision(options.precision, model)
+    if options.validation_steps_per_epoch is not None and not has_validation:
+        raise InvalidArgumentError(
+            "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1."
+        )
+    keys = _HistoryKeys.of(options, metric_names, has_validation=has_validation)
+    default = "val_loss" if has_validation else "loss"
+    name = options.monitor or default
+    keys.check("monitor", name)
+    monitor = Monitor(name, options.monitor_mode)
+    return LoopOptions(
+        monitor, _returns_best(options, has_validation), _early_stopping(options, monitor, keys)
+    )
+
+
+@dataclass(frozen=True)
+class _HistoryKeys:
+    """Keys that the records of the history will have.
+
+    Attributes:
+        names: those known before the first epoch, or their beginnings.
+        is_open: True if user code may log others.
+    """
+
+    names: tuple[str, ...]
+    is_open: bool
+
+    @classmethod
+    def of(
+        cls, options: FitOptions, metric_names: Sequence[str], *, has_validation: bool
+    ) -> _HistoryKeys:
+        names = ("loss", *metric_names)
+        functions = (options.train_step, options.validation_step, options.train_fn)
+        is_open = bool(options.callbacks) or any(each is not None for each in functions)
+        validated = tuple(f"val_{name}" for name in names) if has_validation else ()
+        return cls(names + validated, is_open=is_open)
+
+    def check(self, param: str, name: str) -> None:
+        """Refuse a key that no record will have."""
+        # A metric with several values has a key for each, known when the first epoch has ended.
+        if (
+            self.is_open
+            or name in self.names
+            or name.startswith(tuple(f"{n}_" for n in self.names))
+        ):
+            return
+        raise InvalidArgumentError(
+            f"{param} is {name!r}, which the history will not have. It will have {', '.join(map(repr, self.names))}."
+        )
+
+
+def _returns_best(options: FitOptions, has_validation: bool) -> bool:
+    if options.return_model != "best":
+        return False
+    if not has_validation and options.monitor is None:
+        name = "return_model='best'" if "return_model" in options.explicit else "restore_best"
+        raise InvalidArgumentError(
+            f"{name} needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
+            "another number of the history as monitor."
+        )
+    return True
+
+
+def _early_stopping(
+    options: FitOptions, monitor: Monitor, keys: _HistoryKeys
+) -> EarlyStopping | None:
+    entries = options.early_stopping
+    if entries is None:
+        return None
+    unknown = sorted(set(entries) - {"monitor", "mode", "patience", "min_delta"})
+    if unknown:
+        raise InvalidArgumentError(
+            f"early_stopping has {', '.join(map(repr, unknown))}. It may have 'monitor', 'mode', 'patience' and "
+            "'min_delta'."
+        )
+    name, mode = entries.get("monitor", monitor.name), entries.get("mode", monitor.mode)
+    if mode not in ("min", "max"):
+        raise InvalidArgumentError(
+            f"early_stopping's monitor's mode is {mode!r}; it must be one of 'min', 'max'."
+        )
+    keys.check("early_stopping's monitor", name)
+    patience, min_delta = entries.get("patience", 1), entries.get("min_delta", 0.0)
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise InvalidArgumentError(
+            f"early_stopping's patience is {patience!r}; it must be a whole number of epochs, at least 1."
+        )
+    if not isinstance(min_delta, (int, float)) or not min_delta >= 0:
+        raise InvalidArgumentError(
+            f"early_stopping's min_delta is {min_delta!r}; it must be a number, at least 0."
+        )
+    return EarlyStopping(Monitor(name, mode), patience, float(min_delta))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss can compare them with the labels.
+
+Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
+
+
+class Pairs:
+    """Check of a fit that loss and metrics pair rows: once, as soon as the shapes of outputs and labels are known."""
+
+    def __init__(
+        self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
+    ) -> None:
+        self._losses, self._metrics = losses, metrics
+        # The ranks do it where nobody did before.
+        self.is_left = is_asked and bool(losses)
+
+    def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        """Warn of functions that do not."""
+        if self.is_left:
+            self.is_left = False
+            if text := unpaired(self._losses, self._metrics, outputs, labels):
+                warnings.warn(text, stacklevel=2)
+
+
+def try_model(
+    model: torch.nn.Module,
+    inputs: InputBinding,
+    schema: DataSchema,
+    labels: LabelBinding | None,
+    examples: Mapping[str, Any] | None = None,
+    metrics: Sequence[AnyMetric] = (),
+    precision: str = "32",
+    compare: Compare | None = None,
+) -> tuple[int, ...] | None:
+    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
+
+    None where only ranks can tell, see `trial_outputs`.
+
+    Args:
+        model: of the user.
+        inputs: binding of columns to its arguments.
+        schema: columns whose shapes are known.
+        labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
+        examples: columns that are collated, for two rows.
+        metrics: of the fit.
+        precision: the Param.
+        compare: called with outputs and labels that fit each other.
+
+    Raises:
+        InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
+            output.
+    """
+    trial = in_mode(light_copy(model), is_training=False)
+    names = [c.name for c in schema.labels]
+    run = functools.partial(
+        trial_outputs,
+        inputs=inputs,
+        columns=schema.features,
+        examples=examples,
+        precision=precision,
+    )
+    outputs = run(trial, labels=names)
+    if outputs is None:
+        return None
+    widths = [heads.rows(output).shape[1] for output in outputs]
+    fitted = fitted_widths(widths, names)
+    rows = None if labels is None else _zero_labels(schema, labels)
+    if labels is None or rows is None:
+        return fitted
+    if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
+        return fitted
+    # Some models return something else in training.
+    with torch.random.fork_rng(devices=[]):
+        trained = run(in_mode(trial, is_training=True))
+    if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:
+        return fitted
+    raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")
+
+
+def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
+    """Make two rows of the labels; None if the shape of one is not known."""
+    if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
+        return None
+    return labels.apply({c.name: zeros(c) for c in schema.labels})
+
+
+def _mismatch(
+    labels: LabelBinding,
+    outputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    metrics: Sequence[AnyMetric],
+    compare: Compare | None,
+) -> InvalidArgumentError | None:
+    try:
+        matched = labels.match(outputs, rows)
+        try_metrics(metrics, outputs, matched)
+    except InvalidArgumentError as e:
+        return e
+    if compare is not None:
+        compare(outputs, matched)
+    return None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
     runs/<run_id>/model.json   description of its model, see `saving/run_model.py`
     runs/<run_id>/finished.json    written when the driver has got the model; the run is over
-    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/store/run_lock.py`
+    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/store/locks.py`
     runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
 
 `fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
@@ -26,25 +26,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
-from sparkhvd.data.store.contents import FINISHED_NAME, TIMELINE_NAME
-from sparkhvd.data.store.default import is_temporary_store, keep_temporary_store
-from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
+from sparkhvd.data.store.store import FINISHED_NAME, TIMELINE_NAME, Store
+from sparkhvd.data.store.temporary import is_temporary_store, keep_temporary_store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.checkpoints.fingerprint import differences
-
-__all__ = [
-    "MODEL_NAME",
-    "Finished",
-    "Folds",
-    "Run",
-    "check_run_id",
-    "new_run_id",
-    "open_run",
-    "position_text",
-]
+from sparkhvd.training.checkpoints.resume import differences
 
 MODEL_NAME = "model.json"
 _FINGERPRINT = "fingerprint.json"

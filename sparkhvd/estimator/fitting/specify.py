@@ -8,15 +8,12 @@ import json
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
-from sparkhvd.estimator.fitting.request import Request, bind_features, overrides
-from sparkhvd.estimator.fitting.trial import try_model
-from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
-from sparkhvd.training.describe_program import describe_program
+from sparkhvd.estimator.fitting.request import Request, bind_features, overrides, try_model
+from sparkhvd.estimator.params.groups import fingerprint_options, rank_options
+from sparkhvd.training.program import describe_program
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import bind_transformed
-
-__all__ = ["fingerprint", "specify"]
 
 
 def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:

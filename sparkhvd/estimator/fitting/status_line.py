@@ -17,8 +17,6 @@ from typing import Any
 
 from sparkhvd.runner.launching import ERASE, write_to
 
-__all__ = ["StatusLine", "of_this_process"]
-
 _BETWEEN = " | "
 # A fit's part of the line is not cut to less; fits beyond that are counted.
 _LEAST_COLUMNS = 24

@@ -5,18 +5,9 @@ To add one that the ranks get as it is: a row with `to_ranks=True` in the file o
 
 Each module imports only those above it:
 
-    converters     type converters
-    table          a row of facts for each Param
-    foreign        arguments of Horovod's other estimators
-    explain        values as explanations show them
-    base           accessors, keyword arguments, checks, explanations
-    prediction     Params that an estimator shares with its model
-    model          model, optimizer and loss
-    data           training data
-    training       training loop and run
-    cluster        launch
-    compatibility  second names, and Params without effect
-    options        values of one fit or transform (generated)
-    keywords       types of keyword arguments (generated)
-    fit            all Params of a fit
+    converters  type converters
+    generated   values of one fit or transform (generated)
+    table       a row of facts for each Param
+    base        accessors, keyword arguments, checks, explanations
+    groups      Params that an estimator shares with its model
 """

@@ -13,32 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from sparkhvd.data.store.addresses import secrets_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers.logger import Logger
-
-__all__ = [
-    "ACCEPTED",
-    "CONVERTED",
-    "Converter",
-    "any_value",
-    "to_columns",
-    "to_dtypes",
-    "to_float",
-    "to_function",
-    "to_inputs",
-    "to_loggers",
-    "to_losses",
-    "to_mapping",
-    "to_optimizer",
-    "to_scheduler",
-    "to_shapes",
-    "to_stopping",
-    "to_store",
-    "to_thresholds",
-    "to_ranks",
-    "to_timeline",
-    "to_whole",
-]
-
+from sparkhvd.observe.loggers.base import Logger
 
 T = TypeVar("T")
 # Makes a Param's value of what a caller gives.

@@ -4,10 +4,8 @@ What JSON and weights cannot hold is pickled, and a pickle runs only where someb
 
 Each module imports only those above it:
 
-    trust           which files may run code
-    encoding        values of Params as JSON and files
-    decoding        values of Params from these
-    persistence     Spark ML's writers and readers
-    local_pipeline  files of a pipeline on this host, without a JVM
-    run_model       model of a run in the store
+    trust        which files may run code
+    encoding     values of Params as JSON and files
+    persistence  Spark ML's writers and readers
+    run_model    model of a run in the store
 """

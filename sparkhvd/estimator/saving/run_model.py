@@ -16,29 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.runs import (
-    MODEL_NAME,
-    Finished,
-    Run,
-    check_run_id,
-    position_text,
-)
+from sparkhvd.estimator.fitting.runs import MODEL_NAME, Finished, Run, check_run_id, position_text
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.saving.decoding import Decoder
-from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
-from sparkhvd.training.others import Others
+from sparkhvd.training.loss_state import Others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["load_run_model", "store_run_model"]
 
 _WARM = re.compile(r"/warm-(\d+)$")
 

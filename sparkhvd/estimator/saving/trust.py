@@ -23,7 +23,6 @@ from sparkhvd.errors import UntrustedError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["TRUST_CONF", "OwnFiles", "check_trusted", "is_trusted", "trust"]
 
 TRUST_CONF = "spark.sparkhvd.trust"
 

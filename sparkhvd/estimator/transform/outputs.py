@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.options import PredictOptions
+from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.worker import Output
 from sparkhvd.training.modules.fitted import Fitted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["OUTPUT_PARAMS", "named_outputs", "output_columns"]
 
 # Params with Spark ML's names of columns: what each column holds, in the order of the columns.
 OUTPUT_PARAMS = {

@@ -15,14 +15,16 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, Stru
 
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.options import PredictOptions
-from sparkhvd.estimator.transform.binding import bind_module
-from sparkhvd.estimator.transform.columns import functions_of, match_columns, source_names
+from sparkhvd.estimator.params.generated import PredictOptions
+from sparkhvd.estimator.transform.binding import (
+    bind_module,
+    functions_of,
+    match_columns,
+    source_names,
+)
 from sparkhvd.estimator.transform.worker import Computation, Output, features, run, to_arrow
+from sparkhvd.training.device import Mover
 from sparkhvd.training.modules.fitted import Fitted
-from sparkhvd.training.to_device import Mover
-
-__all__ = ["Row", "bind_row", "num_features", "predict_one"]
 
 Array = npt.NDArray[np.float64]
 Row: TypeAlias = Vector | Sequence[float] | npt.NDArray[Any]

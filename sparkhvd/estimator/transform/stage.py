@@ -9,19 +9,16 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import DoubleType, StructField, StructType
 
 from sparkhvd import as_horovod
-from sparkhvd.data.vectors import split_vectors, vector_columns
+from sparkhvd.data.arrow_types import split_vectors, vector_columns
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
-from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
-from sparkhvd.runner.payload import kept_carried
-from sparkhvd.runner.pickling import dumps
+from sparkhvd.runner.gpu.decide import profile_to_share_gpus
+from sparkhvd.runner.protocol import dumps, kept_carried
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark import Broadcast
     from pyspark.sql import DataFrame
-
-__all__ = ["add_outputs"]
 
 
 def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
@@ -80,9 +77,8 @@ def _task(
         from sparkhvd.runner.preflight import enter_worker
 
         enter_worker(is_as_horovod=is_as_horovod)
-        from sparkhvd.data.vectors import join_vectors
-        from sparkhvd.estimator.transform.gpu import task_gpus
-        from sparkhvd.estimator.transform.worker import load_spec, predict
+        from sparkhvd.data.arrow_types import join_vectors
+        from sparkhvd.estimator.transform.worker import load_spec, predict, task_gpus
 
         joined = (join_vectors(batch, is_vector) for batch in batches)
         return predict(load_spec(spec), joined, task_gpus())

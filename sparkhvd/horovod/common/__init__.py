@@ -2,7 +2,7 @@
 
 Each module imports only those above it:
 
+    elastic     names of a training whose ranks change
     exceptions  errors that programs catch
     util        what was built, by Horovod's names
-    elastic     names of a training whose ranks change
 """

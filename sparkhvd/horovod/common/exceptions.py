@@ -1,6 +1,6 @@
 """Horovod's `horovod.common.exceptions`."""
 
-from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
+from sparkhvd.elastic.rendezvous import HostsUpdatedInterrupt
 from sparkhvd.errors import HorovodInternalError
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]

@@ -13,7 +13,7 @@ from sparkhvd.torch import (
     nccl_built,
     rocm_built,
 )
-from sparkhvd.torch.extensions import (
+from sparkhvd.torch.startup import (
     check_extension,
     extension_available,
     gpu_available,

@@ -1,4 +1,3 @@
 """Horovod's `horovod.keras.callbacks`, which are sparkhvd's."""
 
 from sparkhvd.keras.callbacks import *  # noqa: F403 - its `__all__` is the list
-from sparkhvd.keras.callbacks import __all__ as __all__

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.horovod.runner.launch import run_commandline
 from sparkhvd.runner import run_hosts, run_local
+from sparkhvd.runner.command import main as run_commandline
 from sparkhvd.runner.elastic.function_hosts import HostsOfFunction, launch_elastic_function
 from sparkhvd.runner.elastic.options import RankRange
 from sparkhvd.runner.horovod_arguments import join_interfaces

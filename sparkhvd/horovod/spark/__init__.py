@@ -3,12 +3,12 @@
 Each module imports only those above it:
 
     common     backends and stores, and what the estimators share
-    torch      the estimator of PyTorch modules
-    lightning  the estimator of LightningModules
-    keras      the estimator of models of Keras 3
-    elastic    a function on ranks that come and go
     conf       settings of Spark for these, which nothing here needs
+    elastic    a function on ranks that come and go
     task       the GPU of a rank
+    keras      the estimator of models of Keras 3
+    lightning  the estimator of LightningModules
+    torch      the estimator of PyTorch modules
 """
 
 from __future__ import annotations

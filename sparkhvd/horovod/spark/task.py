@@ -2,7 +2,7 @@
 
 from pyspark import TaskContext
 
-from sparkhvd import rank_context
+from sparkhvd import topology as rank_context
 
 __all__ = ["get_available_devices"]
 

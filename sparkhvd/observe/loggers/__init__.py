@@ -6,9 +6,8 @@ server refuses is a warning at once. Nothing here knows a store or its credentia
 
 Each module imports only those above it:
 
-    logger       interface: a logger, and where one fit's numbers go
-    delivery     the thread that delivers, tries again and gives up
-    tensorboard  TensorBoard
+    base         interface: a logger, and where one fit's numbers go
     mlflow       MLflow
+    tensorboard  TensorBoard
     followers    the loggers of one fit
 """

@@ -11,14 +11,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sparkhvd.observe.loggers.delivery import Delivery
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric
+from sparkhvd.observe.loggers.base import Delivery, Fit, Logger, Metric
 from sparkhvd.observe.loggers.mlflow import MLflowLogger
-from sparkhvd.observe.report.document import HTML_NAME, JSON_NAME, dumps
-from sparkhvd.observe.report.page import render
+from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME, dumps, render
 from sparkhvd.observe.system import METRICS
-
-__all__ = ["Followers", "bound"]
 
 # Seconds that a fit waits for a server after Ctrl-C.
 _PATIENCE_OF_A_USER_S = 5.0

@@ -15,12 +15,11 @@ from urllib.parse import urlsplit
 
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
+from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MLflowLogger"]
 
 # Names of the model in the flavours.
 SPARK_NAME, PYTORCH_NAME = "model", "pytorch-model"

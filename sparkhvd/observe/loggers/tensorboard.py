@@ -8,9 +8,7 @@ from importlib import util
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
-
-__all__ = ["TensorBoardLogger"]
+from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
 
 
 class TensorBoardLogger(Logger):

@@ -7,9 +7,7 @@ Trust: every text of a document is escaped, and the page forbids scripts and add
 
 Each module imports only those above it:
 
-    document  the document and its JSON
-    charts    charts as SVG
-    load      load of the ranks, as charts
-    page      a document as a page
-    compare   two documents side by side
+    charts   charts as SVG
+    page     a document as a page
+    compare  two documents side by side
 """

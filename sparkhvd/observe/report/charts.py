@@ -7,17 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = [
-    "Series",
-    "bars",
-    "format_number",
-    "format_seconds",
-    "histogram",
-    "is_logarithmic",
-    "lines",
-    "waterfall",
-]
-
 NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 34

@@ -6,10 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkhvd.observe.report.charts import format_number, format_seconds
-from sparkhvd.observe.report.document import Document, is_number, number, total
-from sparkhvd.observe.report.page import measures
-
-__all__ = ["compare", "format_table"]
+from sparkhvd.observe.report.page import Document, is_number, measures, number, total
 
 _MISSING = "-"
 

@@ -12,26 +12,13 @@ are gone, when too few ranks are there for `--elastic-timeout`, and when `--rese
 
 Each module imports only those above it:
 
-    options            limits of a job, from the flags
-    discovery          hosts and slots, now and later
-    cooldown           hosts that are left out after failures; pure
-    slots              which processes to start and to remove; pure
-    report             a line for each change
-    hosts              processes of members on this host and on others
-    launcher           what to start and to remove
-    host_group         hosts without Spark
-    script             the user's command on ranks that come and go
-    ends               results and failures of a function's processes; pure
-    attempt_result     end of an attempt on Spark, from its coordinator to its launcher
-    function_hosts     a function on this host or on several
-    task               executor's side of a job on Spark
-    tasks              its tasks, as the coordinator sees them
-    coordination       what decides in a job on Spark, in the driver or in a task
-    coordinator_files  files by which a coordinator in a task is found and told
-    entry              what Spark calls in a task
-    coordinators       the coordinator, as the driver sees it
-    stage              its stage, beside the thread that decides
-    job                driver's side of a job on Spark
-    shared             store of a function over Spark Connect
-    function           `run_elastic`
+    options         limits of a job, from the flags
+    slots           which processes to start and to remove; pure
+    task            executor's side of a job on Spark
+    processes       processes of members on this host and on others
+    launcher        what to start and to remove
+    coordinator     results and failures of a function's processes; pure
+    function_hosts  a function on this host or on several
+    job             driver's side of a job on Spark
+    script          the user's command on ranks that come and go
 """

@@ -19,27 +19,91 @@ from typing import TextIO, TypeVar
 
 from sparkhvd.elastic import Coordinator, Invitation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rank_settings import JobSettings
+from sparkhvd.interfaces import LOOPBACK, own_address
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import launching
-from sparkhvd.runner.elastic.discovery import DiscoveryScript
-from sparkhvd.runner.elastic.ends import Ends, end_of
-from sparkhvd.runner.elastic.host_group import HostGroup
-from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.coordinator import Ends, end_of
 from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused
-from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
+from sparkhvd.runner.elastic.options import Discovered, DiscoveryScript, ElasticOptions, RankRange
+from sparkhvd.runner.elastic.processes import Agents, LocalProcesses, Processes
 from sparkhvd.runner.elastic.slots import slots_of
-from sparkhvd.runner.forwarding import forwarded
-from sparkhvd.runner.host_names import Host, merged
+from sparkhvd.runner.host_names import Host, forwarded, merged
+from sparkhvd.runner.hosts.agent import FunctionMembers
 from sparkhvd.runner.hosts.connection import Reach
-from sparkhvd.runner.hosts.function_members import FunctionMembers
+from sparkhvd.runner.hosts.launch import bare, loopback_addresses
+from sparkhvd.runner.hosts.protocol import Order
+from sparkhvd.runner.local import TrainersPlan
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
-from sparkhvd.runner.trainers import TrainersPlan
-from sparkhvd.runner.watching import Ended, Lost, Signalled
-from sparkhvd.settings import Settings
+from sparkhvd.runner.watch import Ended, Lost, Signalled
+from sparkhvd.settings import JobSettings, Settings
 
-__all__ = ["HostsOfFunction", "launch_elastic_function"]
+# ----------------------------------------------------------------------------------------------------
+# Hosts of an elastic job without Spark: how they are reached, where its processes listen, what agents are asked for.
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """What does not change while the job runs.
+
+    Attributes:
+        hosts: names of those that were there at the beginning. If all of them are this host, so must those be that come later.
+        reach: how other hosts are reached.
+        settings: of the launch.
+        env: variables of the ranks: all of them on this host alone, else those on top of what a login by ssh gives.
+    """
+
+    hosts: tuple[str, ...]
+    reach: Reach
+    settings: JobSettings
+    env: Mapping[str, str] = field(repr=False)
+
+    @property
+    def others(self) -> list[str]:
+        """The hosts that are not this one."""
+        return [host for host in self.hosts if not self.reach.is_here(host)]
+
+    def address(self) -> str:
+        """Return the address of this host at which all processes reach it."""
+        if not self.others or loopback_addresses(self.hosts, self.reach):
+            return LOOPBACK
+        return own_address(self.settings.values.interfaces, bare(self.others[0]))
+
+    def order(
+        self,
+        host: str,
+        *,
+        command: Sequence[str] | None = None,
+        sys_path: Sequence[str] = (),
+        use_gpu: bool | None = None,
+    ) -> Order:
+        """Return what the agent of a host is asked for; see `Order` for the arguments."""
+        return Order(
+            first=0,
+            count=0,
+            cwd=os.getcwd(),
+            env=dict(self.env),
+            settings=self.settings.to_json(),
+            address=loopback_addresses(self.hosts, self.reach).get(host, ""),
+            towards=bare(self.others[0]),
+            command=None if command is None else list(command),
+            sys_path=list(sys_path),
+            use_gpu=use_gpu,
+            is_elastic=True,
+        )
+
+    def checked(self, found: Discovered) -> Discovered:
+        """Return what was discovered, with names of this host as one, or the problem with it."""
+        if found.hosts is not None:
+            found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
+        new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
+        if self.others or not new:
+            return found
+        return Discovered(
+            None,
+            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
+        )
+
 
 R = TypeVar("R")
 

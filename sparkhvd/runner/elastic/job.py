@@ -10,30 +10,42 @@ cancels what does not.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from sparkhvd.errors import ElasticError, PreflightError, SparkhvdError
-from sparkhvd.runner import launching, spark_log, task
-from sparkhvd.runner.admission import turn
-from sparkhvd.runner.elastic.attempt_result import AttemptResult
-from sparkhvd.runner.elastic.coordinators import (
-    STAGE_HAS_ENDED,
-    AttemptCoordinator,
-    CoordinatorInDriver,
-    CoordinatorInTask,
-    not_started,
+from sparkhvd import spark as connect
+from sparkhvd.errors import ElasticError, InvalidArgumentError, PreflightError, SparkhvdError
+from sparkhvd.rendezvous import Listener
+from sparkhvd.runner import driver_port, launching, task
+from sparkhvd.runner import live_output as spark_log
+from sparkhvd.runner.elastic.coordinator import (
+    LOOK_S,
+    MARGIN_S,
+    AttemptResult,
+    Coordination,
+    CoordinatorFiles,
+    Ends,
+    Failure,
 )
-from sparkhvd.runner.elastic.ends import Ends, Failure
 from sparkhvd.runner.elastic.options import ElasticOptions, RankRange, Terms
-from sparkhvd.runner.elastic.stage import Future, Stages
 from sparkhvd.runner.gpu import decide
-from sparkhvd.runner.gpu.profiles import share_of
+from sparkhvd.runner.gpu.decide import share_of
+from sparkhvd.runner.job import (
+    SHOWS_SPARKS_LOG,
+    Plan,
+    check_size,
+    make_plan,
+    no_progress,
+    print_line,
+)
+from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.live_output import Attempt
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
@@ -44,21 +56,300 @@ from sparkhvd.runner.outcomes import (
     is_retryable,
     root_cause,
 )
-from sparkhvd.runner.payload import carried
-from sparkhvd.runner.planning import (
-    SHOWS_SPARKS_LOG,
-    Plan,
-    check_size,
-    make_plan,
-    no_progress,
-    print_line,
+from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.protocol import carried
+from sparkhvd.runner.slots import turn
+from sparkhvd.runner.task import TaskSpec
+from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
+from sparkhvd.settings import JobSettings
+from sparkhvd.spark import (
+    SparkShim,
+    active_session,
+    cancel_until_over,
+    job_thread,
+    plain_interrupts,
 )
-from sparkhvd.spark import SparkShim, plain_interrupts
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["launch_elastic"]
+    from sparkhvd.settings import Settings
+
+
+# ----------------------------------------------------------------------------------------------------
+# Spark stages of an elastic job, beside the thread that decides.
+
+# Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
+_CANCEL_WAIT_S = 10.0
+_LOOK_S = 1.0
+
+Future = concurrent.futures.Future[list[Any]]
+
+
+class Stages:
+    """Stages whose tasks are slots; a context manager that cancels what does not end.
+
+    A first one has all tasks. One more has those that shall be started in place of tasks that have left: Spark does not start a task anew
+    that has ended well.
+
+    **Threads**: one per stage, and one that looks for executors that Spark will take away. Those that submit stages inherit the Spark properties of the
+    thread that has made this.
+    """
+
+    def __init__(
+        self,
+        shim: SparkShim,
+        make: Callable[[int], DataFrame],
+        tag: str,
+        description: str,
+        on_end: Callable[[], None],
+    ) -> None:
+        """Prepare; nothing runs before `submit`.
+
+        Args:
+            shim: session.
+            make: makes a stage of so many tasks.
+            tag: tag of the jobs.
+            description: description in Spark's UI.
+            on_end: called from a thread when a stage has failed, or all have ended.
+        """
+        self._shim = shim
+        self._make = make
+        self._tag, self._description = tag, description
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._futures: list[Future] = []
+        self._wanted = 0
+        self._wakes = threading.Event()
+        self._is_over = False
+        self._threads = [job_thread(shim, self._serve, "sparkhvd-stages")]
+        self._look: Callable[[], None] = lambda: None
+
+    def submit(self, size: int, look: Callable[[], None]) -> None:
+        """Submit the first stage; from then on `look` is called every second, from a thread that may ask Spark."""
+        self._begin(size)
+        self._look = look
+        self._threads[0].start()
+
+    def add(self) -> None:
+        """Start one more task; returns at once."""
+        with self._lock:
+            self._wanted += 1
+        self._wakes.set()
+
+    def end(self, limit_s: float) -> None:
+        """Wait for tasks that leave, for so long, and cancel the others."""
+        self._is_over = True
+        self._wakes.set()
+        if self._threads[0].is_alive():
+            self._threads[0].join(_CANCEL_WAIT_S)
+        concurrent.futures.wait(self._futures, limit_s)
+        for future in self._futures:
+            cancel_until_over(self._shim, self._tag, future, _CANCEL_WAIT_S)
+        for thread, future in zip(self._threads[1:], self._futures, strict=True):
+            if future.done():
+                thread.join(_CANCEL_WAIT_S)
+
+    def ended(self) -> Future:
+        """Return the stage that has failed, or the first one."""
+        failed = [each for each in self._futures if each.done() and each.exception() is not None]
+        return (failed or self._futures)[0]
+
+    def _begin(self, size: int) -> None:
+        future: Future = concurrent.futures.Future()
+
+        def collects() -> None:
+            try:
+                stage = self._make(size)
+                future.set_result(self._shim.collect(stage, self._tag, self._description))
+            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
+                future.set_exception(e)
+
+        future.add_done_callback(lambda _: self._note_end(future))
+        self._futures.append(future)
+        thread = job_thread(self._shim, collects, "sparkhvd-collect")
+        self._threads.append(thread)
+        thread.start()
+
+    def _note_end(self, future: Future) -> None:
+        with self._lock:
+            has_more = self._wanted > 0 or not all(each.done() for each in self._futures)
+        if future.exception() is not None or not has_more:
+            self._on_end()
+
+    def _serve(self) -> None:
+        while True:
+            if self._wakes.wait(_LOOK_S):
+                self._wakes.clear()
+            if self._is_over:
+                return
+            with contextlib.suppress(Exception):  # Spark is gone, which the stage tells
+                self._look()
+            with self._lock:
+                wanted = self._wanted
+            if wanted:
+                self._begin(wanted)
+                with self._lock:
+                    self._wanted -= wanted
+
+
+# ----------------------------------------------------------------------------------------------------
+# Coordinator of an attempt for the process that launches it: in that process, or in a task of the stage.
+
+STAGE_HAS_ENDED = "its Spark stage has ended"
+
+
+def not_started(limit_s: float) -> PreflightError:
+    """Return the error of a job of which no task has started in time."""
+    return PreflightError(
+        f"after {limit_s:g} s (start_timeout=) no task of the job has started. Free slots of the application, or raise start_timeout."
+    )
+
+
+class AttemptCoordinator(Protocol):
+    """Coordinator of an attempt; a context manager around its stage.
+
+    Attributes:
+        address: at which tasks reach it; None where they look in the store.
+    """
+
+    address: tuple[str, int] | None
+
+    def take(self, spec: TaskSpec) -> None:
+        """Begin, before the stage is submitted."""
+
+    def look(self) -> None:
+        """Do what is due every second; called from a thread that may ask Spark."""
+
+    def note_end(self) -> None:
+        """Note that the stage has ended; from any thread."""
+
+    def run(self) -> AttemptResult | None:
+        """Wait for the end of the job, and let the ranks save at Ctrl-C; None where nobody could tell how it has ended."""
+
+    def dismiss(self) -> None:
+        """Let the tasks leave."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class CoordinatorInDriver:
+    """Coordinator in this process.
+
+    Args:
+        shim: session.
+        say: writes a line.
+        replace: called from a thread for each task that shall be started in place of one that leaves.
+    """
+
+    def __init__(
+        self, shim: SparkShim, say: Callable[[str], None], replace: Callable[[], None]
+    ) -> None:
+        self._shim = shim
+        self._say, self._replace = say, replace
+        self._listening, host = driver_port.listen(shim)
+        self.address: tuple[str, int] | None = (host, int(self._listening.getsockname()[1]))
+        self._stack = contextlib.ExitStack()
+
+    def take(self, spec: TaskSpec) -> None:
+        """Begin, before the stage is submitted."""
+        settings = JobSettings.from_json(spec.settings).values
+        listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
+        self._made = Coordination(spec, self._listening, listener, self._say, self._replace)
+        self._stack.enter_context(self._made)
+
+    def look(self) -> None:
+        """Let ranks leave whose executors Spark will take away."""
+        tasks = self._made.tasks
+        if gone := self._shim.decommissioned(tasks.executors()):
+            tasks.retire(gone)
+
+    def note_end(self) -> None:
+        """Note that the stage has ended."""
+        self._made.stop(STAGE_HAS_ENDED)
+
+    def run(self) -> AttemptResult | None:
+        """Run the job to its end."""
+        return self._made.run()
+
+    def dismiss(self) -> None:
+        """Let the tasks leave."""
+        self._made.tasks.dismiss()
+
+    def __enter__(self) -> CoordinatorInDriver:
+        self._stack.callback(self._listening.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class CoordinatorInTask:
+    """Coordinator in a task, of which this client of Spark Connect hears by the store alone.
+
+    Args:
+        shim: session.
+        options: of the launch, with a store.
+        size: number of the stage's tasks.
+    """
+
+    def __init__(self, shim: SparkShim, options: LaunchOptions, size: int) -> None:
+        self.address: tuple[str, int] | None = None
+        self._options = options
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._news = connect.noticing_tasks(shim.session, size, self._started.set)
+
+    def take(self, spec: TaskSpec) -> None:
+        """Begin, before the stage is submitted."""
+        files = self._options.shared
+        assert files is not None
+        self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
+        self._start_s = Terms.from_dict(spec.elastic).limits.start_timeout_s
+
+    def look(self) -> None:
+        """Do nothing: Spark Connect tells of no executors."""
+
+    def note_end(self) -> None:
+        """Note that the stage has ended."""
+        self._ended.set()
+
+    def run(self) -> AttemptResult | None:
+        """Wait for the end of the stage.
+
+        Raises:
+            PreflightError: no task has started in time.
+        """
+        try:
+            if not self._ended.wait(self._start_s) and not self._started.is_set():
+                raise not_started(self._start_s)
+            self._ended.wait()  # as long as the job takes
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        return self._files.result()
+
+    def _interrupt(self) -> None:
+        """Let the ranks save, where their coordinator can be told."""
+        mailbox = self._options.mailbox
+        if mailbox is None or mailbox.poll_s is None:  # a Spark task would wait for their slots
+            return
+        with contextlib.suppress(Exception):  # a store may raise anything: Spark's own way remains
+            self._files.interrupt()
+            self._ended.wait(LOOK_S + INTERRUPT_GRACE_S + MARGIN_S)
+
+    def dismiss(self) -> None:
+        """Do nothing: the coordinator lets the tasks leave."""
+
+    def __enter__(self) -> CoordinatorInTask:
+        self._news.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._news.__exit__(None, None, None)
+
 
 R = TypeVar("R")
 # Numbers of processes of an attempt that have live output.
@@ -189,7 +480,7 @@ class _Attempt:
         program = stack.enter_context(carried(plan.shim, plan.program))
         is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
         stack.enter_context(spark_log.hidden_failures(plan.shim, job_id, is_hidden=is_hidden))
-        body = task.make_task(spec, program, plan.shared, "sparkhvd.runner.elastic.entry")
+        body = task.make_task(spec, program, plan.shared, "sparkhvd.runner.elastic.coordinator")
 
         def make(size: int) -> DataFrame:
             profile = plan.options.profile
@@ -243,3 +534,160 @@ class _Attempt:
                 raise error
             return from_spark_failure(str(error), self._plan.shim.worker_python())
         return root_cause(Outcome.from_json(bytes(row["data"]).decode()) for row in future.result())
+
+
+# ----------------------------------------------------------------------------------------------------
+# A function on ranks that come and go, under Spark: `sparkhvd.runner.run_elastic`.
+
+
+def run_elastic(
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    *,
+    spark: SparkSession | None = None,
+    settings: Settings | None = None,
+    max_retries: int = 2,
+    use_gpu: bool | None = None,
+    profile: ResourceProfile | None = None,
+    store: SharedStore | None = None,
+) -> list[R]:
+    """Call `fn(*args, **kwargs)` on ranks that come and go, in one Spark stage; return results by rank.
+
+    `fn` trains with `hvd.elastic.run` (docs/elastic.md). The stage has `max_num_proc` tasks, and is no barrier stage: each begins when a slot is
+    free, and its rank joins the others at their next commit. A rank that dies is replaced; those of an executor that is lost go on elsewhere
+    as soon as Spark has a slot. Executors may be allocated dynamically. A line on the driver tells of each change. An exception of `fn` before the
+    ranks have met ends the job.
+
+    Output, Ctrl-C, and arguments that are not here are those of `run`.
+
+    Args:
+        fn: any function that pickles.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+        num_proc: ranks to begin with. None means as many as the configuration has slots, within the next two.
+        min_num_proc: ranks without which the training waits; None means `num_proc`.
+        max_num_proc: ranks that are never exceeded; None means `num_proc`.
+        start_timeout: longest wait in seconds for `min_num_proc` ranks at the beginning; None means `Settings.start_timeout_s`. It begins as
+            soon as those are there for which there are slots.
+        elastic_timeout: longest wait for them later; None means 600.
+        reset_limit: changes of the ranks after the first, of which one more ends the job; None means any number.
+        env: of `run`.
+        stdout: of `run`.
+        stderr: of `run`.
+        verbose: of `run`.
+        nics: of `run`.
+        prefix_output_with_timestamp: of `run`.
+        spark: of `run`.
+        settings: of `run`.
+        max_retries: how often the job begins anew after all of its ranks were lost, or its Spark stage.
+        use_gpu: of `run`.
+        profile: of `run`.
+        store: a `sparkhvd.Store` that the executors share. Over Spark Connect they then need not reach this client: the task that comes first decides
+            who the ranks are, and the others find it there. What is written there is deleted at the end. Classic Spark needs none.
+
+    Returns:
+        The results of `fn` on the ranks of the last generation that have ended well, by rank.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the cluster cannot run this job. `fn` has not started.
+        ElasticError: there were too few ranks for too long, or they have changed too often.
+        RankError: every rank has failed: which was first, where, and its traceback or signal.
+    """
+    from sparkhvd.runner import horovod_arguments
+    from sparkhvd.runner.elastic.options import RankRange
+
+    interfaces = horovod_arguments.join_interfaces(nics)
+    options = LaunchOptions(
+        env={**(env or {}), **({"SPARKHVD_INTERFACES": interfaces} if interfaces else {})},
+        settings=settings,
+        start_timeout_s=start_timeout,
+        max_retries=max_retries,
+        verbose=verbose,
+        use_gpu=use_gpu,
+        profile=profile,
+        timestamps=prefix_output_with_timestamp,
+        stream=horovod_arguments.choose_stream(stdout, stderr),
+    )
+    ranks = RankRange(num_proc, min_num_proc, max_num_proc, elastic_timeout, reset_limit)
+    shim = SparkShim(active_session() if spark is None else spark)
+    with sharing(options, store, shim) as options:
+        return launch_elastic(shim, fn, args, kwargs or {}, ranks, options).results
+
+
+# ----------------------------------------------------------------------------------------------------
+# Store of a function on ranks that come and go, for a client of Spark Connect that executors may not reach.
+
+_POLL_S = 0.25
+# How long the deletion of what is left may take, where it is a Spark task.
+_DELETE_S = 10.0
+
+
+class SharedStore(SharedFiles, Protocol):
+    """What a `sparkhvd.Store` has."""
+
+    url: str
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process reads and writes it itself."""
+        ...
+
+    def seen_by(self, spark: SparkSession) -> SharedStore:
+        """Return it as the process of a session reaches it."""
+        ...
+
+    def waiting(self, limit_s: float) -> SharedStore:
+        """Return it with another longest wait for one access."""
+        ...
+
+    def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
+        """Delete files, then return paths and contents of the others of a folder."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a folder with its content."""
+        ...
+
+
+@contextlib.contextmanager
+def sharing(
+    options: LaunchOptions, store: SharedStore | None, shim: SparkShim
+) -> Iterator[LaunchOptions]:
+    """Yield options with a folder of a store, which is deleted at the end; without one as they are, and on classic Spark.
+
+    Raises:
+        InvalidArgumentError: it is no store.
+    """
+    if store is not None and not hasattr(store, "seen_by"):
+        raise InvalidArgumentError(
+            f"store is {store!r:.100}; it must be a Store, for example sparkhvd.Store.create('/shared/folder')."
+        )
+    if store is None or not shim.is_connect:
+        yield options
+        return
+    folder, run_dir = store.seen_by(shim.session), f"elastic/{secrets.token_hex(8)}"
+    if not folder.is_seen:
+        print_line(
+            options.verbose,
+            f"Lines of ranks are printed when the job ends: this client does not see {folder.url}.",
+        )
+    mailbox = Mailbox(folder.collect, _POLL_S if folder.is_seen else None)
+    try:
+        yield replace(options, shared=folder, run_dir=run_dir, mailbox=mailbox)
+    finally:
+        with contextlib.suppress(Exception):  # Spark or the store may be gone
+            folder.waiting(_DELETE_S).delete(run_dir)

@@ -8,23 +8,83 @@ import queue
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from sparkhvd.elastic import Coordinator, Decided, Formed, Invitation
-from sparkhvd.elastic.membership import FINISHED
-from sparkhvd.elastic.messages import Refusal
+from sparkhvd.elastic.membership import FINISHED, Refusal
 from sparkhvd.errors import SparkhvdError
-from sparkhvd.runner.elastic.cooldown import Cooldown
-from sparkhvd.runner.elastic.discovery import Discovered
-from sparkhvd.runner.elastic.hosts import Processes
-from sparkhvd.runner.elastic.options import ElasticOptions
-from sparkhvd.runner.elastic.report import Report, listed
-from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
+from sparkhvd.runner.elastic.options import Discovered, ElasticOptions
+from sparkhvd.runner.elastic.processes import Processes
+from sparkhvd.runner.elastic.slots import Cooldown, Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.options import RankChange
-from sparkhvd.runner.watching import SIGNAL_S, Ended, Ending, Lost, Signalled, ended_how
+from sparkhvd.runner.watch import SIGNAL_S, Ended, Ending, Lost, Signalled, ended_how
 
-__all__ = ["Event", "Launcher", "Refused", "Stopped", "Verdict"]
+# ----------------------------------------------------------------------------------------------------
+# What the launcher tells of each change of the ranks.
+
+
+@dataclass
+class Report:
+    """Describes changes. One that another has overtaken before the ranks had met is told of with that one."""
+
+    _before: int | None = None
+    _lost: dict[int, str] = field(default_factory=dict)
+    _seconds: float = 0.0
+
+    def describe(
+        self, formed: Formed, hosts: Mapping[int, str], ends: Mapping[int, str]
+    ) -> RankChange | None:
+        """Describe a change; None if another one has overtaken it.
+
+        Args:
+            formed: the change.
+            hosts: of processes, by number.
+            ends: how processes have ended, by number.
+        """
+        change = formed.change
+        self._before = change.before if self._before is None else self._before
+        self._lost.update(change.lost)
+        self._seconds += formed.seconds
+        if not formed.has_met:
+            return None
+        before, lost, seconds = self._before, self._lost, self._seconds
+        self._before, self._lost, self._seconds = None, {}, 0.0
+        if before == 0:
+            why = ", ".join(_counted(hosts[number] for number in change.members))
+        else:
+            parts = [
+                f"process {number} on {hosts[number]} {ends.get(number, how)}"
+                for number, how in sorted(lost.items())
+            ]
+            parts += [
+                f"process {number} on {hosts[number]} joined as rank {change.members.index(number)}"
+                for number in change.joined
+            ]
+            why = "; ".join(parts) or change.why or "asked for"
+        return RankChange(change.generation, before, len(change.members), seconds, why)
+
+
+def listed(since: Mapping[int, float], hosts: Mapping[int, str], now: float) -> str:
+    """List processes with their hosts and the seconds since their start.
+
+    Args:
+        since: when they were started, by number.
+        hosts: of processes, by number.
+        now: the time.
+    """
+    return ", ".join(
+        f"process {number} on {hosts[number]} (started {now - at:.0f} s ago)"
+        for number, at in sorted(since.items())
+    )
+
+
+def _counted(hosts: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for host in hosts:
+        counts[host] = counts.get(host, 0) + 1
+    return [f"{count} on {host}" for host, count in counts.items()]
+
 
 # A process that takes no part any more has so long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0

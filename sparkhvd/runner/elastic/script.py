@@ -9,25 +9,19 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from sparkhvd.elastic import Coordinator, Invitation
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
-from sparkhvd.runner.crew import Crew
-from sparkhvd.runner.elastic.discovery import DiscoveryScript
-from sparkhvd.runner.elastic.host_group import HostGroup
-from sparkhvd.runner.elastic.hosts import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.function_hosts import HostGroup
 from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Verdict
-from sparkhvd.runner.elastic.options import ElasticOptions
+from sparkhvd.runner.elastic.options import DiscoveryScript, ElasticOptions
+from sparkhvd.runner.elastic.processes import Agents, LocalProcesses, Processes
 from sparkhvd.runner.elastic.slots import slots_of
-from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Host, merged
+from sparkhvd.runner.hosts.agent import Members
 from sparkhvd.runner.hosts.connection import Reach
-from sparkhvd.runner.hosts.members import Members
-from sparkhvd.runner.hosts.order import Order
-from sparkhvd.runner.screen import Output, Screen
-from sparkhvd.runner.watching import Ended, first_cause, signals, tell
-from sparkhvd.settings import Settings
-
-__all__ = ["run_elastic_script"]
+from sparkhvd.runner.hosts.protocol import Order
+from sparkhvd.runner.local_processes import Crew, Guard
+from sparkhvd.runner.watch import Ended, Output, Screen, first_cause, signals, tell
+from sparkhvd.settings import JobSettings, Settings
 
 _FAILED = 1
 

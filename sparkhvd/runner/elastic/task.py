@@ -26,23 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.interfaces import address_on
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import preflight
-from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu import agreement
 from sparkhvd.runner.head_start import task_prologue
-from sparkhvd.runner.hosts.channel import Channel
+from sparkhvd.runner.hosts.protocol import Channel
+from sparkhvd.runner.local_processes import member_variables
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.script_ranks import member_variables
+from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.task import TaskSpec, output_of
 from sparkhvd.runner.trainer import Trainer, inherited
+from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
 
-__all__ = ["PURPOSE", "TaskSlot", "executor_option"]
 
 # Of the coordinator's port for tasks; any task is number 1 there.
 PURPOSE = "elastic tasks"

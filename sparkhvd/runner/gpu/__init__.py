@@ -8,6 +8,5 @@ Each module imports only those above it:
     probe      counts GPUs as the CUDA driver sees them
     decide     decision on the GPUs of a job, from the configuration
     agreement  agreement of the ranks on the GPUs that they see
-    profiles   Spark resource profiles of barrier stages
     task       GPUs of a barrier task and of its trainer
 """

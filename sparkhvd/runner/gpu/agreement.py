@@ -11,16 +11,6 @@ from dataclasses import dataclass
 
 from sparkhvd.runner.gpu.decide import EXECUTOR_AMOUNT, TASK_AMOUNT, Mode, visible_names
 
-__all__ = [
-    "Agreement",
-    "OwnGpu",
-    "RankGpus",
-    "agree",
-    "check_gpus",
-    "own_gpu",
-    "unknown_warning",
-]
-
 
 @dataclass(frozen=True)
 class RankGpus:

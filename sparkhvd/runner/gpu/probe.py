@@ -16,8 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY", "VISIBLE", "ask", "count_beside", "cuda_uuids", "has_started"]
-
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.runner.gpu import agreement, decide
+from sparkhvd.runner.gpu.probe import VISIBLE
 from sparkhvd.runner.preflight import RankFacts
 from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.topology import topology
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
-
-__all__ = ["own_gpu", "rank_gpus", "variables", "views"]
 
 
 def variables(context: TaskContext, mode: str) -> dict[str, str]:
@@ -23,14 +22,14 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
     return decide.variables(
         mode,
         gpu.addresses if gpu else (),
-        inherited(decide.VISIBLE),
+        inherited(VISIBLE),
         inherited("CUDA_DEVICE_ORDER"),
     )
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
     """Return the changes of variables for which the trainer reports the GPUs that it sees."""
-    return decide.views(mode, inherited(decide.VISIBLE))
+    return decide.views(mode, inherited(VISIBLE))
 
 
 def rank_gpus(
@@ -74,8 +73,6 @@ def own_gpu(
         gpus for gpus, place in zip(ranks, endpoints, strict=True) if place.host_key == host
     ]
     # The user's own variable wins. A driver that has not answered once is not waited for again.
-    asks = mode == decide.Mode.TASK and decide.VISIBLE not in env and bool(ranks[rank].uuids)
+    asks = mode == decide.Mode.TASK and VISIBLE not in env and bool(ranks[rank].uuids)
     seen = trainer.gpus(view=1)[0] if asks else ()
-    return agreement.own_gpu(
-        mode, neighbours, ranks[rank].local_rank, seen, inherited(decide.VISIBLE)
-    )
+    return agreement.own_gpu(mode, neighbours, ranks[rank].local_rank, seen, inherited(VISIBLE))

@@ -16,13 +16,9 @@ whose connection is lost ends the job.
 
 Each module imports only those above it:
 
-    channel     messages between launcher and agent
-    order       an agent's order
-    members     processes of an elastic job on one host
-    function_members  the same of a function
+    protocol    messages between launcher and agent
     agent       ranks of one host
     connection  an agent, as the launcher reaches it
     launch      start on all hosts
-    script      the user's command on hosts
-    function    a function on hosts
+    run         the user's command on hosts
 """

@@ -8,36 +8,196 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import queue
 import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from sparkhvd import __version__
+from sparkhvd import cpus as processors
 from sparkhvd.elastic import Invitation
-from sparkhvd.errors import InternalError, SparkhvdError
+from sparkhvd.errors import InternalError, PreflightError, SparkhvdError
 from sparkhvd.interfaces import address_on, is_loopback, own_address
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
+from sparkhvd.rendezvous.event_loop import Loop, Task, open_connection
 from sparkhvd.rendezvous.listener import tcp_place
-from sparkhvd.rendezvous.loop import Loop, Task, open_connection
 from sparkhvd.runner import launching
-from sparkhvd.runner.crew import Crew
-from sparkhvd.runner.hosts.channel import Channel, Message
-from sparkhvd.runner.hosts.function_members import FunctionMembers
-from sparkhvd.runner.hosts.members import Members
-from sparkhvd.runner.hosts.order import Order
-from sparkhvd.runner.outcomes import Outcome
-from sparkhvd.runner.script_ranks import check_command, hand_over
-from sparkhvd.runner.trainer import interrupt
-from sparkhvd.runner.trainers import Trainers, TrainersPlan
-from sparkhvd.settings import Settings
+from sparkhvd.runner.gpu import agreement
+from sparkhvd.runner.hosts.protocol import Channel, Message, Order
+from sparkhvd.runner.local import Trainers, TrainersPlan
+from sparkhvd.runner.local_processes import (
+    Crew,
+    check_command,
+    hand_over,
+    hand_over_member,
+    member_variables,
+)
+from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.protocol import JobFrame
+from sparkhvd.runner.trainer import Trainer, interrupt
+from sparkhvd.settings import JobSettings, Settings
 
-__all__ = ["BEAT_S", "BOOTSTRAP", "MARK", "REACH_S", "main"]
+# ----------------------------------------------------------------------------------------------------
+# Processes of an elastic job on the host where this runs: the launcher's own, or an agent's.
+
+
+class Members:
+    """Processes of the user's command.
+
+    Args:
+        crew: runs them.
+        command: program and arguments.
+        env: variables of all of them.
+        settings: of the launch.
+        address: where they listen.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        settings: Settings,
+        address: str,
+    ) -> None:
+        self._crew = crew
+        self._command = command
+        self._env = env
+        self._settings = settings
+        self._address = address
+
+    def start(self, invitation: Invitation, slot: int, slots: int) -> None:
+        """Start a process.
+
+        Args:
+            invitation: to the job.
+            slot: its number among the slots of this host.
+            slots: of this host.
+
+        Raises:
+            PreflightError: it cannot listen.
+            OSError: it cannot be started.
+        """
+        listener = Listener.bind(self._address, self._settings)
+        threads = max(1, int(processors.allowed() / slots))
+        given = hand_over_member(listener, invitation, self._env, slot, threads)
+        self._crew.start(given, self._command)
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+        self._crew.send(number, member)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Processes of an elastic job that call a function, on the host where this runs: the launcher's own, or an agent's.
+
+
+class FunctionMembers:
+    """Trainers of members; a context manager that leaves none.
+
+    **Threads**: one per process, which waits for it beside its trainer's.
+
+    Args:
+        plan: what they need.
+        program: pickled call.
+        address: where they listen.
+        host: name of this host.
+        log: called with each line of their output, from threads.
+        on_end: called with the outcome of a process and its pickled result, from threads.
+    """
+
+    def __init__(
+        self,
+        plan: TrainersPlan,
+        program: bytes,
+        address: str,
+        host: str,
+        log: Callable[[str], None],
+        on_end: Callable[[Outcome, bytes], None],
+    ) -> None:
+        self._plan = plan
+        self._program = program
+        self._address = address
+        self._host = host
+        self._log = log
+        self._on_end = on_end
+        # Guards those that run.
+        self._lock = threading.Lock()
+        self._running: dict[int, Trainer] = {}
+        self._is_over = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, invitation: Invitation, slot: int, slots: int) -> None:
+        """Start a process; see `Members.start`."""
+        thread = threading.Thread(target=self._live, args=(invitation, slot, slots), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Raise KeyboardInterrupt in all processes, or in one, or kill them."""
+        with self._lock:
+            for each, trainer in self._running.items():
+                if member in (None, each):
+                    trainer.kill() if number == signal.SIGKILL else trainer.interrupt()
+
+    def __enter__(self) -> FunctionMembers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self.send(signal.SIGKILL)
+        for thread in self._threads:
+            thread.join()
+
+    def _live(self, invitation: Invitation, slot: int, slots: int) -> None:
+        """Run a process to its end, and tell of it."""
+        number, result = invitation.number, b""
+        try:
+            outcome, result = self._run(invitation, slot, slots)
+        except Exception as error:  # noqa: BLE001 - door: the launcher must learn of every end
+            text = str(error) if isinstance(error, PreflightError) else repr(error)
+            outcome = Outcome(number, Kind.PREFLIGHT, exit="not started", message=text)
+        self._on_end(replace(outcome, host=self._host), result)
+
+    def _run(self, invitation: Invitation, slot: int, slots: int) -> tuple[Outcome, bytes]:
+        number = invitation.number
+        plan = replace(self._plan, num_threads=max(1, int(processors.allowed() / slots)))
+        given = ([number], self._address, plan, self._program, self._log, lambda _: None)
+        with Trainers(*given) as trainers:
+            (trainer,) = trainers.all
+            with self._lock:
+                self._running[number] = trainer
+            if self._is_over:
+                trainer.kill()
+            try:
+                mode = trainers.gpu_plan.mode
+                (seen,) = trainers.gpus(self._host)
+                seen = agreement.RankGpus(self._host, slot, seen.uuids, seen.error)
+                required = trainers.gpu_plan.is_required
+                if problem := agreement.check_gpus(mode, [seen], is_required=required):
+                    raise PreflightError(problem)
+                trainer.send(
+                    JobFrame(
+                        json.dumps(invitation.to_dict()),
+                        plan.settings.to_json(),
+                        local_rank=slot,
+                        gpu=agreement.own_gpu(mode, [seen], slot, (), None).ordinal,
+                        env=member_variables(slot),
+                        is_elastic=True,
+                    )
+                )
+                trainer.wait()
+            finally:
+                with self._lock:
+                    del self._running[number]
+            return trainer.outcome(host=self._host), trainer.result
+
 
 # One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line. Not from the
 # working directory, a login's home, whose `json.py` is not Python's.

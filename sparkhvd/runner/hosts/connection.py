@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import IO
 
 from sparkhvd import __version__
-from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import PLAIN_SSH, Place, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
-from sparkhvd.runner.hosts.channel import Channel, Message
-
-__all__ = ["CONNECT_S", "END_S", "Connection", "HostError", "Reach"]
+from sparkhvd.runner.hosts.protocol import Channel, Message
+from sparkhvd.runner.local_processes import Guard
 
 # How long a host may take to answer by ssh and start a Python: all of them are told of within 10 s.
 CONNECT_S = 9.5

@@ -14,17 +14,14 @@ from typing import Any, TypeVar
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.interfaces import is_loopback
-from sparkhvd.launchers import network
-from sparkhvd.rank_settings import JobSettings
+from sparkhvd.launchers import gather as network
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Place
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
-from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
-from sparkhvd.runner.hosts.order import Order
-
-__all__ = ["Hosts", "bare", "loopback_addresses"]
+from sparkhvd.runner.hosts.protocol import Message, Order
+from sparkhvd.runner.local_processes import Guard
+from sparkhvd.settings import JobSettings
 
 T = TypeVar("T")
 

@@ -15,12 +15,9 @@ that is derived from the attempt's; the driver only ever shows what comes, as te
 
 Each module imports only those above it:
 
-    frames    records on a connection
-    throttle  how many lines pass
-    backlog   records that the driver has not acknowledged
-    sender    task's end
+    frames      records on a connection
+    receiver    driver's end of connections
+    sender      task's end
     connection  from a task to the driver
-    display   the driver's stream
-    receiver  driver's end of connections
-    files     both ends of files
+    files       both ends of files
 """

@@ -10,13 +10,11 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
+from sparkhvd.rendezvous.event_loop import Loop, Wait
 from sparkhvd.rendezvous.handshake import introduce
-from sparkhvd.rendezvous.loop import Loop, Wait
 from sparkhvd.runner.driver_port import FIRST
-from sparkhvd.runner.live.backlog import Backlog
 from sparkhvd.runner.live.frames import ACK, pack
-
-__all__ = ["Connection"]
+from sparkhvd.runner.live.sender import Backlog
 
 # How long a connection and its proof may take.
 _CONNECT_S = 5.0

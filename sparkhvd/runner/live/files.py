@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sparkhvd.runner.live.backlog import Backlog
-from sparkhvd.runner.live.display import Display
 from sparkhvd.runner.live.frames import pack, unpack
-
-__all__ = ["ChunkReader", "ChunkWriter", "Chunks", "Mailbox", "folder_of"]
+from sparkhvd.runner.live.receiver import Display
+from sparkhvd.runner.live.sender import Backlog
 
 # How long lines come together in a file.
 _GATHER_S = 0.7

@@ -6,17 +6,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = [
-    "ACK",
-    "HEADER",
-    "MAX_RECORD_BYTES",
-    "PURPOSE",
-    "Record",
-    "left_out",
-    "pack",
-    "unpack",
-]
-
 # Number of the record and bytes of its text, which follows.
 HEADER = struct.Struct("!QI")
 # Number of the last record that is shown.

@@ -10,21 +10,16 @@ Failure: arguments are checked before anything is sent. Ranks that disagree get 
 
 Each module imports only those above it:
 
-    tensors          tensors as operands: types, checks, memory
-    handles          `Handle`, `poll`, `synchronize`
-    reductions       arguments of a reduction, checked
-    groups           tensors of several types as one call
-    cuda_adasum      Adasum of tensors on a GPU
-    cuda_reductions  reductions and broadcasts on a GPU
-    cuda_gathers     allgather and alltoall on a GPU
-    allreduces       allreduce
-    allgathers       allgather
-    broadcasts       broadcast
-    alltoalls        alltoall
-    reducescatters   reducescatter
-    barriers         barrier, join
-    messages         send, recv
-    sparse           sparse tensors
+    barriers        barrier, join
+    tensors         tensors as operands: types, checks, memory
+    cuda            Adasum of tensors on a GPU
+    messages        send, recv
+    allreduces      allreduce
+    allgathers      allgather
+    broadcasts      broadcast
+    alltoalls       alltoall
+    reducescatters  reducescatter
+    sparse          sparse tensors
 """
 
 from __future__ import annotations
@@ -53,7 +48,6 @@ from sparkhvd.torch.collectives.broadcasts import (
     broadcast_async,
     broadcast_async_,
 )
-from sparkhvd.torch.collectives.handles import Handle, poll, synchronize
 from sparkhvd.torch.collectives.messages import recv, recv_async, send, send_async
 from sparkhvd.torch.collectives.reducescatters import (
     grouped_reducescatter,
@@ -61,8 +55,18 @@ from sparkhvd.torch.collectives.reducescatters import (
     reducescatter,
     reducescatter_async,
 )
-from sparkhvd.torch.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from sparkhvd.torch.collectives.sparse import sparse_allreduce_async
+from sparkhvd.torch.collectives.tensors import (
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    poll,
+    synchronize,
+)
 
 __all__ = [
     "Adasum",

@@ -9,25 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, DType, ReduceOp, Work
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allreduces import allreduce, grouped_allreduce
-from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_allgather
-from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle, Operation
+from sparkhvd.torch.collectives.cuda import DeviceGather, start_device_allgather
 from sparkhvd.torch.collectives.tensors import (
+    Handle,
+    Operation,
     Saved,
     as_sent,
     engine_dtype,
     gradient_name,
+    start_group,
     view,
     wants_gradient,
 )
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
-
-__all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 
 # Smaller results are copied: a copy of 16 KiB costs less than keeping the operation alive.
 COPIED_BYTES = 16 << 10

@@ -7,20 +7,25 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, DType, ReduceOp, Reduction
+from sparkhvd.engine.calls import Reduction
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.torch.arguments import check_compression, to_list
-from sparkhvd.torch.collectives import cuda_reductions
-from sparkhvd.torch.collectives.cuda_adasum import start_adasum
-from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle, Operation
-from sparkhvd.torch.collectives.reductions import Request, check_linear, resolve_op, to_request
+from sparkhvd.torch.collectives import cuda as cuda_reductions
+from sparkhvd.torch.collectives.cuda import start_adasum
 from sparkhvd.torch.collectives.tensors import (
+    Handle,
+    Operation,
+    Request,
     Saved,
     as_pairs,
     as_sent,
+    check_linear,
     engine_dtype,
     lend,
     require_contiguous,
+    resolve_op,
+    start_group,
+    to_request,
     view,
     wants_gradient,
     written,
@@ -28,18 +33,6 @@ from sparkhvd.torch.collectives.tensors import (
 from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = [
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-]
-
 
 # Looked up once: looking up a member of an enumeration costs time.
 _ALLREDUCE = Collective.ALLREDUCE

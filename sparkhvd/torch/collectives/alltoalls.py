@@ -8,13 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, Work
+from sparkhvd.engine.library import Collective
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
-from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_alltoall
-from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.cuda import DeviceGather, start_device_alltoall
 from sparkhvd.torch.collectives.tensors import (
+    Handle,
     Saved,
     as_sent,
     engine_dtype,
@@ -24,8 +25,6 @@ from sparkhvd.torch.collectives.tensors import (
 )
 from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = ["alltoall", "alltoall_async"]
 
 Splits = Tensor | Sequence[int]
 

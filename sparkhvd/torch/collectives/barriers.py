@@ -8,8 +8,6 @@ from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.cuda import open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
-__all__ = ["barrier", "join"]
-
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank has called this as often as this rank."""

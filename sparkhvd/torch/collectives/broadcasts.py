@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, ReduceOp
+from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives import cuda_reductions
+from sparkhvd.torch.collectives import cuda as cuda_reductions
 from sparkhvd.torch.collectives.allreduces import allreduce
-from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
+    Handle,
+    Operation,
     Saved,
     as_sent,
     engine_dtype,
@@ -24,8 +25,6 @@ from sparkhvd.torch.collectives.tensors import (
 )
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 
 
 def _root(ctx: Context, name: str, root_rank: int) -> int:

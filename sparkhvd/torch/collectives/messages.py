@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Collective
+from sparkhvd.engine.calls import Call
+from sparkhvd.engine.library import Collective
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
+    Handle,
     as_sent,
     engine_dtype,
     lend,
@@ -18,8 +19,6 @@ from sparkhvd.torch.collectives.tensors import (
 )
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
-
-__all__ = ["recv", "recv_async", "send", "send_async"]
 
 _ANY_RANK = -1
 

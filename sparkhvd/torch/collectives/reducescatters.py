@@ -7,31 +7,29 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, DType, ReduceOp
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError, UnsupportedError
 from sparkhvd.torch.arguments import check_compression, to_list
-from sparkhvd.torch.collectives import cuda_reductions
+from sparkhvd.torch.collectives import cuda as cuda_reductions
 from sparkhvd.torch.collectives.allgathers import grouped_allgather
-from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle, Operation
-from sparkhvd.torch.collectives.reductions import (
+from sparkhvd.torch.collectives.tensors import (
     Average,
+    Handle,
+    Operation,
     Request,
+    Saved,
+    as_sent,
     check_linear,
+    engine_dtype,
     resolve_op,
+    start_group,
     to_request,
+    view,
+    wants_gradient,
 )
-from sparkhvd.torch.collectives.tensors import Saved, as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
-
-__all__ = [
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-]
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:

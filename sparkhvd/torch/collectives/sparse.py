@@ -7,13 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.allgathers import allgather_async
-from sparkhvd.torch.collectives.reductions import Average, Sum, resolve_op
+from sparkhvd.torch.collectives.tensors import Average, Sum, resolve_op
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set
-
-__all__ = ["sparse_allreduce_async"]
 
 
 def sparse_allreduce_async(

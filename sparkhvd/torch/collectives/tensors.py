@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparkhvd.engine.engine import DType, ReduceOp, TensorView
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.library import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = [
-    "DTYPES",
-    "Saved",
-    "as_pairs",
-    "as_sent",
-    "by_dtype",
-    "engine_dtype",
-    "gradient_name",
-    "lend",
-    "paired",
-    "require_contiguous",
-    "view",
-    "wants_gradient",
-    "written",
-]
+from sparkhvd.torch.arguments import to_factor
+from sparkhvd.torch.context import context
+from sparkhvd.torch.process_sets import ProcessSet, set_id
 
 _Arguments = TypeVar("_Arguments")
 
@@ -202,3 +192,261 @@ def written(tensors: Sequence[Tensor]) -> None:
 def gradient_name(name: str | None) -> str | None:
     """Name the collective of the backward pass after that of the forward one."""
     return None if name is None else f"{name}.gradient"
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Handle`: an operation in flight, for `poll` and `synchronize`.
+
+_Result = TypeVar("_Result")
+
+
+class Operation(Protocol):
+    """An operation in flight: the engine's `Work`, or an operation on a GPU."""
+
+    def done(self) -> bool:
+        """Return True if it has finished, on the GPU too; raises its error."""
+
+    def wait(self) -> None:
+        """Wait until the host, or this thread's current stream of the GPU, may use the result."""
+
+
+class Handle(Generic[_Result]):
+    """An operation in flight; give it to `poll` and `synchronize`.
+
+    Args:
+        name: of the operation.
+        works: the operations that must finish.
+        finish: makes the result, once they have finished.
+        changed: tensors of the user's that the engine writes.
+    """
+
+    __slots__ = ("_changed", "_finish", "_result", "_works", "name")
+
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[Operation],
+        finish: Callable[[], _Result],
+        changed: Sequence[Tensor] = (),
+    ) -> None:
+        self.name = name
+        self._works = works
+        self._changed = changed
+        self._finish: Callable[[], _Result] | None = finish
+        self._result: _Result
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.name!r}>"
+
+    def done(self) -> bool:
+        """Return True if `wait` would return at once; raises the errors of `wait`."""
+        return all([work.done() for work in self._works])
+
+    def wait(self) -> _Result:
+        """Wait, and return the result; later calls return the same object."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._works = ()  # releases the memory that the operations kept alive
+            written(self._changed)
+            self._changed = ()
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+
+def poll(handle: Handle[_Result]) -> bool:
+    """Return True if `synchronize(handle)` would return without waiting.
+
+    Raises:
+        InvalidArgumentError: `handle` does not come from an asynchronous call of this module, or the ranks
+            disagreed (`MismatchError`).
+        CollectiveError: the set of ranks changed.
+    """
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle[_Result]) -> _Result:
+    """Wait for an asynchronous operation and return its result.
+
+    Raises:
+        InvalidArgumentError: `handle` does not come from an asynchronous call of this module.
+        MismatchError: the ranks disagreed on shape, dtype or operation; raised on every rank.
+        CollectiveTimeoutError: a rank did not come in time; the message names it.
+        PeerLostError: a rank is gone; the contents of the tensors are undefined.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Handle[_Result]) -> Handle[_Result]:
+    if not isinstance(handle, Handle):
+        raise InvalidArgumentError(
+            f"{handle!r} is not a handle. Give the result of an asynchronous call such as allreduce_async."
+        )
+    return handle
+
+
+# ----------------------------------------------------------------------------------------------------
+# Groups of tensors of several element types: one operation per type and plane (CPU, GPU), and all of them or none.
+# Each operation carries a digest of the whole group, so where the ranks' groups differ in anything, every operation that
+# all ranks have is refused on all of them. There always is one: the first has the group's own name. An operation that
+# only some ranks have never runs, and stays in flight until its timeout.
+
+_FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
+
+# Part of the digest: whether a tensor is on a GPU.
+_GPU: tuple[tuple[str, ...], ...] = ((), ("gpu",))
+
+# Submits the tensors at these places, all of one element type and plane, under a name and with a digest.
+Start = Callable[[str, DType, list[int], tuple[int, ...]], Operation]
+
+
+def start_group(
+    name: str,
+    tensors: Sequence[Tensor],
+    start: Start,
+    reduction: Reduction | None = None,
+    first_dimensions_differ: bool = False,
+) -> list[Operation]:
+    """Submit a group as one operation per element type and plane; usually that is one.
+
+    Args:
+        name: of the group.
+        tensors: the group.
+        start: submits a part.
+        reduction: of the kinds that reduce.
+        first_dimensions_differ: True if they may, between ranks, as in an allgather.
+    """
+    parts = by_dtype(name, tensors)
+    digest: tuple[int, ...] = ()
+    if len(parts) > 1:
+        if reduction is not None:
+            _check(name, [dtype for dtype, _ in parts], reduction)
+        kinds = [
+            (str(x.dtype), tuple(x.shape[int(first_dimensions_differ) :]), *_GPU[not x.is_cpu])
+            for x in tensors
+        ]
+        whole = hashlib.sha256(repr(kinds).encode()).digest()
+        digest = (int.from_bytes(whole[:7], "little"),)
+    started: list[Operation] = []
+    for (dtype, is_cpu), indices in parts.items():
+        part = name
+        if started:
+            part = f"{name}.{dtype.name.lower()}{'' if is_cpu else '.gpu'}"
+        started.append(start(part, dtype, indices, digest))
+    return started
+
+
+def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
+    """Refuse reductions that the engine would refuse for one part only, when the others are in flight."""
+    is_plain = reduction == Reduction(reduction.op) and reduction.op != ReduceOp.AVERAGE
+    for dtype in dtypes:
+        if dtype == DType.BOOL and not is_plain:
+            raise InvalidArgumentError(
+                f"{name}: one of the tensors is bool, which has no Average and cannot be scaled. Use Sum or Max "
+                'for "or", or convert it.'
+            )
+        if reduction.op == ReduceOp.ADASUM and dtype not in _FLOATS:
+            raise InvalidArgumentError(
+                f"{name}: Adasum needs floating-point tensors, and one is {dtype.name.lower()}."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Arguments of reductions: checked once by the public functions, then passed on as one `Request`.
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+_NAMED = (Average, Sum, Adasum, Min, Max, Product)  # the engine has more
+
+# Most reductions have no factors; making these anew for each would cost time.
+_WITHOUT_FACTORS = {op: Reduction(op) for op in ReduceOp}
+
+
+class Request(NamedTuple):
+    """A reduction as a caller asked for it.
+
+    Attributes:
+        kind: of operation, as its name begins: "allreduce", "grouped_allreduce", ...
+        name: the caller's; None numbers the operation.
+        reduction: operation and factors.
+        process_set: the ranks that take part.
+    """
+
+    kind: str
+    name: str | None
+    reduction: Reduction
+    process_set: ProcessSet
+
+    def of_gradient(self) -> Request:
+        """Return the request of the backward pass, named after this one."""
+        return self._replace(name=gradient_name(self.name))
+
+
+def to_request(
+    kind: str,
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Request:
+    """Return the arguments of a public function as one value.
+
+    Raises:
+        InvalidArgumentError: a factor is not a number.
+    """
+    # Nearly always both are floats, and calls cost time.
+    if type(prescale_factor) is not float or type(postscale_factor) is not float:
+        try:
+            prescale_factor = to_factor(kind, "prescale_factor", prescale_factor)
+            postscale_factor = to_factor(kind, "postscale_factor", postscale_factor)
+        except InvalidArgumentError as error:
+            # The refused operation takes its number, or this rank's next ones would meet the others' earlier ones.
+            operation = context().name(kind, name, set_id(process_set))
+            raise InvalidArgumentError(f"{operation}{str(error).removeprefix(kind)}") from None
+    if prescale_factor == postscale_factor == 1.0:
+        reduction = _WITHOUT_FACTORS[op]
+    else:
+        reduction = Reduction(op, prescale_factor, postscale_factor)
+    # A named tuple's own constructor takes twice the time.
+    return tuple.__new__(Request, (kind, name, reduction, process_set))
+
+
+def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
+    """Return the reduction that `op`, or its deprecated predecessor `average`, asks for."""
+    if average is None:
+        if op is None:
+            return Average
+        return op if type(op) is ReduceOp else to_op(op)
+    if op is not None:
+        raise InvalidArgumentError(
+            f"average={average!r} and op={op!r} were both given. op replaces average: give op alone."
+        )
+    warnings.warn(
+        "average= is deprecated; give op=hvd.Average or op=hvd.Sum.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return Average if average else Sum
+
+
+def to_op(op: ReduceOp | int) -> ReduceOp:
+    """Return the reduction of one of `hvd.Average`, `hvd.Sum`, ... or of its number."""
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        names = ", ".join(f"hvd.{each.name.title()}" for each in _NAMED)
+        raise InvalidArgumentError(f"op={op!r} is no reduction. Give one of {names}.") from None
+
+
+def check_linear(operation: str, op: ReduceOp) -> None:
+    """Refuse the gradient of a reduction that is not linear."""
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(
+            f"{operation}(op={op.name.title()}) has no gradient. Use Average or Sum, or detach the tensor."
+        )

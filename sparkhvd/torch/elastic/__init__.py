@@ -18,18 +18,15 @@
 
 Each module imports only those above it:
 
-    sampler    rows that are left of an epoch
-    agreement  what all ranks know alike at a commit
-    sharded    copies of a sharded optimizer's state, on other ranks
-    snapshots  copies, by the type of the object
-    states     `State`, `ObjectState`, `TorchState`
-    loop       `run`
+    sampler  rows that are left of an epoch
+    state    what all ranks know alike at a commit
+    loop     `run`
 """
 
-from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
+from sparkhvd.elastic.rendezvous import HostsUpdatedInterrupt
 from sparkhvd.torch.elastic.loop import run, run_fn
 from sparkhvd.torch.elastic.sampler import ElasticBatches, ElasticSampler
-from sparkhvd.torch.elastic.states import ObjectState, State, TorchState
+from sparkhvd.torch.elastic.state import ObjectState, State, TorchState
 
 __all__ = [
     "ElasticBatches",

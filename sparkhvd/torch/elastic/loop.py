@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sparkhvd.elastic import ElasticRendezvous
-from sparkhvd.elastic.interrupt import HostsUpdatedInterrupt
+from sparkhvd.elastic.rendezvous import HostsUpdatedInterrupt
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.torch import context as contexts
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.elastic.agreement import rendezvous
-from sparkhvd.torch.elastic.states import State
-
-__all__ = ["run", "run_fn"]
+from sparkhvd.torch.elastic.state import State, rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")

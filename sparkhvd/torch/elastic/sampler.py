@@ -12,8 +12,6 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives import Max, allreduce
 from sparkhvd.torch.context import context
 
-__all__ = ["ElasticBatches", "ElasticSampler", "Progress"]
-
 
 @dataclass(frozen=True)
 class Progress:

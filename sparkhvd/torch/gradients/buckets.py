@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sparkhvd.engine.engine import Engine
-from sparkhvd.torch.gradients.entry import Bucket, Entry, Parked
-from sparkhvd.torch.gradients.low_rank import LowRankBucket
+from sparkhvd.torch.gradients.dense import Bucket, Entry, Parked
 from sparkhvd.torch.gradients.plan import BucketPlanner
-
-__all__ = ["Buckets"]
+from sparkhvd.torch.gradients.powersgd import LowRankBucket
 
 
 class Buckets:

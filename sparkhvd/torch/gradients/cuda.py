@@ -26,26 +26,98 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction
+from sparkhvd.engine.calls import Call, Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.cuda_reductions import divide_, scheme_of, submit
+from sparkhvd.torch.collectives.cuda import divide_, scheme_of, submit
 from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.compressors import BUILT_IN
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, copy_each
-from sparkhvd.torch.gradients.cuda_memory import FlatGradients
-from sparkhvd.torch.gradients.dense import GradientBucket
-from sparkhvd.torch.gradients.entry import (
+from sparkhvd.torch.gradients.dense import (
     Entry,
+    GradientBucket,
     ReduceOptions,
     drop_unused,
     owns_memory,
     require_same_dtype,
     require_same_shape,
 )
-from sparkhvd.torch.gradients.layout import offsets_of
+from sparkhvd.torch.gradients.layout import Slices, flat, offsets_of
 
-__all__ = ["DeviceBucket", "await_streams", "give_memory"]
+# ----------------------------------------------------------------------------------------------------
+# Gradients in flat memory of a GPU.
+
+
+class FlatGradients:
+    """Flat memory of a bucket, with a place for the gradient of each parameter.
+
+    Args:
+        flat: the memory, of one type; is set to zero.
+        entries: the parameters.
+        offsets: first element of each.
+        num_values: elements that gradients have; behind them may be others.
+
+    Attributes:
+        flat: the memory.
+        slots: of each parameter the tensor that `.grad` is. Users see it: `model.cpu()` gives it other memory.
+    """
+
+    __slots__ = ("_addresses", "_entries", "_homes", "_values", "flat", "slots")
+
+    def __init__(
+        self, flat: Tensor, entries: Sequence[Entry], offsets: Sequence[int], num_values: int
+    ) -> None:
+        flat.zero_()
+        first = flat.storage_offset()
+        self.flat = flat
+        self._entries = entries
+        self._values = flat[:num_values]
+        # Where the slots must lie.
+        self._homes = [
+            flat.as_strided(entry.shape, entry.stride, first + offset).detach()
+            for entry, offset in zip(entries, offsets, strict=True)
+        ]
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self.slots = [home.data for home in self._homes]  # each counts its own changes
+
+    def slot(self, number: int) -> Tensor:
+        """Return the slot of a parameter: the same tensor as before, unless that was moved away."""
+        slot = self.slots[number]
+        if slot.data_ptr() != self._addresses[number]:
+            slot = self.slots[number] = self._homes[number].data
+        return slot
+
+    def find_slots(self) -> list[Tensor]:
+        """Return the slots of all parameters, as `slot` does."""
+        for number, (slot, address) in enumerate(zip(self.slots, self._addresses, strict=True)):
+            if slot.data_ptr() != address:
+                self.slots[number] = self._homes[number].data
+        return self.slots
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let `.grad` lie in the flat memory from now on, before any backward."""
+        for entry, slot in zip(self._entries, self.slots, strict=True):
+            grad = entry.param.grad
+            if grad is not None:
+                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+            entry.param.grad = slot
+
+    def zero(self) -> None:
+        """Set all gradients to zero, where they lie."""
+        self._values.zero_()
+        for number, entry in enumerate(self._entries):
+            entry.param.grad = self.slot(number)
+
+    def scale(self, slots: list[Tensor], factor: float) -> None:
+        """Multiply some slots with a factor."""
+        if len(slots) == len(self.slots):
+            self._values.mul_(factor)  # one launch
+        elif slots:
+            torch._foreach_mul_(slots, factor)
+
 
 # Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
 # long as a launch takes the host, about 5 us.
@@ -386,3 +458,54 @@ def give_memory(
     for bucket, length in zip(buckets, lengths, strict=True):
         bucket.lay_out(memory[first : first + bucket.num_bytes])
         first += length
+
+
+# ----------------------------------------------------------------------------------------------------
+# Bucket of gradients on a GPU, each rank with its slice: a reducescatter of flat memory, in place.
+
+
+class ShardedDeviceBucket(DeviceBucket):
+    """Bucket on the rank's GPU that leaves this rank's part of each gradient reduced, and the rest undefined.
+
+    The parameters of a bucket are those of one `Slices`, in its order; so the parts are those that the rank steps.
+    """
+
+    __slots__ = ("_num_copies", "_place", "_slices")
+
+    def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
+        entries, wire = self.entries, self.entries[0].wire_dtype
+        self._num_copies = len(options.ranks)
+        self._place = options.ranks.index(self._context.engine.topology.rank)
+        # As the optimizer divided the parameters, whatever is sent for their gradients.
+        counts = [entry.param.numel() for entry in entries]
+        self._slices = Slices.cut(counts, entries[0].dtype.itemsize, self._num_copies)
+        self._offsets, self._num_values = list(self._slices.offsets), self._slices.total
+        num_sent = self._num_copies * num_flags
+        *_, self._count = offsets_of([self._num_values, num_sent, num_flags], wire.itemsize)
+        shapes: list[tuple[int, ...]] = [(self._num_values,)]
+        if num_flags:
+            shapes.append((self._num_copies, num_flags))
+        return Call(
+            Collective.REDUCESCATTER,
+            shapes,
+            DTYPES[wire],
+            Reduction(op),
+            options.process_set,
+            device=self._device.ordinal,
+        )
+
+    def _put(self, flat: Tensor, num_flags: int) -> None:
+        own = flat[self._place * self._slices.length :]
+        self._call.place(0, flat.data_ptr(), own.data_ptr())
+        self._part = own[: self._slices.length]
+        if num_flags:
+            num_sent = self._num_copies * num_flags
+            wire = self.entries[0].wire_dtype
+            _, first, sums, _ = offsets_of([self._num_values, num_sent, num_flags], wire.itemsize)
+            flags = flat[first : first + num_sent].view(self._num_copies, num_flags)
+            self._flags, self._sums = flags, flat[sums : sums + num_flags]
+            self._call.place(1, flags.data_ptr(), self._sums.data_ptr())
+
+    def _reduced(self, number: int, gradient: Tensor) -> Tensor:
+        first, last = self._slices.part(number, self._place)
+        return flat(gradient)[first:last]

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sparkhvd.torch.collectives.reducescatters import own_rows
 
-__all__ = ["Slices", "cut_range", "flat", "is_dense", "offsets_of", "same_places"]
-
 # Every tensor begins at a place from which kernels may read whole vectors.
 _ALIGNMENT = 64
 

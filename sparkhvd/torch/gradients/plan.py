@@ -9,23 +9,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compressors import BUILT_IN, NoneCompressor
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, opened
-from sparkhvd.torch.gradients.cuda import DeviceBucket, give_memory
-from sparkhvd.torch.gradients.cuda_sharded import ShardedDeviceBucket
-from sparkhvd.torch.gradients.dense import DenseBucket, ViewBucket
-from sparkhvd.torch.gradients.entry import Bucket, Entry, ReduceOptions
-from sparkhvd.torch.gradients.low_rank import LowRankBucket
-from sparkhvd.torch.gradients.powersgd import PowerSGD, describe
-from sparkhvd.torch.gradients.registered_views import GradientMemory, needed_bytes
+from sparkhvd.torch.gradients.cuda import DeviceBucket, ShardedDeviceBucket, give_memory
+from sparkhvd.torch.gradients.dense import (
+    Bucket,
+    DenseBucket,
+    Entry,
+    GradientMemory,
+    ReduceOptions,
+    ViewBucket,
+    needed_bytes,
+)
+from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD, describe
 from sparkhvd.torch.gradients.sharded import ShardedBucket
 from sparkhvd.torch.gradients.sparse import SparseBucket
-
-__all__ = ["BucketPlanner", "make_entries", "plan_buckets"]
 
 
 def plan_buckets(

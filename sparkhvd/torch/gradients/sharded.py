@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Collective, Engine, Reduction
+from sparkhvd.engine.calls import Call, Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.compressors import NoneCompressor
-from sparkhvd.torch.gradients.dense import GradientBucket
-from sparkhvd.torch.gradients.entry import (
+from sparkhvd.torch.gradients.dense import (
     Entry,
+    GradientBucket,
     ReduceOptions,
     drop_unused,
     owns_memory,
@@ -19,8 +21,6 @@ from sparkhvd.torch.gradients.entry import (
     require_same_shape,
 )
 from sparkhvd.torch.gradients.layout import cut_range, flat, same_places
-
-__all__ = ["ShardedBucket"]
 
 
 class ShardedBucket(GradientBucket):

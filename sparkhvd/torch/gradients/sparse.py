@@ -23,23 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction
+from sparkhvd.engine.calls import Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import MismatchError
 from sparkhvd.torch.collectives.allgathers import gathered, joined_by, start_allgather
-from sparkhvd.torch.collectives.cuda_gathers import start_device_allgather
-from sparkhvd.torch.collectives.cuda_reductions import divide_
-from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import view
+from sparkhvd.torch.collectives.cuda import divide_, start_device_allgather
+from sparkhvd.torch.collectives.tensors import Operation, view
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.gradients.cuda import await_streams
-from sparkhvd.torch.gradients.entry import (
+from sparkhvd.torch.gradients.dense import (
     Entry,
     ReduceOptions,
     require_same_place,
     require_same_shape,
 )
-
-__all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
 # Content of the head of a message.
 _NO_GRADIENT, _AS_PLANNED, _DENSE, _OTHER_DIMS = range(4)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.allreduces import grouped_allreduce_
 from sparkhvd.torch.compressors import Compressor
@@ -26,8 +26,6 @@ from sparkhvd.torch.optimizer.arguments import (
 )
 from sparkhvd.torch.optimizer.distributed import plain_optimizer
 from sparkhvd.torch.process_sets import ProcessSet
-
-__all__ = ["DistributedAdasum", "check_size"]
 
 
 def check_size(size: int) -> None:

@@ -8,21 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_factor, to_integer, to_list
 from sparkhvd.torch.collectives import Average
 from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.process_sets import ProcessSet
-
-__all__ = [
-    "Configuration",
-    "check_arguments",
-    "group_lists",
-    "group_numbers",
-    "parameter_names",
-    "placed",
-]
 
 
 @dataclass

@@ -15,9 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.observe.autotune import Tuner, knobs
+from sparkhvd.torch.arguments import leave_untraced
 from sparkhvd.torch.collectives import Average, allreduce
 from sparkhvd.torch.context import Context, context
-from sparkhvd.torch.gradients.reducer import ReduceOptions, Reducer, wait_for_all
+from sparkhvd.torch.gradients.dense import ReduceOptions
+from sparkhvd.torch.gradients.reducer import Reducer, wait_for_all
 from sparkhvd.torch.optimizer.arguments import (
     Configuration,
     check_arguments,
@@ -25,11 +27,8 @@ from sparkhvd.torch.optimizer.arguments import (
     parameter_names,
     placed,
 )
-from sparkhvd.torch.optimizer.shared_parameters import unshare
+from sparkhvd.torch.optimizer.shards import unshare
 from sparkhvd.torch.process_sets import members, set_id
-from sparkhvd.torch.untraced import leave_untraced
-
-__all__ = ["Distributed", "plain_optimizer"]
 
 # Horovod's own words, by which programs filter this warning.
 _NOT_SKIPPED = (

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparkhvd.elastic import ElasticRendezvous
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import check_compression, to_integer
 from sparkhvd.torch.collectives import Adasum, Average
-from sparkhvd.torch.collectives.reductions import to_op
+from sparkhvd.torch.collectives.tensors import to_op
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.context import context
@@ -25,15 +25,8 @@ from sparkhvd.torch.optimizer.adasum import DistributedAdasum, check_size
 from sparkhvd.torch.optimizer.arguments import Configuration, check_arguments, group_lists
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.torch.optimizer.sharded import Sharded, check_shardable
-from sparkhvd.torch.optimizer.shared_parameters import unshare
-from sparkhvd.torch.process_sets import (
-    ProcessSet,
-    global_process_set,
-    members,
-    set_id,
-)
-
-__all__ = ["DistributedOptimizer"]
+from sparkhvd.torch.optimizer.shards import unshare
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
 
 _Made = TypeVar("_Made", bound=torch.optim.Optimizer)
 

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from sparkhvd.torch.broadcast import allgather_object
 from sparkhvd.torch.gradients.layout import flat
-from sparkhvd.torch.optimizer.division import Division
-from sparkhvd.torch.optimizer.shards import Gatherer, Shard
-
-__all__ = ["OwnState", "State", "divide_state", "gather_state", "join_states", "own_state"]
+from sparkhvd.torch.optimizer.shards import Division, Gatherer, Shard
 
 # State of an optimizer, by parameter or part and by name; as torch, a new key has an empty dict.
 State = defaultdict[Tensor, dict[str, object]]

@@ -8,23 +8,27 @@ get **whole** parameters, each with one owner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from sparkhvd.engine.engine import Call, Collective, Work
+from sparkhvd.engine.calls import Call, Reduction
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import engine_dtype, lend, paired
+from sparkhvd.torch.collectives.cuda import DeviceWork, submit
+from sparkhvd.torch.collectives.tensors import DTYPES, engine_dtype, lend, paired, written
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.gradients.layout import flat, same_places
-
-__all__ = [
-    "ELEMENTWISE",
-    "Gatherer",
-    "Shard",
-    "owners_of",
-]
+from sparkhvd.torch.cuda import Device, copy_each, opened
+from sparkhvd.torch.gradients.layout import Slices, cut_range, flat, is_dense, same_places
+from sparkhvd.torch.gradients.plan import plan_buckets
+from sparkhvd.torch.optimizer.arguments import Configuration, group_numbers
+from sparkhvd.torch.registered import over_buffer
 
 # Their step of an element depends on that element's gradient and state, and on numbers that all elements share.
 # Subclasses may do otherwise.
@@ -208,3 +212,467 @@ class Gatherer:
         """Make the tensors whole; every rank must."""
         for work in self.start(tensors):
             work.wait()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters of a sharded optimizer on the rank's GPU: how they are divided, and how parts become whole.
+# **Cut** parameters are divided together: those of a bucket lie in `Slices`, and a rank steps what is in its slice. So
+# gradients are reduced by one reducescatter for a bucket, and stepped parameters given by one allgather.
+#
+# **A gather** copies this rank's parts into its slice of flat memory, has the other slices filled, and copies the whole
+# out: the parameters stay where the user has them, whatever else may know of their memory (a captured graph, flattened
+# weights). Two pieces of memory take turns; streams keep them in order, and the host waits only for the other ranks'
+# submissions. Of S bytes of parameters this moves 2 S more inside the GPU than memory that belonged to us would need.
+
+# Pieces of memory that take turns: while one is on its way, another is copied.
+_TURNS = 2
+_PIECE_ALIGNMENT = 256
+
+
+class Gathering(NamedTuple):
+    """Tensors that become whole by one operation.
+
+    Attributes:
+        slices: how they are divided.
+        tensors: in the order of the slices; what has none at a place is left out. A cut one has one dimension.
+    """
+
+    slices: Slices
+    tensors: Sequence[Tensor | None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of all tensors."""
+        return next(tensor.dtype for tensor in self.tensors if tensor is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the flat memory."""
+        return self.slices.total * self.dtype.itemsize
+
+
+class DeviceShards:
+    """The parameters on the GPU of one sharded optimizer.
+
+    Args:
+        context: whose engine gathers.
+        device: the GPU.
+        label: of the optimizer.
+        process_set: the engine's number of the ranks.
+        ranks: their global ranks, ascending.
+    """
+
+    def __init__(
+        self, context: Context, device: Device, label: str, process_set: int, ranks: Sequence[int]
+    ) -> None:
+        self._context = context
+        self._device = device
+        self._label = f"{label}.gpu"
+        self._process_set = process_set
+        self._num_ranks = len(ranks)
+        self._place = ranks.index(context.engine.topology.rank)
+        # Cut parameters as they are divided together.
+        self._buckets: list[tuple[Slices, list[Tensor]]] = []
+        self._memory: list[Tensor] = []  # of parameters on their way
+        self._num_allocations = 0
+
+    def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Divide parameters of one type together; return this rank's elements of each, as `Slices.part`."""
+        counts = [p.numel() for p in bucket]
+        slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
+        self._buckets.append((slices, list(bucket)))
+        return [slices.part(number, self._place) for number in range(len(counts))]
+
+    def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return those of these that were divided together: the buckets of their gradients."""
+        among = set(map(id, parameters))
+        return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
+
+    def gather_parameters(self, shards: Sequence[Shard]) -> None:
+        """Let the current stream wait until every rank's stepped parts are in these parameters; every rank must."""
+        work = self._cut_ones({id(s.param): flat(s.param) for s in shards if s.is_cut})
+        whole = [s for s in shards if not s.is_cut]
+        for dtype in dict.fromkeys(s.param.dtype for s in whole):
+            alike = [s for s in whole if s.param.dtype == dtype]
+            counts, owners = [s.param.numel() for s in alike], [s.owner for s in alike]
+            slices = Slices.owned(counts, owners, dtype.itemsize, self._num_ranks)
+            work.append(Gathering(slices, [s.param.detach() for s in alike]))
+        most = max((each.num_bytes for each in work), default=0)
+        if most > (len(self._memory[0]) if self._memory else 0):
+            self._memory = self._allocate(most)
+        self._gather(work, self._memory)
+
+    def gather_cut(self, tensors: dict[int, Tensor]) -> None:
+        """Gather tensors that lie in memory as cut parameters do, by the identity of these; every rank must."""
+        work = self._cut_ones({key: flat(tensor) for key, tensor in tensors.items()})
+        if not work:
+            return
+        most = max(each.num_bytes for each in work)
+        like = next(t for t in work[0].tensors if t is not None)
+        self._gather(work, [like.new_empty(most, dtype=torch.uint8) for _ in range(_TURNS)])
+
+    def _cut_ones(self, tensors: dict[int, Tensor]) -> list[Gathering]:
+        gatherings = [
+            Gathering(slices, [tensors.get(id(p)) for p in bucket])
+            for slices, bucket in self._buckets
+        ]
+        return [each for each in gatherings if any([t is not None for t in each.tensors])]
+
+    def _allocate(self, num_bytes: int) -> list[Tensor]:
+        self._num_allocations += 1
+        length = -(-num_bytes // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
+        buffer = self._context.engine.allocate(
+            length * _TURNS,
+            name=f"{self._label}.memory.{self._num_allocations}",
+            process_set=self._process_set,
+            device=self._device.ordinal,
+        )
+        return list(self._device.over_buffer(buffer).split(length))
+
+    @torch.no_grad()
+    def _gather(self, work: Sequence[Gathering], memory: Sequence[Tensor]) -> None:
+        flying: deque[tuple[DeviceWork, Gathering, Tensor]] = deque()
+        for turn, each in enumerate(work):
+            if len(flying) == len(memory):
+                self._finish(*flying.popleft())
+            # The piece was copied out of on this stream, if another gathering had it before.
+            piece = memory[turn % len(memory)][: each.num_bytes].view(each.dtype)
+            flying.append((self._start(each, piece, turn), each, piece))
+        while flying:
+            self._finish(*flying.popleft())
+
+    def _start(self, gathering: Gathering, piece: Tensor, turn: int) -> DeviceWork:
+        slices = gathering.slices
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for number, tensor in enumerate(gathering.tensors):
+            first, last = slices.part(number, self._place)
+            if tensor is None or first == last:
+                continue
+            begin = slices.offsets[number]
+            is_all = last - first == slices.counts[number]
+            own = piece[begin + first : begin + last]
+            targets.append(own.view(tensor.shape) if is_all else own)
+            sources.append(tensor if is_all else tensor[first:last])
+        if targets:
+            copy_each(targets, sources)
+        call = Call(
+            Collective.ALLGATHER_INTO,
+            [(slices.total,)],
+            DTYPES[piece.dtype],
+            process_set=self._process_set,
+            device=self._device.ordinal,
+        )
+        call.place(0, piece.data_ptr(), piece.data_ptr())
+        # To the engine a name means a shape and a type.
+        name = f"{self._label}.{turn}.{slices.total}.{piece.dtype}"
+        stream = self._device.stream()
+        return submit(
+            self._context, self._device, call, name, stream, piece.untyped_storage(), (piece,)
+        )
+
+    def _finish(self, work: DeviceWork, gathering: Gathering, piece: Tensor) -> None:
+        work.wait()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for number, tensor in enumerate(gathering.tensors):
+            if tensor is not None:
+                begin = gathering.slices.offsets[number]
+                targets.append(tensor)
+                sources.append(piece[begin : begin + tensor.numel()].view(tensor.shape))
+        copy_each(targets, sources)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
+# **Who writes when.** Parameters are written in `step()` only, each element by the rank that it belongs to. A rank may
+# write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so no rank
+# computes with parameters that change. Whatever else writes them on one rank would change them under the others: it is
+# noticed by the tensors' version counters in the next step, and raised on every rank.
+
+# Every parameter begins on a cache line.
+_ALIGNMENT = 64
+
+# Where parameters lie in memory of several ranks: it stays shared when the optimizer is gone.
+_addresses: MutableMapping[Any, int] = WeakIdKeyDictionary()
+
+
+class SharedParameters:
+    """Memory of one host that holds the parameters of all its ranks.
+
+    Every rank of the process set must make one, with the same parameters; they get the first rank's values. It
+    waits for all ranks.
+
+    Args:
+        context: whose engine shares memory.
+        label: of the optimizer.
+        named: the parameters; their memory is replaced.
+        process_set: the engine's number of the ranks.
+        ranks: their global ranks, ascending.
+
+    Raises:
+        InvalidArgumentError: the ranks are on several hosts, or one of them cannot map the memory.
+        MismatchError: ranks have parameters of different sizes.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        label: str,
+        named: Sequence[tuple[str, Tensor]],
+        process_set: int,
+        ranks: Sequence[int],
+    ) -> None:
+        topology = context.engine.topology
+        hosts = {topology.hosts[rank] for rank in ranks}
+        if len(hosts) > 1:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): the {len(ranks)} ranks are on {len(hosts)} hosts, "
+                "and memory is shared inside one. Leave share_parameters out, or give process_set=."
+            )
+        self._engine = context.engine
+        self._label = label
+        self._process_set = process_set
+        self._named = list(named)
+        # The number of the first parameter that was written outside step(), plus 1; 0 if there is none.
+        self._written = torch.zeros(1, dtype=torch.int64)
+        self._exchange = Call(
+            Collective.ALLREDUCE, [(1,)], DType.INT64, Reduction(ReduceOp.MAX), process_set
+        )
+        self._exchange.place(0, self._written.data_ptr(), self._written.data_ptr())
+        self._move(is_first=topology.rank == ranks[0])
+        self._note_versions()
+
+    def _move(self, *, is_first: bool) -> None:
+        sizes = [
+            -(-p.numel() * p.element_size() // _ALIGNMENT) * _ALIGNMENT for _, p in self._named
+        ]
+        buffer = self._engine.allocate(
+            sum(sizes),
+            name=f"{self._label}.memory",
+            process_set=self._process_set,
+            one_piece=True,
+        )
+        views = []
+        begin = 0
+        for (_, p), size in zip(self._named, sizes, strict=True):
+            strides = torch.empty_like(p, device="meta").stride()
+            # A storage for each: torch.save and deepcopy take whole storages, and refuse several types in one.
+            piece = over_buffer(buffer, p.dtype, p.numel(), begin)
+            views.append(piece.as_strided(p.shape, strides))
+            if is_first:
+                views[-1].copy_(p.detach())
+            begin += size
+        self._meet("copied")
+        for (_, p), view in zip(self._named, views, strict=True):
+            p.data = view
+        self._addresses = [view.data_ptr() for view in views]
+        for (_, p), address in zip(self._named, self._addresses, strict=True):
+            _addresses[p] = address
+
+    def _note_versions(self) -> None:
+        self._versions = [p._version for _, p in self._named]
+
+    def _meet(self, where: str) -> None:
+        name = f"{self._label}.{where}"
+        self._engine.barrier(name=name, process_set=self._process_set).wait()
+
+    def begin(self) -> None:
+        """Wait until every rank has come to its step.
+
+        Raises:
+            InvalidArgumentError: a rank wrote parameters outside of `step()`; raised on every rank.
+        """
+        changed = [
+            number
+            for number, ((_, p), version) in enumerate(
+                zip(self._named, self._versions, strict=True), start=1
+            )
+            if p._version != version
+        ]
+        moved = [
+            number
+            for number, ((_, p), address) in enumerate(
+                zip(self._named, self._addresses, strict=True), start=1
+            )
+            if p.data_ptr() != address
+        ]
+        # Moved memory is the worse error: its numbers are above those of parameters that were written.
+        count = len(self._named)
+        self._written.fill_(count + moved[0] if moved else changed[0] if changed else 0)
+        self._engine.run(self._exchange, f"{self._label}.begin", self._written)
+        first = int(self._written)
+        if first > count:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): {self._named[first - count - 1][0]!r} was given other "
+                "memory (model.to(), p.data = ...) on this rank or another, so the ranks share it no more. Build the "
+                "optimizer after that, or leave share_parameters out."
+            )
+        if first:
+            self._note_versions()
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): {self._named[first - 1][0]!r} was written outside of "
+                "step(), on this rank or another. All ranks of the host share it. Write it inside `with "
+                "optimizer.writing_parameters():`, on every rank, or leave share_parameters out."
+            )
+
+    def end(self) -> None:
+        """Wait until every rank has written its part."""
+        self._meet("end")
+        written([p for _, p in self._named if p.grad is not None])  # also by other ranks
+        self._note_versions()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let parameters be written inside, while no rank computes with them."""
+        self.begin()  # what was written before must not pass as written here
+        try:
+            yield
+        finally:
+            self._meet("written")
+            self._note_versions()
+
+
+def unshare(parameters: Iterable[Tensor]) -> None:
+    """Give parameters memory of this rank alone again, where an optimizer of before has shared it."""
+    for p in parameters:
+        if p in _addresses and _addresses.pop(p) == p.data_ptr():
+            p.data = p.detach().clone(memory_format=torch.preserve_format)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Division of a sharded optimizer's parameters among the ranks.
+
+# Named parameters, and the argument `groups` for them.
+NamedGroup = tuple[list[tuple[str, Tensor]], int | Sequence[Sequence[Tensor]] | None]
+
+
+class Division:
+    """The parameters of a sharded optimizer, each with this rank's part.
+
+    Args:
+        context: of the ranks.
+        configuration: of the optimizer.
+        kind: class of the user's optimizer.
+
+    Attributes:
+        context: of the ranks.
+        configuration: of the optimizer.
+        label: of the optimizer, for the names of operations.
+        shards: by parameter.
+        gpu: the parameters on this rank's GPU; None if there are none.
+        shared: memory that the ranks of this host share; None without `share_parameters`.
+    """
+
+    def __init__(
+        self, context: Context, configuration: Configuration, kind: type[torch.optim.Optimizer]
+    ) -> None:
+        number = context.number("sharded", configuration.number)
+        self.context = context
+        self.configuration = configuration
+        self.label = f"DistributedOptimizer.sharded.{number}"
+        self.shards: dict[Tensor, Shard] = {}
+        self.gpu: DeviceShards | None = None
+        self.shared: SharedParameters | None = None
+        self._is_elementwise = kind in ELEMENTWISE
+
+    def add(
+        self,
+        named: Mapping[Tensor, str],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+    ) -> None:
+        """Divide further parameters; every rank must, the same ones in the same order."""
+        parameters = [p for p in named if p.numel() > 0]
+        for p in parameters:
+            if not p.is_cpu:
+                self._open_gpu(named[p], p)
+        configuration = self.configuration
+        if configuration.share_parameters and parameters:
+            self.shared = SharedParameters(
+                self.context,
+                self.label,
+                [(named[p], p) for p in parameters],
+                configuration.number,
+                configuration.ranks,
+            )
+        self._divide(named, parameters, groups)
+
+    def reduced_apart(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+    ) -> Iterator[tuple[NamedGroup, bool]]:
+        """Divide parameters into those of one reducer each; True where each rank gets its part of the gradients."""
+        cut = [(name, p) for name, p in named if self._is_cut(p)]
+        on_gpu = [(name, p) for name, p in cut if not p.is_cpu]
+        if on_gpu and self.gpu is not None:
+            # As they were divided, whatever the compression sends for them.
+            yield (on_gpu, self.gpu.together(p for _, p in on_gpu)), True
+        on_cpu = [(name, p) for name, p in cut if p.is_cpu]
+        if on_cpu:
+            yield (on_cpu, groups), True
+        whole = [(name, p) for name, p in named if not self._is_cut(p)]
+        if whole:
+            yield (whole, groups), False
+
+    def _open_gpu(self, name: str, parameter: Tensor) -> None:
+        configuration = self.configuration
+        if configuration.share_parameters:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): {name!r} is on {parameter.device}, and ranks share memory "
+                "of the CPU only. Leave share_parameters out."
+            )
+        device = opened(self.context, f"DistributedOptimizer, {name!r}", parameter)
+        if self.gpu is None:
+            self.gpu = DeviceShards(
+                self.context, device, self.label, configuration.number, configuration.ranks
+            )
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        # State of a parameter of no dimension cannot be told from numbers such as the step.
+        return self._is_elementwise and parameter.dim() > 0 and is_dense(parameter)
+
+    def _divide(
+        self,
+        named: Mapping[Tensor, str],
+        parameters: list[Tensor],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+    ) -> None:
+        ranks = self.configuration.ranks
+        place = ranks.index(self.context.engine.topology.rank)
+        whole = [p for p in parameters if not self._is_cut(p)]
+        loads = [0] * len(ranks)
+        for shard in self.shards.values():
+            if not shard.is_cut:
+                loads[shard.owner] += shard.param.numel()
+        numbers = owners_of([p.numel() for p in whole], len(ranks), loads)
+        owners = dict(zip(map(id, whole), numbers, strict=True))
+        cut = [p for p in parameters if id(p) not in owners]
+        ranges = {id(p): cut_range(p.numel(), len(ranks), place) for p in cut if p.is_cpu}
+        ranges.update(self._divide_on_gpu([p for p in cut if not p.is_cpu], groups))
+        for p in parameters:
+            owner = owners.get(id(p), -1)
+            part = ranges.get(id(p), (0, p.numel() if owner == place else 0))
+            self.shards[p] = Shard(p, named[p], part, owner=owner)
+
+    def _divide_on_gpu(
+        self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
+    ) -> dict[int, tuple[int, int]]:
+        """Divide by the buckets of the gradients; frozen parameters one by one, because each may thaw alone."""
+        gpu = self.gpu
+        if gpu is None:
+            return {}
+        trained = [p for p in parameters if p.requires_grad]
+        plan = plan_buckets(
+            [p.nbytes for p in trained],
+            [p.dtype for p in trained],
+            list(reversed(range(len(trained)))),
+            self.context.engine.settings.device_bucket_bytes,
+            group_numbers(groups, trained),
+        )
+        buckets = [[trained[index] for index in indices] for indices in plan]
+        buckets += [[p] for p in parameters if not p.requires_grad]
+        ranges: dict[int, tuple[int, int]] = {}
+        for bucket in buckets:
+            ranges.update(zip(map(id, bucket), gpu.cut(bucket), strict=True))
+        return ranges

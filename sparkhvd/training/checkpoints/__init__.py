@@ -8,15 +8,10 @@ Threads: one on rank 0 writes while training goes on; the next checkpoint, and t
 
 Each module imports only those above it:
 
-    cadence            times of checkpoints inside an epoch
-    fingerprint        comparison of two fits
-    module_state       buffers and extra state of a module
-    frozen             parameters that no step changes
-    rank_state         state of one rank: random numbers, sums
-    compression_state  state of PowerSGD
-    checkpoint         a checkpoint and its file
-    files              a run's files and the pointer
-    changes            changes of model and optimizer that no state dict holds
-    resume             the state that a checkpoint holds
-    saver              writes while training goes on
+    changes     changes of model and optimizer that no state dict holds
+    frozen      parameters that no step changes
+    checkpoint  a checkpoint and its file
+    files       a run's files and the pointer
+    resume      the state that a checkpoint holds
+    saver       writes while training goes on
 """

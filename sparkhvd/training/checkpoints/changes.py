@@ -14,11 +14,9 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
+from sparkhvd.training.loss_state import Others
 from sparkhvd.training.modules.attributes import Attributes, Entry, is_plain, set_attributes
-from sparkhvd.training.others import Others
 from sparkhvd.training.user_code.watch import Watch
-
-__all__ = ["Changes", "has_losses", "of_rank_0", "set_changes"]
 
 
 class Changes:

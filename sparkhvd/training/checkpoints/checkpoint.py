@@ -7,30 +7,228 @@ over; `read_checkpoint` compares it first.
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import os
+import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import NotRequired
 
+import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.checkpoints.frozen import Frozen
-from sparkhvd.training.checkpoints.rank_state import RankState
-from sparkhvd.training.hashing import HashingWriter, sha256_of
+from sparkhvd.training.device import to_cpu
+from sparkhvd.training.metrics import TotalsState
+from sparkhvd.training.modules.weights import HashingWriter, sha256_of
 from sparkhvd.training.types import History, State
 
-__all__ = [
-    "FORMAT_VERSION",
-    "Checkpoint",
-    "DamagedError",
-    "Position",
-    "check_seal",
-    "read_checkpoint",
-    "write_checkpoint",
-]
+# ----------------------------------------------------------------------------------------------------
+# Buffers of a module, saved or not, and the extra state of modules that have one.
+# Training changes them on every rank. Between epochs all ranks take rank 0's; a checkpoint inside an epoch
+# holds each rank's own.
+#
+# A buffer may change its shape while training, or exist on some ranks only: a cache that `forward` fills.
+
+
+def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the model's state dict leaves out (`persistent=False`), by name."""
+    saved = model.state_dict()
+    return {name: value for name, value in model.named_buffers() if name not in saved}
+
+
+def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
+    """Give buffers these values, whatever shape they have now; None empties one."""
+    with torch.no_grad():
+        for name, value in values.items():
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            buffer = owner._buffers.get(leaf)
+            if value is None or buffer is None or not _is_alike(buffer, value):
+                device = _device(model) if buffer is None else buffer.device
+                owner._buffers[leaf] = None if value is None else value.to(device, copy=True)
+            else:
+                buffer.copy_(value)
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def extra_states(model: nn.Module) -> State:
+    """Return the extra states of the modules that have one, by the name of the module; tensors on the CPU."""
+    return {
+        name: to_cpu(module.get_extra_state())
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
+    """Load the states of `extra_states`."""
+    for name, state in states.items():
+        model.get_submodule(name).set_extra_state(state)
+
+
+def broadcast_module_state(model: nn.Module) -> None:
+    """Give all ranks rank 0's buffers and extra states; all ranks must call it.
+
+    Running statistics are then of rank 0's rows, in validation and checkpoint alike.
+
+    Cost: one broadcast of the buffers' bytes, and one of a small object where there is something that may differ
+    in more than values.
+    """
+    if _may_differ(model):
+        _make_alike(model)
+    buffers = dict(model.named_buffers())
+    if buffers:
+        hvd.broadcast_parameters(buffers, 0)
+
+
+def _may_differ(model: nn.Module) -> bool:
+    """Check whether ranks may have other shapes or extra states; by the classes, so equal on all ranks."""
+    return any(
+        module._non_persistent_buffers_set
+        or type(module).get_extra_state is not nn.Module.get_extra_state
+        for module in model.modules()
+    )
+
+
+def _make_alike(model: nn.Module) -> None:
+    """Give this rank's unsaved buffers rank 0's shapes, and its modules rank 0's extra states."""
+    buffers = unsaved_buffers(model)
+    shapes = {n: (v.shape, v.dtype) for n, v in buffers.items()}
+    states = (shapes, extra_states(model)) if hvd.rank() == 0 else None
+    wanted, extra = hvd.broadcast_object(states, 0, name="module state")
+    if hvd.rank() == 0:
+        return
+    changed = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in wanted.items()
+        if shapes.get(name) != (shape, dtype)
+    }
+    load_buffers(model, {**dict.fromkeys(shapes.keys() - wanted.keys()), **changed})
+    load_extra_states(model, extra)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Each rank's own state inside an epoch: random numbers, sums of the loss, running statistics.
+# Between epochs all ranks are alike. A checkpoint of a step holds this state for every rank, so that a run that
+# resumes from it draws the same numbers, reports the same means and normalizes with the same statistics.
+
+
+class RngState(TypedDict):
+    """States of the generators of torch, numpy, random and the current GPU."""
+
+    torch: Tensor
+    numpy: tuple[str, Tensor, int, int, float]
+    random: tuple[int, list[int], float | None]
+    cuda: Tensor | None
+
+
+class RankState(TypedDict):
+    """A rank's own state inside an epoch."""
+
+    rng: RngState
+    totals: TotalsState | None
+    seconds: float
+    stop_reason: str
+    extra: State
+    buffers: dict[str, Tensor | None]
+    others: NotRequired[State]
+
+
+def gather_rank_states(
+    model: nn.Module,
+    totals: TotalsState | None,
+    seconds: float,
+    *,
+    stop_reason: str = "",
+    others: State | None = None,
+) -> list[RankState]:
+    """Gather every rank's own state, by rank; all ranks must call it.
+
+    Args:
+        model: its buffers are compared over ranks; those that differ from rank 0's are part of the result.
+        totals: the rank's sums of the epoch so far: tensors and plain values; None where a `train_fn` has its own.
+        seconds: that the epoch has taken so far on this rank.
+        others: this rank's state of losses and metrics, as far as ranks may differ.
+        stop_reason: of a callback of this rank that has asked to stop after the epoch; "" if none has.
+
+    Cost: a digest of every buffer, one allgather of about 15 KB per rank, and one of the buffers that differ.
+    """
+    buffers = dict(model.named_buffers())
+    state: RankState = {
+        "rng": _rng(),
+        "totals": totals,
+        "seconds": seconds,
+        "stop_reason": stop_reason,
+        "extra": extra_states(model),
+        "buffers": {},
+        "others": others or {},
+    }
+    ranks: list[tuple[RankState, dict[str, bytes]]] = hvd.allgather_object(
+        (state, {name: _digest(value) for name, value in buffers.items()}), name="checkpoint.ranks"
+    )
+    reference = ranks[0][1]
+    names = {name for _, digests in ranks for name in digests}
+    changed = {n for n in names if any(d.get(n) != reference.get(n) for _, d in ranks)}
+    differing: list[dict[str, Tensor | None]] = [{}] * len(ranks)
+    if changed:
+        # One that a rank does not have is None there.
+        values = {n: buffers[n].detach().cpu() if n in buffers else None for n in changed}
+        sent = {} if hvd.rank() == 0 else values
+        differing = hvd.allgather_object(sent, name="checkpoint.buffers")
+    return [{**state, "buffers": kept} for (state, _), kept in zip(ranks, differing, strict=True)]
+
+
+def load_rng(state: RngState) -> None:
+    """Set the generators of torch, numpy and random to a state."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, words, following = state["random"]
+    random.setstate((version, tuple(words), following))
+    # A run on a GPU may resume on a machine without.
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _rng() -> RngState:
+    state = np.random.get_state(legacy=True)
+    assert isinstance(state, tuple)
+    kind, keys, position, has_gauss, gauss = state
+    version, words, following = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            position,
+            has_gauss,
+            gauss,
+        ),
+        "random": (version, list(words), following),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def _digest(value: Tensor) -> bytes:
+    flat = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    kind = f"{tuple(value.shape)} {value.dtype} ".encode()
+    return hashlib.blake2b(kind + flat.numpy().tobytes(), digest_size=16).digest()
+
 
 FORMAT_VERSION = 6
 # Version 3 had all parameters in it, version 4 nothing of `final`, `others` and `changes`; 5 was in no release.

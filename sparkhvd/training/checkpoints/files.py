@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.training.checkpoints.checkpoint import (
@@ -41,11 +41,9 @@ from sparkhvd.training.checkpoints.checkpoint import (
     write_checkpoint,
 )
 from sparkhvd.training.checkpoints.frozen import Frozen
-from sparkhvd.training.hashing import PIECE_BYTES
 from sparkhvd.training.modules import weights
+from sparkhvd.training.modules.weights import PIECE_BYTES
 from sparkhvd.training.types import History, Value
-
-__all__ = ["Checkpoints", "Choice"]
 
 # Chooses one of several epochs.
 Choice = Callable[[Collection[int]], int]

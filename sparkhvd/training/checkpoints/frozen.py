@@ -15,20 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.training.hashing import checksum
-from sparkhvd.training.host_weights import give_back
+from sparkhvd.training.host_memory import give_back
+from sparkhvd.training.modules.weights import checksum
 from sparkhvd.training.types import State
-
-__all__ = [
-    "Frozen",
-    "FrozenParameters",
-    "Sums",
-    "agreed_frozen",
-    "broadcast_weights",
-    "frozen_sums",
-    "unwritten",
-    "weight_sums",
-]
 
 # Shape, dtype and checksum by name.
 Sums: TypeAlias = "dict[str, tuple[Any, ...]]"

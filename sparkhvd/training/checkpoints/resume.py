@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,42 +16,78 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Done
 from sparkhvd.training.checkpoints.changes import Changes, set_changes
-from sparkhvd.training.checkpoints.checkpoint import Checkpoint
-from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.checkpoints.fingerprint import differences
-from sparkhvd.training.checkpoints.frozen import broadcast_weights, unwritten
-from sparkhvd.training.checkpoints.module_state import (
+from sparkhvd.training.checkpoints.checkpoint import (
+    Checkpoint,
+    RankState,
     extra_states,
     load_buffers,
     load_extra_states,
+    load_rng,
     unsaved_buffers,
 )
-from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
-from sparkhvd.training.host_weights import give_back
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.frozen import broadcast_weights, unwritten
+from sparkhvd.training.host_memory import give_back
+from sparkhvd.training.loss_state import Others
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.modules.attributes import Entry
-from sparkhvd.training.others import Others
 from sparkhvd.training.profile import Profile
+from sparkhvd.training.rank_sync import fail_together
 from sparkhvd.training.spec import TrainSpec
-from sparkhvd.training.together import fail_together
 from sparkhvd.training.types import Compression, History, State, Stateful
 from sparkhvd.training.user_code.callbacks import Callbacks
 from sparkhvd.training.user_code.watch import Watch
 
-__all__ = [
-    "Position",
-    "Start",
-    "TrainingState",
-    "find_start",
-    "finish",
-    "load_weights",
-    "repeated",
-    "resume",
-    "take",
-]
+# ----------------------------------------------------------------------------------------------------
+# Differences, in words, between two fits of which one would resume from the other.
+
+# A model of thousands of parameters must not fill the screen.
+_MOST_SHOWN = 8
+_MOST_CHARACTERS = 80
+_ABSENT = object()
+
+
+def differences(old: str, new: str) -> str:
+    """Describe the differences between two fingerprints (JSON objects) of fits; "" if there are none.
+
+    "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
+    """
+    befores, nows = json.loads(old), json.loads(new)
+    texts = []
+    for name in {**nows, **befores}:
+        before, now = befores.get(name), nows.get(name)
+        if before == now:
+            continue
+        if isinstance(before, dict) and isinstance(now, dict):
+            texts.append(f"{name}: {_entries(before, now)}")
+        else:
+            texts.append(_entry(name, before, now))
+    return "; ".join(texts)
+
+
+def _entries(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    names = [n for n in {**now, **before} if before.get(n, _ABSENT) != now.get(n, _ABSENT)]
+    texts = [
+        _entry(repr(n), before.get(n, _ABSENT), now.get(n, _ABSENT)) for n in names[:_MOST_SHOWN]
+    ]
+    if len(names) > _MOST_SHOWN:
+        texts.append(f"and {len(names) - _MOST_SHOWN} more")
+    return ", ".join(texts)
+
+
+def _entry(name: str, before: object, now: object) -> str:
+    if before is _ABSENT:
+        return f"{name} is new"
+    if now is _ABSENT:
+        return f"{name} is gone"
+    texts = json.dumps(before), json.dumps(now)
+    if sum(map(len, texts)) < _MOST_CHARACTERS:
+        return f"{name} was {texts[0]} and is {texts[1]}"
+    return f"{name} differs"
 
 
 @dataclass
@@ -500,3 +537,97 @@ def take(
         others=state.others.state_dict(),
         changes=state.changes.state_dict(state.watch, attributes),
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# State of `Compression.powersgd` in checkpoints.
+# Q and the number of steps are alike on all ranks. The errors are each rank's own, between epochs too, and as large as
+# the gradients: rank 0 gathers them for the file, and scatters them when a run resumes.
+
+
+class _Alike(TypedDict):
+    """State of a parameter that all ranks share."""
+
+    steps: int
+    q: Tensor
+
+
+class _Gathered(TypedDict):
+    """State of all ranks by parameter; an error has one row per rank."""
+
+    alike: dict[str, _Alike]
+    errors: dict[str, Tensor]
+
+
+def gather_compression(compression: Compression | None) -> State:
+    """Gather the state of a compression for a checkpoint; all ranks must call it.
+
+    Returns:
+        On rank 0 "alike", by parameter steps and q, and "errors", by parameter a tensor with one row per rank. On
+        other ranks, and where the compression has no memory, an empty dict. The tensors are copies.
+
+    Cost: every rank sends its errors to rank 0, one parameter after another.
+    """
+    if not isinstance(compression, PowerSGD):
+        return {}
+    states = compression.state_dict()
+    alike = {
+        n: {"steps": s["steps"], "q": s["q"].detach().to("cpu", copy=True)}
+        for n, s in states.items()
+    }
+    errors = {n: _gather(n, s["error"]) for n, s in states.items() if s["error"] is not None}
+    return {"alike": alike, "errors": errors} if hvd.rank() == 0 else {}
+
+
+def load_compression(
+    compression: Compression, state: State, device: torch.device | None = None
+) -> None:
+    """Continue from rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
+
+    Args:
+        compression: of this rank.
+        state: rank 0's counts; an empty one changes nothing.
+        device: of the gradients; None means the CPU.
+    """
+    if not isinstance(compression, PowerSGD):
+        return
+    gathered = cast("_Gathered", state) if hvd.rank() == 0 and state else None
+    header = None
+    if gathered is not None:
+        shapes = {n: (e.shape[1:], e.dtype) for n, e in gathered["errors"].items()}
+        header = (gathered["alike"], shapes)
+    header = hvd.broadcast_object(header, 0, name="compression")
+    if header is None:
+        return
+    alike, shapes = header
+    errors = {
+        name: _scatter(name, shape, dtype, None if gathered is None else gathered["errors"][name])
+        for name, (shape, dtype) in shapes.items()
+    }
+    compression.load_state_dict(
+        {
+            n: {
+                "steps": s["steps"],
+                "q": s["q"].to(device),
+                "error": e if e is None else e.to(device),
+            }
+            for n, s in alike.items()
+            for e in [errors.get(n)]
+        }
+    )
+
+
+def _gather(name: str, error: Tensor) -> Tensor:
+    """Gather (ranks, *shape) on rank 0, on the CPU; elsewhere without rows."""
+    error = error.cpu()
+    splits = [error.numel(), *[0] * (hvd.size() - 1)]
+    received, _ = hvd.alltoall(error.reshape(-1), splits, name=f"compression.{name}")
+    return received.reshape(-1, *error.shape)
+
+
+def _scatter(name: str, shape: torch.Size, dtype: torch.dtype, rows: Tensor | None) -> Tensor:
+    """Receive this rank's row of rank 0's tensor."""
+    sent = torch.empty(0, dtype=dtype) if rows is None else rows.reshape(-1)
+    each = 0 if rows is None else shape.numel()
+    received, _ = hvd.alltoall(sent, [each] * hvd.size(), name=f"compression.{name}")
+    return received.reshape(shape)

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.training.modules.attached import (
+from sparkhvd.training.modules.copies import (
     WithHooks,
     add_hooks,
     hooks_by_name,
@@ -31,17 +31,6 @@ from sparkhvd.training.modules.attached import (
     reduce_with_hooks,
 )
 from sparkhvd.training.types import Json
-
-__all__ = [
-    "Description",
-    "describe",
-    "dump_shell",
-    "foreign_class",
-    "load_shell",
-    "module_texts",
-    "rebuild",
-    "tensors_of",
-]
 
 # Attributes of every module: the constructor of nn.Module makes them, or `describe` handles them by name.
 _COMMON = frozenset(nn.Module().__dict__)

@@ -21,18 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "GENERATORS",
-    "Attributes",
-    "Entry",
-    "can_be_kept",
-    "is_plain",
-    "is_record",
-    "is_same",
-    "set_attributes",
-    "views",
-]
-
 # Steps from an object to a value: (".", attribute) or ("[]", key of a dict or index of a list).
 Path = tuple[tuple[str, Any], ...]
 Key = tuple[str, Path]

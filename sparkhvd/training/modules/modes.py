@@ -10,8 +10,6 @@ from torch import nn
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.copies import copied
 
-__all__ = ["check_modes", "in_mode"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

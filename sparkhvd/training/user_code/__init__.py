@@ -2,9 +2,7 @@
 
 Each module imports only those above it:
 
-    context          `ctx`, as user code sees a run
-    logs             numbers that user code reports
+    transformations  functions on rows and batches
     watch            changes of the model by callbacks
     callbacks        callbacks
-    transformations  functions on rows and batches
 """

@@ -10,24 +10,133 @@ import difflib
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.observe.report.page import OF_EPOCH
 from sparkhvd.training.types import History, Record, State
-from sparkhvd.training.user_code.context import Context, Moment
-from sparkhvd.training.user_code.logs import Logs, combined
 from sparkhvd.training.user_code.watch import Watch
 
-if TYPE_CHECKING:  # they import this
+if TYPE_CHECKING:
     from sparkhvd.training.checkpoints.resume import TrainingState
-    from sparkhvd.training.others import Others
+    from sparkhvd.training.loss_state import Others
     from sparkhvd.training.spec import TrainSpec
 
-__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks", "unreadable"]
+
+# ----------------------------------------------------------------------------------------------------
+# `ctx`: the view of a run that the user's functions and callbacks get.
+
+
+@dataclass
+class Moment:
+    """Epoch and step of the training; one object per run, moved by the loop."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+class Context:
+    """Base of every `ctx`; its attributes are for reading.
+
+    Attributes:
+        rank: this process among `size`.
+        size: number of ranks.
+        model: the module that is trained, on `device`.
+        optimizer: the distributed optimizer over its parameters.
+        scheduler: the learning rate scheduler, or None.
+        device: of the model.
+        store: holds data, checkpoints and metrics of this run.
+        run_dir: the run's folder in the store; write own files to `<run_dir>/user/`.
+        epochs: epochs to train in all.
+        moment: epoch and step of the training; the loop moves it.
+    """
+
+    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+        """Take the objects of a run."""
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.model: nn.Module = state.model
+        self.optimizer = state.optimizer
+        self.scheduler = state.scheduler
+        parameter = next(iter(self.model.parameters()), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.store = spec.store
+        self.run_dir = spec.run_dir
+        self.epochs = spec.epochs
+        self.moment = moment
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs, counted from 1 as in the history; 0 before the first."""
+        return self.moment.epoch
+
+    @property
+    def step(self) -> int:
+        """The step of the optimizer, counted from 1 over all epochs; 0 before the first."""
+        return self.moment.step
+
+
+# ----------------------------------------------------------------------------------------------------
+# Numbers that user code reports with `ctx.log`: summed on each rank, combined over ranks once per epoch.
+
+# Names in an epoch's record that the loop writes.
+RESERVED = ("loss", *OF_EPOCH)
+
+
+class Logs:
+    """Numbers that user code reports during an epoch: each rank's are summed by rows, then combined."""
+
+    def __init__(self) -> None:
+        # Sum of values times weights, and of weights. A sum of tensors stays one, so that a GPU is not waited for.
+        self._sums: dict[str, tuple[Tensor | float, float]] = {}
+
+    def add(self, name: str, value: object, weight: float) -> None:
+        """Add a value with a weight, in rows.
+
+        Raises:
+            InvalidArgumentError: the name is no text or taken, or the value is not one number.
+        """
+        if not isinstance(name, str) or not name or name in RESERVED or name.startswith("val_"):
+            raise InvalidArgumentError(
+                f"ctx.log({name!r}, ...): the name is taken or no text. Give a text other than "
+                f"{', '.join(RESERVED)} that does not begin with 'val_'."
+            )
+        number: Tensor | float
+        if isinstance(value, Tensor) and value.numel() == 1:
+            number = value.detach().double().reshape(())
+        elif isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
+            number = float(value)
+        else:
+            raise InvalidArgumentError(
+                f"ctx.log({name!r}, ...): the value is {value!r:.100}; it must be one number, or a tensor with one "
+                "element."
+            )
+        total, weights = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total + number * weight, weights + weight)
+
+    def load(self, sums: dict[str, tuple[float, float]]) -> None:
+        """Continue from the sums of `sums`."""
+        self._sums = dict(sums)
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return by name the sum of the values times their weights, and of the weights, on this rank."""
+        return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
+
+
+def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
+    """Combine each rank's (sum, weight) by name to means; a name need not be on every rank."""
+    result = {}
+    for name in dict.fromkeys(name for sums in by_rank for name in sums):
+        pairs = [sums[name] for sums in by_rank if name in sums]
+        weight = sum(w for _, w in pairs)
+        result[f"{prefix}{name}"] = sum(t for t, _ in pairs) / weight if weight else float("nan")
+    return result
 
 
 # Methods outside an epoch, with no record for a number, and the advice of the error.

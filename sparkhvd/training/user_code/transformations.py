@@ -21,20 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column, DataSchema, stored_dtype
 from sparkhvd.data.reading.source import Source
 from sparkhvd.errors import InvalidArgumentError
-
-__all__ = [
-    "Transformations",
-    "bind_transformed",
-    "flat_columns",
-    "resolve_transformations",
-    "transformed_by",
-    "transformed_schema",
-]
 
 Array = npt.NDArray[Any]
 

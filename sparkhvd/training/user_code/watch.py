@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.hashing import checksum
 from sparkhvd.training.modules.attributes import GENERATORS, can_be_kept, is_record
+from sparkhvd.training.modules.weights import checksum
 
 if TYPE_CHECKING:  # it imports callbacks
-    from sparkhvd.training.others import Others
+    from sparkhvd.training.loss_state import Others
 
-__all__ = ["Watch"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,7 +20,7 @@ from sparkhvd.data.parquet.dataset import open_dataset
 from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.atomic import upload
-from sparkhvd.data.store.run_lock import hold
+from sparkhvd.data.store.locks import hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint

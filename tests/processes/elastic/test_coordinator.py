@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from sparkhvd.elastic import Coordinator, Invitation, Limits
-from sparkhvd.elastic.member import Link
-from sparkhvd.elastic.messages import Ask
+from sparkhvd.elastic.coordinator import Link
+from sparkhvd.elastic.membership import Ask
 from sparkhvd.errors import ElasticError
 from sparkhvd.rendezvous import Listener
 from sparkhvd.settings import Settings

@@ -21,14 +21,11 @@ import numpy as np
 import pytest
 
 from sparkhvd import rendezvous
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView
-from sparkhvd.errors import (
-    CollectiveError,
-    InvalidArgumentError,
-    PeerLostError,
-    ResultMemoryError,
-)
-from sparkhvd.rendezvous import sockets
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, PeerLostError, ResultMemoryError
+from sparkhvd.rendezvous import rendezvous as sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
 from tests.harness.rank_process import RankProcess, Talk

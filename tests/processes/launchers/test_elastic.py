@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.runner.command import main
-from sparkhvd.runner.elastic import discovery
+from sparkhvd.runner.elastic import options as discovery
 from tests.harness import sshd
 from tests.harness.elastic_run import ElasticRun, elastic_run
 from tests.harness.processes import find, wait_until_gone

@@ -14,7 +14,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.launchers import place as places
-from sparkhvd.launchers.handover import Handover
+from sparkhvd.launchers.meeting import Handover
 from sparkhvd.launchers.place import VARIABLE, Place, inherit
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.listener import unix_address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.runner.nurseries import of_this_process
+from sparkhvd.runner.zygote_client import of_this_process
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,12 @@ import pytest
 
 from sparkhvd import Store
 from sparkhvd.errors import StoreError
-from sparkhvd.runner.elastic.attempt_result import AttemptResult
-from sparkhvd.runner.elastic.coordinator_files import CoordinatorFiles
+from sparkhvd.runner.elastic.coordinator import AttemptResult, CoordinatorFiles
 from sparkhvd.runner.elastic.launcher import Verdict
 from sparkhvd.runner.elastic.options import RankRange, Terms
 from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watching import Ended
+from sparkhvd.runner.watch import Ended
 
 KEY = "ab" * 32
 RESULT = AttemptResult(

@@ -17,12 +17,12 @@ from sparkhvd.elastic import Invitation
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.runner import preflight
 from sparkhvd.runner.driver_port import connect, proof_between
+from sparkhvd.runner.elastic.coordinator import Tasks
 from sparkhvd.runner.elastic.slots import Offer, Slot
 from sparkhvd.runner.elastic.task import PURPOSE
-from sparkhvd.runner.elastic.tasks import Tasks
-from sparkhvd.runner.hosts.channel import Channel
+from sparkhvd.runner.hosts.protocol import Channel
 from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watching import Ended
+from sparkhvd.runner.watch import Ended
 
 KEY, JOB = "ab" * 32, "job"
 FACTS = preflight.rank_facts(())

@@ -91,7 +91,7 @@ def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
 STARTED = """
 import ctypes, sys
 from sparkhvd.runner.child import _visible
-from sparkhvd.runner.frames import JobFrame
+from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.gpu.probe import cuda_uuids, has_started
 
 library = sys.argv[1]

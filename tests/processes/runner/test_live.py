@@ -23,10 +23,9 @@ from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.live import connection, files, receiver, sender
 from sparkhvd.runner.live.connection import Connection
-from sparkhvd.runner.live.display import Display
 from sparkhvd.runner.live.files import ChunkReader, ChunkWriter, Mailbox, folder_of
 from sparkhvd.runner.live.frames import PURPOSE
-from sparkhvd.runner.live.receiver import Receiver
+from sparkhvd.runner.live.receiver import Display, Receiver
 from sparkhvd.runner.live.sender import Sender, Way
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.task import TaskSpec, output_of
@@ -212,7 +211,7 @@ def test_of_a_rank_that_ends_before_a_slow_driver_every_line_is_shown_or_counted
 
 DRIVER = f"""
 import socket, sys
-from sparkhvd.runner.live.display import Display
+from sparkhvd.runner.live.receiver import Display
 from sparkhvd.runner.live.receiver import Receiver
 
 listening = socket.create_server(("127.0.0.1", 0))

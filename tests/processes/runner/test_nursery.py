@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import RankError
-from sparkhvd.runner import context, nurseries, processes, run_local
-from sparkhvd.runner.nurseries import Nursery, of_this_process
+from sparkhvd.runner import context, processes, run_local
+from sparkhvd.runner import zygote_client as nurseries
 from sparkhvd.runner.processes import Ends
+from sparkhvd.runner.zygote_client import Nursery, of_this_process
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
@@ -300,7 +301,7 @@ def test_processes_that_a_fork_has_started_end_with_it(nursery: None) -> None:
 PROGRAM = """
 import os, sys, time
 from sparkhvd.runner import run_local
-from sparkhvd.runner.nurseries import of_this_process
+from sparkhvd.runner.zygote_client import of_this_process
 from tests.processes.runner.test_nursery import pid_and_parent
 
 if __name__ == "__main__":
@@ -427,7 +428,7 @@ def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
 SHARED = """
 import os, sys
 from sparkhvd.runner import run_local
-from sparkhvd.runner.nurseries import of_this_process
+from sparkhvd.runner.zygote_client import of_this_process
 from tests.processes.runner.test_nursery import pid_and_parent
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkhvd.data.arrow import column_to_numpy, usable_rows
-from sparkhvd.data.arrow_memory import numpy_to_array, text_to_array
+from sparkhvd.data.arrow import Findings, column_to_numpy, problems, usable_rows
+from sparkhvd.data.arrow_types import numpy_to_array, text_to_array
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column
-from sparkhvd.data.findings import Findings, problems
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.transform.worker import feature
 
@@ -299,7 +298,7 @@ _WORKER = """
 import sys
 import numpy as np, pyarrow as pa
 from sparkhvd.data.arrow import column_to_numpy
-from sparkhvd.data.arrow_memory import numpy_to_array
+from sparkhvd.data.arrow_types import numpy_to_array
 from sparkhvd.data.columns.schema import Column
 lists = pa.ListArray.from_arrays(numpy_to_array(np.array([0, 2, 4], np.int32)), numpy_to_array(np.ones(4)))
 values, _ = column_to_numpy(lists, Column("c", "array", "float32", None, "", "float32"))

@@ -13,8 +13,9 @@ import pytest
 
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.packed import RowSource, blocks, write_packed
-from sparkhvd.data.packed.blocks import BLOCK_BYTES, SummingSink, add_blocks
+from sparkhvd.data.packed import RowSource, write_packed
+from sparkhvd.data.packed import checksums as blocks
+from sparkhvd.data.packed.checksums import BLOCK_BYTES, SummingSink, add_blocks
 from sparkhvd.data.packed.file import PackedFile
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store

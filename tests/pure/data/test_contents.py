@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.data.store import run_lock
-from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
-from sparkhvd.data.store.leases import LEASE_S, Lease, write_lease
-from sparkhvd.data.store.processes import Process
-from sparkhvd.data.store.run_lock import hold, holder_of
+from sparkhvd.data.store import locks as run_lock
+from sparkhvd.data.store.locks import (
+    LEASE_S,
+    Lease,
+    Process,
+    dump_sealed,
+    hold,
+    holder_of,
+    load_sealed,
+    write_lease,
+)
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Finished, Run
@@ -137,7 +143,7 @@ def test_the_second_fit_of_a_run_is_refused_while_the_first_lives(store: Store) 
 
 def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, store: Store) -> None:
     code = (
-        "import sys; from sparkhvd.data.store.run_lock import hold;"
+        "import sys; from sparkhvd.data.store.locks import hold;"
         "from sparkhvd.data.store.store import Store;"
         f"held = hold(Store({store.url!r}), 'r'); print('held', flush=True); sys.stdin.read()"
     )

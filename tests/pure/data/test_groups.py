@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.data.arrow import numbered
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.group_numbers import numbered
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
-from sparkhvd.data.reading.groups import GroupPlan, group_edges, group_plan, split_groups
 from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.subset import GroupPlan, group_edges, group_plan, split_groups
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 

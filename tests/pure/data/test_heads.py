@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.estimator.params.converters import LOSSES
 
 

@@ -22,8 +22,7 @@ from sparkhvd.data.packed import write_packed
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.saving.decoding import Decoder
-from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.estimator.saving.encoding import Archive, Decoder
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 

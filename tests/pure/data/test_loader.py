@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sparkhvd import rank_context
-from sparkhvd.data import loader as loader_module
+from sparkhvd import topology as rank_context
+from sparkhvd.data import dataset as loader_module
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.dataset import Dataset, load
-from sparkhvd.data.loader import Loader
+from sparkhvd.data.dataset import Dataset, Loader, load
 from sparkhvd.data.manifest import MANIFEST_NAME, Manifest
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.data.open_files import LIMIT, OpenFiles
+from sparkhvd.data.files import LIMIT, OpenFiles
 
 
 class File:

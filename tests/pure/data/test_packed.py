@@ -13,7 +13,7 @@ import pytest
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import DataFile, Manifest
 from sparkhvd.data.packed import PackedWriter, RowSource, read_packed, write_packed
-from sparkhvd.data.packed.requests import together
+from sparkhvd.data.packed.rows import together
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from sparkhvd.data.arrow_types import VERIFIED, plain
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.parquet import passes
 from sparkhvd.data.parquet import source as parquet
+from sparkhvd.data.parquet import source as passes
 from sparkhvd.data.parquet.dataset import open_dataset
 from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.parquet.source import ParquetSource

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
 from sparkhvd.data.packed import RowSource, write_packed
-from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.reading.sampler import epoch_plan
 from sparkhvd.data.reading.subset import Division
 from sparkhvd.data.store.store import Store
@@ -470,8 +469,8 @@ def test_a_read_that_never_returns_is_not_waited_for(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening a pipe without a writer blocks, as a mount does whose server is gone."""
-    monkeypatch.setattr("sparkhvd.data.reading.prefetch.READ_S", 0.3)
-    monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.reader.READ_S", 0.3)
+    monkeypatch.setattr("sparkhvd.data.reading.reader.STOP_S", 0.1)
     manifest = make(store, [100])
     path = tmp_path / "store" / manifest.files[0].path
     path.unlink()
@@ -492,7 +491,7 @@ def test_a_read_that_never_returns_is_not_waited_for(
 def test_a_slow_read_that_another_epoch_began_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.reader.STOP_S", 0.1)
     manifest = make(store, [100])
     read = RowSource.read
 

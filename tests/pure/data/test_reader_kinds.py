@@ -14,8 +14,7 @@ from sparkhvd.data.columns.ragged import Ragged, SparseRows, num_bytes
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
-from sparkhvd.data.reading.batch import Batch
-from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads

@@ -16,9 +16,10 @@ import pytest
 from sparkhvd.data import ownership
 from sparkhvd.data.ownership import remove as remove_directory
 from sparkhvd.data.ownership import sweep
-from sparkhvd.data.store import connect, remote_calls
+from sparkhvd.data.store import connect
+from sparkhvd.data.store import remote as remote_calls
 from sparkhvd.data.store.atomic import remote_output
-from sparkhvd.data.store.leases import LEASE_S, Lease, lease_of, write_lease
+from sparkhvd.data.store.locks import LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.waiting import wait_until

@@ -17,9 +17,9 @@ from sparkhvd import TorchEstimator
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.packed import read_packed, write_packed
 from sparkhvd.data.store import addresses
-from sparkhvd.data.store.default import default_store
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint

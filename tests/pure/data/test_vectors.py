@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from sparkhvd.data.vectors import join_vectors
+from sparkhvd.data.arrow_types import join_vectors
 
 STRUCT = pa.struct(
     [

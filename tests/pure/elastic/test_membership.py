@@ -6,8 +6,18 @@ import random
 
 import pytest
 
-from sparkhvd.elastic.membership import Change, Limits, Membership
-from sparkhvd.elastic.messages import Arrival, Ask, Decision, Refusal, Report, Running, Update
+from sparkhvd.elastic.membership import (
+    Arrival,
+    Ask,
+    Change,
+    Decision,
+    Limits,
+    Membership,
+    Refusal,
+    Report,
+    Running,
+    Update,
+)
 from sparkhvd.rendezvous import Endpoint
 from tests.harness.soak import amount
 

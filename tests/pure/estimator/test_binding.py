@@ -25,9 +25,13 @@ from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, TorchModel
 from sparkhvd.estimator import pad
-from sparkhvd.estimator.params.options import PredictOptions
-from sparkhvd.estimator.transform.binding import bind_module
-from sparkhvd.estimator.transform.columns import functions_of, match_columns, source_names
+from sparkhvd.estimator.params.generated import PredictOptions
+from sparkhvd.estimator.transform.binding import (
+    bind_module,
+    functions_of,
+    match_columns,
+    source_names,
+)
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, predict
 from sparkhvd.training.modules.fitted import Fitted
 

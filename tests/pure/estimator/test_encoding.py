@@ -15,9 +15,8 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.estimator.saving import decoding
-from sparkhvd.estimator.saving.decoding import Decoder
-from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.estimator.saving import encoding as decoding
+from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from sparkhvd.settings import Settings
 
 SPARK = SimpleNamespace(conf=SimpleNamespace(get=lambda _name, default: default))

@@ -13,11 +13,11 @@ pl = pytest.importorskip("lightning", reason="runs where lightning is")
 import torch  # noqa: E402 - after importorskip
 from torch import nn  # noqa: E402
 
-from sparkhvd.data.columns.features import Argument, InputBinding  # noqa: E402
+from sparkhvd.data.columns.binding import Argument, InputBinding  # noqa: E402
 from sparkhvd.data.columns.labels import LabelBinding  # noqa: E402
 from sparkhvd.errors import InvalidArgumentError  # noqa: E402
 from sparkhvd.horovod.spark.lightning.plain import PlainModule, package_name  # noqa: E402
-from sparkhvd.lightning.batches import RowFunction  # noqa: E402
+from sparkhvd.lightning.loop import RowFunction  # noqa: E402
 from sparkhvd.training.loss_functions import resolve_losses  # noqa: E402
 
 LABELS = LabelBinding(("y",), ("float32",), ("elementwise",), (True,), (None,))

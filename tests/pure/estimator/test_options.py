@@ -10,8 +10,8 @@ from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.estimator import TorchEstimator
-from sparkhvd.estimator.fitting.loop import loop_options
-from sparkhvd.estimator.params.fit import rank_options
+from sparkhvd.estimator.fitting.request import loop_options
+from sparkhvd.estimator.params.groups import rank_options
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.spec import TrainSpec
 

@@ -10,11 +10,10 @@ from torch import nn
 
 from sparkhvd import InvalidArgumentError, TorchModel
 from sparkhvd.data.columns.binding import bind_inputs
-from sparkhvd.data.columns.heads import known_kinds
-from sparkhvd.data.columns.labels import is_of_row
+from sparkhvd.data.columns.labels import is_of_row, known_kinds
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.estimator.fitting.request import Request
-from sparkhvd.estimator.params.options import PredictOptions
+from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.estimator.transform.worker import Output
 from sparkhvd.training.modules.fitted import Fitted

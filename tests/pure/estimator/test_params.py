@@ -20,14 +20,11 @@ from torch import nn
 from sparkhvd import Settings, TorchEstimator, TorchModel
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import dataframe_sources
-from sparkhvd.estimator.params.base import camel_case
-from sparkhvd.estimator.params.explain import short_repr
-from sparkhvd.estimator.params.fit import TrainParams
-from sparkhvd.estimator.params.foreign import ELSEWHERE
-from sparkhvd.estimator.params.keywords import EstimatorKeywords
-from sparkhvd.estimator.params.options import FitOptions
-from sparkhvd.estimator.params.table import GROUPS, rows_of
-from sparkhvd.observe.loggers.logger import Fit, Logger, Sink
+from sparkhvd.estimator.params.base import ELSEWHERE, camel_case
+from sparkhvd.estimator.params.generated import EstimatorKeywords, FitOptions
+from sparkhvd.estimator.params.groups import TrainParams
+from sparkhvd.estimator.params.table import GROUPS, rows_of, short_repr
+from sparkhvd.observe.loggers.base import Fit, Logger, Sink
 from tests.harness.paths import ROOT
 from tools import keywords
 

@@ -23,10 +23,10 @@ from sparkhvd import (
     TorchRegressionModel,
     TorchRegressor,
 )
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.estimator.params.options import PredictOptions
+from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.training.modules.fitted import Fitted
 

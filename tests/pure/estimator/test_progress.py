@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.data import ownership
-from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
+from sparkhvd.data.store.locks import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import TorchEstimator
 from sparkhvd.estimator.fitting import progress

@@ -11,8 +11,8 @@ import torch
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
 from sparkhvd.estimator.fitting.recorder import Recorder, masked_params
-from sparkhvd.estimator.params.options import FitOptions
-from sparkhvd.observe.report.document import loads
+from sparkhvd.estimator.params.generated import FitOptions
+from sparkhvd.observe.report.page import loads
 from sparkhvd.settings import Settings
 
 KEY, TOKEN = "wJalrXUtnFEMI/K7MDENG+bPxRfiCY", "AQoDYXdz\"EJr'session"

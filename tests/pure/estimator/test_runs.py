@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkhvd.data.store.checksummed import load_sealed
-from sparkhvd.data.store.default import _temporary, is_temporary_store
+from sparkhvd.data.store.locks import load_sealed
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import _temporary, is_temporary_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ import pytest
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.progress import EpochReporter
 from sparkhvd.estimator.fitting.status_line import StatusLine, _joined
-from sparkhvd.runner.planning import print_line
+from sparkhvd.runner.job import print_line
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.steps import report_of_step
 from tests.harness.waiting import wait_until

@@ -10,7 +10,7 @@ import torch
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
-from sparkhvd.estimator.summary import TrainingSummary, horovod_history
+from sparkhvd.estimator.evaluation import TrainingSummary, horovod_history
 
 TIMINGS = {"materialize": 1.0, "launch": 0.5, "train": 2.25}
 

@@ -11,9 +11,10 @@ import torch
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator import TorchModel, onnx
+from sparkhvd.estimator import TorchModel
+from sparkhvd.estimator import model as onnx
 from sparkhvd.horovod.spark.torch import TorchModel as TorchModelOfHorovods
-from sparkhvd.observe.report.document import dumps
+from sparkhvd.observe.report.page import dumps
 from tests.pure.observe.documents import document
 
 HISTORY = [

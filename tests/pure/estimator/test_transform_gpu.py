@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.transform.gpu import TaskGpus, choose, held
+from sparkhvd.estimator.transform.worker import TaskGpus, choose, held
 
 CPU = torch.device("cpu")
 

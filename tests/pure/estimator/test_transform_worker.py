@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, feature, predict, to_arrow
-from sparkhvd.training.modules.fitted import Fitted
-from sparkhvd.training.modules.output_widths import output_widths
-from sparkhvd.training.precision import autocast, widened
+from sparkhvd.training.device import autocast, widened
+from sparkhvd.training.modules.fitted import Fitted, output_widths
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
 
@@ -192,7 +191,7 @@ def test_values_that_a_model_cannot_have_are_named(row: list[float] | None, says
 
 _WORKER = """
 import sys
-import sparkhvd.runner.preflight, sparkhvd.data.vectors, sparkhvd.estimator.transform.worker
+import sparkhvd.runner.preflight, sparkhvd.data.arrow_types, sparkhvd.estimator.transform.worker
 print([m for m in ("pandas", "pyspark", "sparkhvd.torch", "sparkhvd.engine", "sparkhvd.rendezvous") if m in sys.modules])
 """
 

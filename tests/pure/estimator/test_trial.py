@@ -14,7 +14,7 @@ from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.trial import Pairs, try_model
+from sparkhvd.estimator.fitting.request import Pairs, try_model
 from sparkhvd.training.metrics import resolve_metrics
 
 X = Column("x", "vector", "float32", (4,), "vector", "float32")

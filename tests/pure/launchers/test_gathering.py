@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.launchers import gathering
-from sparkhvd.launchers.gathering import MeetingPoint, gather, name_of, on_this_host
+from sparkhvd.launchers import gather as gathering
+from sparkhvd.launchers.gather import MeetingPoint, gather, name_of, on_this_host
+from sparkhvd.rendezvous.event_loop import Loop, Task
 from sparkhvd.rendezvous.handshake import Turn, introduce
-from sparkhvd.rendezvous.loop import Loop, Task
 
 
 def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.launchers.network import check_addresses, is_one_host, key_from_file, network_key
+from sparkhvd.launchers.gather import check_addresses, is_one_host, key_from_file, network_key
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.settings import Settings
 

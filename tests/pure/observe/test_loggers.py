@@ -12,10 +12,9 @@ import pytest
 
 from sparkhvd import MLflowLogger, TensorBoardLogger, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers import delivery
-from sparkhvd.observe.loggers.delivery import Delivery
+from sparkhvd.observe.loggers import base as delivery
+from sparkhvd.observe.loggers.base import Delivery, Fit, Logger, Metric, Sink
 from sparkhvd.observe.loggers.followers import Followers
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
 
 pytestmark = pytest.mark.timeout(60)
 

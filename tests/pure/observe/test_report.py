@@ -12,8 +12,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.charts import Series, format_seconds, histogram, lines
 from sparkhvd.observe.report.compare import compare
-from sparkhvd.observe.report.document import dumps, loads
-from sparkhvd.observe.report.page import paired, render
+from sparkhvd.observe.report.page import dumps, loads, paired, render
 from tests.pure.observe.documents import document
 
 # Elements without an end.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import admission
+from sparkhvd.runner import slots as admission
 from tests.harness.waiting import wait_until
 
 

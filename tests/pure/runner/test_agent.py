@@ -9,8 +9,9 @@ import struct
 
 import pytest
 
-from sparkhvd.runner.hosts import agent, channel
-from sparkhvd.runner.hosts.channel import Channel
+from sparkhvd.runner.hosts import agent
+from sparkhvd.runner.hosts import protocol as channel
+from sparkhvd.runner.hosts.protocol import Channel
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner.command import _parser, _variables, main
-from sparkhvd.runner.config_file import flags_of
+from sparkhvd.runner.command import _parser, _variables, flags_of, main
 
 CONFIG = """
 controller: gloo

@@ -14,16 +14,14 @@ from sparkhvd.elastic import Change, Decided, Formed
 from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.elastic import launcher as launching
-from sparkhvd.runner.elastic.cooldown import Cooldown
-from sparkhvd.runner.elastic.ends import Ends, end_of
-from sparkhvd.runner.elastic.launcher import Launcher, Verdict
+from sparkhvd.runner.elastic.coordinator import Ends, end_of
+from sparkhvd.runner.elastic.launcher import Launcher, Report, Verdict
 from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
-from sparkhvd.runner.elastic.report import Report
-from sparkhvd.runner.elastic.slots import Offer, Slot, slots_of, slots_to_fill, surplus
+from sparkhvd.runner.elastic.slots import Cooldown, Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watching import Ended
+from sparkhvd.runner.watch import Ended
 
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 

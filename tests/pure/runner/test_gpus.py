@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.runner.gpu import profiles
+from sparkhvd.runner.gpu import decide as profiles
 from sparkhvd.runner.gpu.decide import (
     GpuPlan,
     Mode,
     Share,
     decide,
+    plan_gpus,
     share_of_a_gpu,
+    slots_of,
     variables,
     views,
 )
-from sparkhvd.runner.gpu.profiles import plan_gpus, slots_of
-from sparkhvd.runner.placement import choose_num_proc
+from sparkhvd.runner.slots import choose_num_proc
 
 YARN = {"spark.master": "yarn", "spark.executor.instances": "3"}
 STANDALONE = {"spark.master": "spark://h:7077", "spark.cores.max": "16"}

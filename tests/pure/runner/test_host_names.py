@@ -10,10 +10,11 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import Interface
 from sparkhvd.runner import host_names
-from sparkhvd.runner.forwarding import forwarded, given_variables
 from sparkhvd.runner.host_names import (
     Host,
     Place,
+    forwarded,
+    given_variables,
     is_here,
     merged,
     parse_hosts,

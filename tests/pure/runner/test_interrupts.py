@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner import interrupts, launching
 from sparkhvd.runner.driver_port import proof_between
-from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.interrupts import Interrupter, InterruptWatch
 from sparkhvd.runner.outcomes import Kind
+from sparkhvd.runner.protocol import Prologue
 from sparkhvd.runner.trainer import Trainer
-from sparkhvd.settings import Settings
+from sparkhvd.settings import JobSettings, Settings
 from tests.harness.waiting import wait_until
 
 KEY = secrets.token_hex(32)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sparkhvd.runner.lines import LineReader, Tail, is_redrawn, shown
+from sparkhvd.runner.output import LineReader, Tail, is_redrawn, shown
 
 MOST = 1 << 10
 

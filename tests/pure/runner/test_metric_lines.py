@@ -11,8 +11,8 @@ import torch
 
 from sparkhvd import log_metrics
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink
-from sparkhvd.runner.metric_lines import LineSplitter, following
+from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
+from sparkhvd.runner.loggers import LineSplitter, following
 
 pytestmark = pytest.mark.timeout(60)
 

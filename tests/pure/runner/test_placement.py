@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.runner.placement import (
+from sparkhvd.runner.slots import (
     choose_num_proc,
     configured_slots,
     is_local,

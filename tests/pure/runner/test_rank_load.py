@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparkhvd import rank_context
+from sparkhvd import topology as rank_context
 from sparkhvd.observe import system
+from sparkhvd.observe.system import Gpu
 from sparkhvd.rank_messages import METRICS
-from sparkhvd.runner.pickling import _names_in
-from sparkhvd.runner.rank_load import Gpu, WithLoad
+from sparkhvd.runner.loggers import WithLoad
+from sparkhvd.runner.protocol import _names_in
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.runner import preflight, stored
+from sparkhvd.runner import outcome_files as stored
+from sparkhvd.runner import preflight
 from sparkhvd.runner.outcomes import Kind, Outcome
 
 

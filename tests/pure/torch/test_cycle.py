@@ -7,9 +7,8 @@ from typing import cast
 import pytest
 import torch
 
-from sparkhvd.torch.gradients.backward_end import BackwardEnd
-from sparkhvd.torch.gradients.cycle import Cycle, ReducedGradients, State
-from sparkhvd.torch.gradients.entry import Entry
+from sparkhvd.torch.gradients.dense import Entry
+from sparkhvd.torch.gradients.reducer import BackwardEnd, Cycle, ReducedGradients, State
 
 
 class Pass:

@@ -10,7 +10,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from sparkhvd.distributed import Group
-from sparkhvd.distributed.forms import FORMS
+from sparkhvd.distributed.process_group import FORMS
 
 # Of torch's object itself, which every group of ours is; they ask nothing of a backend.
 OF_THE_OBJECT = {

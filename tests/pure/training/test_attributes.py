@@ -19,13 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.training.modules.attributes import (
-    Attributes,
-    Entry,
-    is_record,
-    set_attributes,
-    views,
-)
+from sparkhvd.training.modules.attributes import Attributes, Entry, is_record, set_attributes, views
 
 
 def through_a_file(entries: list[Entry]) -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.training.checkpoints.cadence import Cadence
+from sparkhvd.training.checkpoints.saver import Cadence
 
 
 def simulate(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.class_metrics import F1, Auc
-from sparkhvd.training.metrics import Forward, Totals, resolve_metrics
+from sparkhvd.training.metrics import F1, Auc, Forward, Totals, resolve_metrics
 from tests.harness.later import Later
 
 reference = Later("sklearn.metrics")

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.fitting.loop import LoopOptions
-from sparkhvd.training.checkpoints.fingerprint import differences
-from sparkhvd.training.describe_program import describe_program
+from sparkhvd.estimator.fitting.request import LoopOptions
+from sparkhvd.training.checkpoints.resume import differences
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.metrics import resolve_metrics
-from sparkhvd.training.program import Program
-from sparkhvd.training.schedulers import plain
+from sparkhvd.training.program import Program, describe_program
+from sparkhvd.training.schedule import plain
 
 
 class Scaled(nn.Module):

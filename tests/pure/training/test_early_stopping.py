@@ -3,12 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.early_stopping import (
-    EarlyStopping,
-    Monitor,
-    best_epoch,
-    reason_to_stop,
-)
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor, best_epoch, reason_to_stop
 
 NAN = float("nan")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.checkpoints.resume import differences
 
 
 def test_every_difference_is_named() -> None:

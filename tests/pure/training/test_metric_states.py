@@ -12,8 +12,7 @@ from torch import nn
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.metric_states import StateMetric
-from sparkhvd.training.metrics import Forward, Totals, resolve_metrics
+from sparkhvd.training.metrics import Forward, StateMetric, Totals, resolve_metrics
 from tests.harness.later import Later
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, linear

@@ -15,7 +15,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
-from sparkhvd.estimator.fitting.trial import try_model
+from sparkhvd.estimator.fitting.request import try_model
 from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.estimator.transform.worker import ModelCache

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import sparkhvd.torch as hvd
-from sparkhvd.training import progress
-from sparkhvd.training.progress import Progress
+from sparkhvd.training import profile as progress
+from sparkhvd.training.profile import Progress
 
 
 class Clock:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.references import is_of_users_class, named_globals, references
 
 

@@ -16,10 +16,9 @@ from torch.optim import lr_scheduler
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.checkpoints.resume import differences
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
-from sparkhvd.training.schedule import Schedule
-from sparkhvd.training.schedulers import describe_scheduler
+from sparkhvd.training.schedule import Schedule, describe_scheduler
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, assert_close, linear
 

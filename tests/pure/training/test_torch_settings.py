@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.store.store import Store
 from sparkhvd.training import torch_settings
 from sparkhvd.training.torch_settings import as_on_driver, settings_here

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView, Work
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Work
 
 Array = np.ndarray[Any, Any]
 

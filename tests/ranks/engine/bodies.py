@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction
+from sparkhvd.engine.calls import Reduction
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import CollectiveError
 from tests.harness.rank_process import Talk
 from tests.harness.waiting import wait_until

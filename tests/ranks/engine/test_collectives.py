@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, isa_available
+from sparkhvd.engine.calls import Reduction, isa_available
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import DType, ReduceOp
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
 from tests.harness.soak import SOAK

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from sparkhvd import rank_context
+from sparkhvd import topology as rank_context
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.launchers import communicator
+from sparkhvd.launchers import mpi as communicator
 from sparkhvd.settings import Settings
 from tests.harness.communicators import NullComm, ThreadComm, world
 from tests.harness.ranks import run_threads

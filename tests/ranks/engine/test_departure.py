@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import Engine, Work
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveError, MismatchError, PeerLostError
 from sparkhvd.settings import Settings
 from tests.harness.ranks import rank_outcomes, run_threads

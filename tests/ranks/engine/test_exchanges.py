@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import (
-    Buffer,
-    Collective,
-    DType,
-    Engine,
-    ReduceOp,
-    Reduction,
-    TensorView,
-    Work,
-)
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Buffer, Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks

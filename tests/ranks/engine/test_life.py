@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -25,7 +27,8 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.rendezvous import SingleRendezvous, in_process
+from sparkhvd.rendezvous import SingleRendezvous
+from sparkhvd.rendezvous import rendezvous as in_process
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import rank_outcomes, run_ranks

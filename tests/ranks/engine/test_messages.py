@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import DType, Engine
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks

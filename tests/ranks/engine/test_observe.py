@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from sparkhvd.engine.counters import Metrics
-from sparkhvd.engine.engine import Engine, ReduceOp
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.observe import timeline
 from sparkhvd.settings import Settings

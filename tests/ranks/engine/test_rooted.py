@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import Collective, DType, Engine, Reduction, TensorView
+from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks

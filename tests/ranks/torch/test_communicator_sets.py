@@ -10,7 +10,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers import horovod
+from sparkhvd.launchers import environment as horovod
 from tests.harness.communicators import NullComm, ThreadComm, world
 from tests.ranks.torch.on_ranks import on_ranks
 

@@ -16,7 +16,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.gradients.layout import Slices
-from sparkhvd.torch.optimizer.cuda_shards import DeviceShards
+from sparkhvd.torch.optimizer.shards import DeviceShards
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, gpu
 from tests.harness.soak import SOAK, left_to_soak, soak

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd import rank_context
-from sparkhvd.rank_context import RankContext
+from sparkhvd import topology as rank_context
+from sparkhvd.topology import RankContext
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from sparkhvd.training.modules.architecture import (
     rebuild,
     tensors_of,
 )
-from sparkhvd.training.modules.attached import hooks_of
-from sparkhvd.training.modules.copies import copied, copy_with, light_copy
+from sparkhvd.training.modules.copies import copied, copy_with, hooks_of, light_copy
 from sparkhvd.training.optimizer import check_optimizer
 from sparkhvd.training.program import Program, dump_program
 from tests.ranks.training.ranks import Case, linear

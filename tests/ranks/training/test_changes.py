@@ -17,10 +17,10 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import Callback
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints import checkpoint
-from sparkhvd.training.checkpoints.cadence import Cadence
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, write_checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
+from sparkhvd.training.checkpoints.saver import Cadence
 from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.ranks.training.ranks import RUN_DIR, Case, without_times

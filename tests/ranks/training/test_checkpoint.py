@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkhvd.data.store.place import TEMPORARY
-from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.store import TEMPORARY, Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints

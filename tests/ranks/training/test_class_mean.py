@@ -16,8 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - everyone's name
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.loss_functions import resolve_losses
+from sparkhvd.training.loss_functions import ClassMean, resolve_losses
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, assert_close, linear
 

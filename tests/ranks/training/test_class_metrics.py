@@ -10,7 +10,7 @@ import torch
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.torch.context import use_engine
-from sparkhvd.training.class_metrics import F1, Auc
+from sparkhvd.training.metrics import F1, Auc
 from tests.harness.later import Later
 from tests.harness.ranks import run_ranks
 

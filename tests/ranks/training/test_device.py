@@ -16,16 +16,23 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_sequence
 
-from sparkhvd.data.columns.features import Argument, InputBinding
+from sparkhvd.data.columns.binding import Argument, InputBinding
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import RankContext
 from sparkhvd.torch.context import use_engine
-from sparkhvd.training import to_device
-from sparkhvd.training.checkpoints.rank_state import load_rng
-from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.device import agree, choose_device
-from sparkhvd.training.to_device import Mover, move_losses, move_optimizer, moved, to_cpu
+from sparkhvd.training import device as to_device
+from sparkhvd.training.checkpoints.checkpoint import load_rng
+from sparkhvd.training.device import (
+    Mover,
+    agree,
+    choose_device,
+    move_losses,
+    move_optimizer,
+    moved,
+    to_cpu,
+)
+from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.user_step import batch_tensors
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.ranks.training.ranks import Case

@@ -12,7 +12,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveTimeoutError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.context import use_engine
-from sparkhvd.training.host_rows import HostRows
+from sparkhvd.training.host_memory import HostRows
 from tests.harness.ranks import run_ranks
 
 

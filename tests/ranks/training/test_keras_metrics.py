@@ -13,7 +13,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="runs where keras is: pip install 'sparkhvd[keras]'")
 
 import sparkhvd.torch as hvd  # noqa: E402 - after importorskip
-from sparkhvd.keras.epoch_rows import merge_states  # noqa: E402
+from sparkhvd.keras.training import merge_states  # noqa: E402
 from tests.ranks.torch.on_ranks import on_ranks  # noqa: E402
 
 SIZE = 3

@@ -177,7 +177,7 @@ def test_the_state_of_modules_survives_on_every_rank(
 
 
 def test_ranks_end_an_epoch_with_rank_0s_module_state() -> None:
-    from sparkhvd.training.checkpoints.module_state import broadcast_module_state
+    from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state
 
     def body(engine: Any) -> tuple[Any, ...]:
         model = nn.Sequential(Counts(), Caches())

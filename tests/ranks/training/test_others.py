@@ -22,10 +22,10 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.loss_functions import resolve_losses
+from sparkhvd.training.loss_state import Others, returned_loss
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.modules.attributes import Attributes
 from sparkhvd.training.optimizer import check_optimizer
-from sparkhvd.training.others import Others, returned_loss
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import RUN_DIR, Case, linear, without_times
 

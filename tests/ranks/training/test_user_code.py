@@ -19,7 +19,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.params.fit import train_fn_effects
+from sparkhvd.estimator.params.groups import train_fn_effects
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor

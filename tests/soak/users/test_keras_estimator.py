@@ -22,7 +22,7 @@ keras = pytest.importorskip("keras", reason="runs where keras is: make test-user
 import sparkhvd.keras as hvd  # noqa: E402 - after importorskip
 from sparkhvd.errors import InvalidArgumentError, RankError  # noqa: E402
 from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
-from sparkhvd.observe.loggers.logger import Fit, Logger, Metric, Sink  # noqa: E402
+from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 from tests.harness.paths import ROOT  # noqa: E402
 

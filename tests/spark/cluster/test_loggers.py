@@ -16,7 +16,7 @@ PROGRAM = """
 import io, torch
 from torch import nn
 from sparkhvd import Logger, Store, TorchEstimator, log_metrics, run
-from sparkhvd.observe.loggers.logger import Sink
+from sparkhvd.observe.loggers.base import Sink
 from sparkhvd.runner import context, live_output
 from sparkhvd.spark import SparkShim
 

@@ -57,7 +57,7 @@ except InvalidArgumentError as e:
 early = Store(FOLDER + "/early")
 early.prove_writable()
 assert os.listdir(FOLDER + "/early") == []
-from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.temporary import default_store
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     again = default_store(spark, early)
@@ -69,7 +69,7 @@ FIT = """
 import os, torch
 from torch import nn
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.remote import RemoteStore
 
 torch.manual_seed(0)
 rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
@@ -133,7 +133,7 @@ for store in (model.getStore(), model.getStore().direct):
 
 
 ON_S3 = """
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.remote import RemoteStore
 
 store = Store.create("s3://bucket/connect", **OPTIONS)
 assert store.is_seen  # this client reaches the server
@@ -235,7 +235,7 @@ def test_ranks_that_come_and_go_find_each_other_in_a_store_that_the_client_does_
 
 NO_SLOT = """
 import os, threading, time
-from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store
 
 store = RemoteStore(Store(FOLDER), spark)

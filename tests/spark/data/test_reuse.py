@@ -20,9 +20,9 @@ from sparkhvd.data.manifest import DAMAGED_NAME
 from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
 from sparkhvd.data.reuse import PreparedData, Scope, plan_key, prepare
-from sparkhvd.data.spark_plan import plan_facts
-from sparkhvd.data.store.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
+from sparkhvd.data.store.locks import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.tables import plan_facts
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, RankError, Store, TorchModel
-from sparkhvd.data.store import default
+from sparkhvd.data.store import temporary as default
 from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.estimator import Callback
-from sparkhvd.observe.loggers.logger import Fit, Logger, Sink
+from sparkhvd.observe.loggers.base import Fit, Logger, Sink
 from tests.harness.by_value import by_value
 from tests.spark.estimator.fits import estimator
 

@@ -12,7 +12,7 @@ import torch
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
-from sparkhvd.rank_settings import JobSettings
+from sparkhvd.settings import JobSettings
 from sparkhvd.spark import SparkShim
 from tests.harness.fake_driver import fake_driver
 

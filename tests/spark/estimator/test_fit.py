@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import StepLR
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.data import reuse
-from sparkhvd.data.store.run_lock import hold
+from sparkhvd.data.store.locks import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.precision import autocast
+from sparkhvd.training.device import autocast
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 import sparkhvd
 from sparkhvd import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.estimator.saving import decoding
+from sparkhvd.estimator.saving import encoding as decoding
 from sparkhvd.estimator.saving.trust import OwnFiles
 from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
 from sparkhvd.horovod.spark.common.store import Store as HorovodStore

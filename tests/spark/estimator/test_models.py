@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, Store, TorchModel
 from sparkhvd.estimator import Callback
-from sparkhvd.training.modules.attached import hooks_of
+from sparkhvd.training.modules.copies import hooks_of
 from tests.harness.by_value import by_value
 from tests.spark.estimator.fits import estimator
 

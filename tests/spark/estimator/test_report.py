@@ -11,7 +11,7 @@ import pytest
 
 from sparkhvd import Store, TorchModel
 from sparkhvd.estimator.fitting import recorder
-from sparkhvd.observe.report.document import loads
+from sparkhvd.observe.report.page import loads
 from tests.spark.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:

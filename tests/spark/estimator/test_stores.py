@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store, TorchModel
-from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.by_value import by_value

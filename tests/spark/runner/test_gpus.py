@@ -10,7 +10,7 @@ import pytest
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.runner import context, run
-from sparkhvd.runner.gpu import profiles
+from sparkhvd.runner.gpu import decide as profiles
 from sparkhvd.settings import Settings
 from sparkhvd.spark import SparkShim
 from tests.harness.by_value import by_value

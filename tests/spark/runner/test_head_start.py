@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.runner import job, planning
-from sparkhvd.runner.job import LaunchOptions
+from sparkhvd.runner import job
+from sparkhvd.runner import job as planning
+from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.spark import SparkShim
 from tests.harness.processes import NURSERY, find
 

@@ -21,7 +21,9 @@ import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.interfaces import interfaces
-from sparkhvd.runner import admission, context, job, run, slot_wait
+from sparkhvd.runner import context, job, run
+from sparkhvd.runner import job as slot_wait
+from sparkhvd.runner import slots as admission
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults

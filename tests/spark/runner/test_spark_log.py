@@ -11,7 +11,7 @@ import pytest
 
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run
-from sparkhvd.runner.spark_log import hidden_failures
+from sparkhvd.runner.live_output import hidden_failures
 from sparkhvd.spark import SparkShim
 from tests.harness.waiting import wait_until
 

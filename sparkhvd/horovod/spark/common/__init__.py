@@ -2,12 +2,12 @@
 
 Each module imports only those above it:
 
-    util       where a program runs
     backend    where the ranks of a fit run
-    store      where a fit keeps its files
-    parquet    data of a fit as plain Parquet in the store
     constants  words and numbers of Horovod's data path
     params     names of Params
+    parquet    data of a fit as plain Parquet in the store
+    util       where a program runs
+    store      where a fit keeps its files
     model      models
     estimator  estimators
 """

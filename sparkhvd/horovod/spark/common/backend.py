@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run
-from sparkhvd.sessions import active_session
+from sparkhvd.spark import active_session
 
 __all__ = ["Backend", "SparkBackend", "launch_arguments"]
 

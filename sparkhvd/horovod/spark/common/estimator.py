@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store import store as own
-from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.on_parquet import Places, open_sources
-from sparkhvd.estimator.params.fit import columns_in
+from sparkhvd.estimator.params.groups import columns_in
 from sparkhvd.horovod.spark.common import parquet
 from sparkhvd.horovod.spark.common.backend import SparkBackend, launch_arguments
 from sparkhvd.horovod.spark.common.model import HorovodModel
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.estimator.fitting.inputs import FitSources
     from sparkhvd.estimator.fitting.request import Request
-    from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.estimator.params.generated import FitOptions
 
 __all__ = ["HorovodEstimator", "checked_for_fit"]
 

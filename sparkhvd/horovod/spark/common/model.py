@@ -16,8 +16,7 @@ from sparkhvd import as_horovod
 from sparkhvd import estimator as own
 from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE, ModelParams
 from sparkhvd.horovod.spark.common.store import Store
-from sparkhvd.runner.payload import bytes_of, kept_carried
-from sparkhvd.runner.pickling import dumps
+from sparkhvd.runner.protocol import bytes_of, dumps, kept_carried
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.torch_settings import settings_here
 

@@ -27,7 +27,7 @@ from sparkhvd.data.store import store as own
 from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.horovod.spark.common.util import host_hash, is_databricks
-from sparkhvd.sessions import connect_session
+from sparkhvd.spark import connect_session
 
 # Arguments of `FilesystemStore` besides the place and storage options.
 _ARGUMENTS = (

@@ -1,7 +1,7 @@
 """Horovod's `horovod.spark.common.util`: where a program runs."""
 
 from sparkhvd import as_horovod
-from sparkhvd.runner.preflight.databricks import databricks_runtime
+from sparkhvd.runner.preflight import databricks_runtime
 
 __all__ = ["host_hash", "is_databricks"]
 

@@ -11,8 +11,8 @@ from sparkhvd.as_horovod import Stub
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import new_run_id
 from sparkhvd.estimator.params.base import accessors
-from sparkhvd.estimator.params.compatibility import CompatibilityParams
 from sparkhvd.estimator.params.converters import any_value
+from sparkhvd.estimator.params.groups import CompatibilityParams
 from sparkhvd.estimator.params.table import param
 from sparkhvd.horovod.spark.common.backend import launch_arguments
 from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
@@ -20,16 +20,15 @@ from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.keras import estimator as own
-from sparkhvd.keras.following import Following
+from sparkhvd.keras.estimator import KerasParams
 from sparkhvd.keras.model import KerasModel as OwnModel
-from sparkhvd.keras.network import Network
-from sparkhvd.keras.params import KerasParams
-from sparkhvd.keras.training import Order, Trained, train
+from sparkhvd.keras.model import Network
+from sparkhvd.keras.training import Following, Order, Trained, train
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.estimator.params.generated import FitOptions
 
 __all__ = ["EstimatorParams", "KerasEstimator", "KerasModel"]
 

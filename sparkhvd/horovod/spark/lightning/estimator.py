@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sparkhvd import estimator as own
-from sparkhvd.data.columns import heads
+from sparkhvd.data.columns import labels as heads
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
@@ -18,17 +18,16 @@ from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 from sparkhvd.horovod.spark.lightning.plain import PlainModule, check_metrics, package_name
 from sparkhvd.lightning import estimator as lightning
-from sparkhvd.lightning.batches import RowFunction, encoded
-from sparkhvd.lightning.loop import LightningLoop
-from sparkhvd.lightning.packages import is_module
-from sparkhvd.lightning.params import MODULE_OR_TRAINER
+from sparkhvd.lightning.estimator import MODULE_OR_TRAINER
+from sparkhvd.lightning.loop import LightningLoop, RowFunction, encoded
+from sparkhvd.lightning.strategy import is_module
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import check_optimizer
 
 if TYPE_CHECKING:
-    from sparkhvd.estimator.params.options import FitOptions
+    from sparkhvd.estimator.params.generated import FitOptions
     from sparkhvd.training.train_fn import TrainFnContext
 
 __all__ = ["MIN_PL_VERSION", "EstimatorParams", "TorchEstimator", "TorchModel"]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import heads
-from sparkhvd.data.columns.features import Argument, quoted
+from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.binding import Argument, quoted
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.lightning.packages import NAMES, find
+from sparkhvd.lightning.strategy import NAMES, find
+from sparkhvd.training.device import move_losses
 from sparkhvd.training.metrics import AnyMetric, Metric
-from sparkhvd.training.to_device import move_losses
 from sparkhvd.training.train_fn import TrainFnContext
 from sparkhvd.training.types import Loss
 

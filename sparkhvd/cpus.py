@@ -1,0 +1,66 @@
+"""Processors that a process may use: affinity and control groups."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def allowed() -> float:
+    """Return the processors' worth of time that this process may use: affinity and quota, with fractions."""
+    quota = cgroup_quota()
+    return affinity() if quota is None else min(affinity(), quota)
+
+
+def whole() -> int:
+    """Return the processors that the JVM counts in this process's place: a fraction is one more."""
+    return max(1, math.ceil(allowed()))
+
+
+def affinity() -> int:
+    """Return the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cgroup_quota(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """Return the processors' worth of time that this process's control group may use; None when unlimited."""
+    try:
+        groups = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    quotas = []
+    for _, controllers, path in (group for group in groups if len(group) == 3):
+        if not controllers:  # version 2; a limit of any group above counts too
+            here = root / path.lstrip("/")
+            for folder in (here, *here.parents):
+                quotas.append(_quota(read_text(folder / "cpu.max").split()))
+                if folder == root:
+                    break
+        elif "cpu" in controllers.split(","):
+            for folder in (root / "cpu" / path.lstrip("/"), root / "cpu"):
+                quota, period = (
+                    read_text(folder / "cpu.cfs_quota_us"),
+                    read_text(folder / "cpu.cfs_period_us"),
+                )
+                quotas.append(_quota([quota, period]))
+    known = [quota for quota in quotas if quota is not None]
+    return min(known) if known else None
+
+
+def _quota(words: Sequence[str]) -> float | None:
+    """Parse quota and period in microseconds, as the kernel writes them; None for unlimited ("max", "-1" or nothing)."""
+    if len(words) != 2 or not (words[0].isdigit() and words[1].isdigit()) or int(words[1]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def read_text(path: Path) -> str:
+    """Return the stripped text of a file; "" where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,372 @@
+"""Leases of data directories: a small file in each that its owner renews while it lives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from sparkhvd.data.store.store import Store
+
+
+LEASE_NAME = "_lease.json"
+# An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
+LEASE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The owner of a data directory, which nobody else may delete before the lease expires.
+
+    Attributes:
+        app_id: the application that materialized the data.
+        renewed: time of the last renewal, in s since 1970.
+        keep: True if the data stay when the application has ended.
+    """
+
+    app_id: str
+    renewed: float
+    keep: bool = False
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the owner must be gone, because it has not renewed the lease for a day."""
+        return not self.keep and now - self.renewed > LEASE_S
+
+    @classmethod
+    def parse(cls, content: bytes) -> Lease | None:
+        """Parse a lease file, ignoring fields of other versions; return None if it is none."""
+        try:
+            fields = json.loads(content)
+            return cls(str(fields["app_id"]), float(fields["renewed"]), bool(fields.get("keep")))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def lease_of(store: Store, data_dir: str) -> Lease | None:
+    """Return the lease of a data directory, or None if it has none (yet)."""
+    try:
+        return Lease.parse(store.read_bytes(f"{data_dir}/{LEASE_NAME}"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def write_lease(store: Store, data_dir: str, lease: Lease) -> None:
+    """Write the lease of a data directory."""
+    store.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
+
+
+def is_owners(data_dir: str) -> bool:
+    """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
+    return data_dir.count("/") == 2
+
+
+def is_abandoned(store: Store, data_dir: str, now: float) -> bool:
+    """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
+    lease = lease_of(store, data_dir)
+    if lease is not None:
+        return lease.is_expired(now)
+    changed = store.last_change(data_dir)
+    return changed is not None and now - changed > LEASE_S
+
+
+# ----------------------------------------------------------------------------------------------------
+# Processes that own files: written down, and checked later for being alive.
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a machine.
+
+    Attributes:
+        host: name of its host.
+        pid: its number there.
+        machine: boot of the machine and its namespace of pids: two containers of one host differ; "" if unknown.
+        started: its start in clock ticks since that boot, which tells it from a later process of the same number.
+    """
+
+    host: str
+    pid: int
+    machine: str
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        """Return this process."""
+        return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Process:
+        """Return the process that `to_dict` described."""
+        names = ("host", "machine", "started")
+        return cls(pid=int(str(values["pid"])), **{n: str(values[n]) for n in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return this as JSON-able data."""
+        return asdict(self)
+
+    def is_alive(self) -> bool | None:
+        """Return True if the process is alive; None if this process cannot see it."""
+        if not self.machine or self.machine != _machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # another user's
+            pass
+        started = _started(self.pid)
+        return started == self.started if started else None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return the start of a process; "" if it is not seen, "ended" for a zombie."""
+    try:
+        # The name before the last ")" may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "ended" if fields[0] in "ZX" else fields[19]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Small files of a store with a checksum, which tells a damaged file from another version of it.
+
+_SEAL = "sha256"
+
+
+def dump_sealed(values: Mapping[str, object]) -> bytes:
+    """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
+    # Through JSON once, so that the checksum is of what a reader gets (tuples are lists then).
+    plain = json.loads(json.dumps(dict(values)))
+    return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
+
+
+def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
+    """Return the entries that `dump_sealed` wrote; None if the file is damaged.
+
+    Args:
+        data: the file.
+        required: treat a file without a checksum, as older versions wrote it, as damaged.
+    """
+    try:
+        values = json.loads(data)
+    except ValueError:
+        return None
+    if not isinstance(values, dict):
+        return None
+    seal = values.pop(_SEAL, None)
+    if seal is None:
+        return None if required else values
+    return values if seal == _digest(values) else None
+
+
+def _digest(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The lock of a run's folder: one fit at a time writes into it.
+#     runs/<run_id>/holder.json    the process, and a time that it renews every `RENEW_S`
+#
+# The system tells if a holder on this machine is alive. A holder on another machine, or in another container, counts as
+# dead when its file has not changed for `EXPIRES_S`, by the clock of the watching process: clocks of hosts are never
+# compared, and a resume after a crash waits no longer.
+#
+# Threads: one per held run renews the file. Ownership: the file is its holder's; a fit that takes over writes it anew, and
+# the former holder sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to
+# delete the file. A client that does not see the store could renew it only through tasks, whose slots its ranks hold, so
+# it checks for other holders and holds nothing.
+
+HOLDER_NAME = "holder.json"
+RENEW_S = 10.0
+EXPIRES_S = 40.0
+_POLL_S = 1.0
+# The longest wait for a store when a fit has ended.
+_LAST_S = 10.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The fit that holds a run.
+
+    Attributes:
+        process: the driver of the fit.
+        token: of the fit.
+        since: its start, in s since 1970 by its own clock.
+        renewed: its last renewal, by that clock.
+    """
+
+    process: Process
+    token: str
+    since: float
+    renewed: float
+
+    def is_alive(self) -> bool | None:
+        """Return True if the fit is alive; None if only the age of its file can tell."""
+        if self.process == Process.current():
+            return self.token in _held
+        return self.process.is_alive()
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"{self.process}, since {since}"
+
+
+# Tokens of the runs that this process holds.
+_held: set[str] = set()
+
+
+class Held:
+    """A run that this process holds; a context manager that releases it."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        """Hold the run; `hold` has checked that no other fit does."""
+        self._store = store
+        self._run_id = run_id
+        self._path = _path(run_id)
+        self._token = secrets.token_hex(16)
+        self._since = time.time()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if store.is_seen:
+            _held.add(self._token)
+            self._write()
+            self._thread = threading.Thread(target=self._renew, name="sparkhvd-holder", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Check that no other fit has taken the run over.
+
+        Raises:
+            InvalidArgumentError: another fit has; the message names it.
+        """
+        if self._thread is not None:
+            holder = holder_of(self._store, self._run_id)
+            if holder is not None and holder.token != self._token:
+                raise _refusal(self._store, self._run_id, holder)
+
+    def release(self) -> None:
+        """Release the run."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_S)  # a store that hangs must not hold a fit that has ended
+            _held.discard(self._token)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _is_own(self) -> bool:
+        holder = holder_of(self._store, self._run_id)
+        return holder is not None and holder.token == self._token
+
+    def _renew(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._ended.wait(RENEW_S)
+            with suppress(OSError):  # a store that fails for a moment
+                if not self._is_own():
+                    return
+                if not is_over:
+                    self._write()
+                else:
+                    self._store.delete(self._path)
+                    self._store.delete_if_empty(self._path.rpartition("/")[0])
+
+    def _write(self) -> None:
+        values: dict[str, object] = {"token": self._token, "since": self._since}
+        values |= {"renewed": time.time(), "process": Process.current().to_dict()}
+        self._store.write_bytes(self._path, dump_sealed(values))
+
+
+def hold(store: Store, run_id: str, *, verbose: int = 1) -> Held:
+    """Hold a run, if no other fit does.
+
+    Args:
+        store: where the run is.
+        run_id: its name.
+        verbose: 0 prints no line while waiting to see whether another holder is alive.
+
+    Raises:
+        InvalidArgumentError: another fit holds it and is alive; the message names its host, its process and its start.
+    """
+    holder = holder_of(store, run_id)
+    if holder is not None:
+        alive = holder.is_alive()
+        if alive or (alive is None and _changes(store, run_id, holder, verbose)):
+            raise _refusal(store, run_id, holder)
+        store.delete(_path(run_id))
+    return Held(store, run_id)
+
+
+def holder_of(store: Store, run_id: str) -> Holder | None:
+    """Return the holder of a run, alive or not; None if there is none, or its file is damaged."""
+    try:
+        values = load_sealed(store.read_bytes(_path(run_id)))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if values is None:
+        return None
+    process = Process.from_dict(values["process"])
+    return Holder(process, values["token"], values["since"], values["renewed"])
+
+
+def is_running(holder: Holder) -> bool:
+    """Return True if a fit is alive, without waiting: on another machine by the time in its file."""
+    alive = holder.is_alive()
+    return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
+
+
+def _path(run_id: str) -> str:
+    return f"runs/{run_id}/{HOLDER_NAME}"
+
+
+def _changes(store: Store, run_id: str, holder: Holder, verbose: int) -> bool:
+    """Watch a holder on another machine; return True if it renews its file."""
+    if verbose:
+        sys.stdout.write(
+            f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"
+        )
+        sys.stdout.flush()
+    deadline = time.monotonic() + EXPIRES_S
+    while time.monotonic() < deadline:
+        now = holder_of(store, run_id)
+        if now is None:
+            return False
+        if now != holder:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _refusal(store: Store, run_id: str, holder: Holder) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"The run {run_id!r} in {store.url} is held by another fit: {holder}. Wait until it has ended, or end it; or give "
+        "this fit another run_id."
+    )

@@ -1,0 +1,318 @@
+"""Engines and process sets of torch's groups."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from sparkhvd import rendezvous as meeting
+from sparkhvd.distributed.launch import Team
+from sparkhvd.distributed.work import NUMBER_BITS, as_torch
+from sparkhvd.engine.engine import Engine
+from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
+from sparkhvd.interfaces import address_on, address_towards
+from sparkhvd.launchers import gather as gathering
+from sparkhvd.launchers import gather as network
+from sparkhvd.launchers.environment import end_with_launcher
+from sparkhvd.launchers.place import receive
+from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
+from sparkhvd.rendezvous.handshake import KEY_BYTES
+from sparkhvd.settings import Settings
+from sparkhvd.torch import context
+from sparkhvd.torch.process_sets import add_process_set
+from sparkhvd.torch.startup import way_to_join
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks find each other through the store that torch.distributed gives to a group.
+# Trust: whoever can write to the store is trusted with addresses, as torch trusts it; the key does not go through it, unless
+# the user says that the network is trusted. Ranks of one host and user get it over a Unix socket, whose ends the kernel names; of
+# several hosts, by `SPARKHVD_JOB_KEY_FILE` on each.
+
+_ADVICE = "Look at the output of the others."
+
+
+class StoreRendezvous(SocketRendezvous):
+    """Rendezvous of ranks that have met through a store."""
+
+
+def exchange(
+    store: Store, what: str, rank: int, size: int, value: str, timeout: timedelta
+) -> list[str]:
+    """Give a text to the other ranks and return everybody's, by rank.
+
+    Raises:
+        CollectiveTimeoutError: some ranks did not come in time; the message names them.
+    """
+    keys = [f"{what}/{each}" for each in range(size)]
+    store.set(keys[rank], value)
+    try:
+        store.wait(keys, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveTimeoutError(
+            f"a group of backend 'sparkhvd' on rank {rank}: ranks {missing} of {size} did not make it within the timeout of "
+            f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method and make a group on all of its "
+            "ranks, or raise the timeout."
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def monitored_barrier(
+    store: Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
+) -> None:
+    """Wait for every rank by way of the store, so that a failure leaves the engine as it is.
+
+    Args:
+        store: for this barrier alone.
+        rank: in the group. Rank 0 waits for all others, which wait for its answer.
+        size: of the group.
+        timeout: from this rank's call.
+        wait_all_ranks: name all missing ranks, rather than the first.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time. Torch's words are in the text, by which programs know it.
+    """
+    timeout_ms = timeout // timedelta(milliseconds=1)
+    if timeout_ms <= 0:
+        raise CollectiveTimeoutError(
+            f"Rank {rank} timed out in monitoredBarrier after {timeout_ms} ms: the timeout is not above 0. Give a longer one."
+        )
+    if rank == 0:
+        _let_pass(store, size, timeout, wait_all_ranks)
+        return
+    arrived, passed = f"arrived/{rank}", f"passed/{rank}"
+    store.delete_key(passed)  # of a call that gave up just before the answer
+    store.set(arrived, "")
+    try:
+        store.wait([passed], timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        store.delete_key(arrived)
+        raise CollectiveTimeoutError(
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            f"rank 0: no answer within the timeout of {timeout_ms} ms. Look at the output of rank 0, which names the missing ranks."
+        ) from error
+    store.delete_key(passed)
+
+
+def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+    """Wait for the other ranks of a monitored barrier, and answer them."""
+    arrived = [f"arrived/{rank}" for rank in range(1, size)]
+    try:
+        store.wait(arrived, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [str(rank) for rank, key in enumerate(arrived, 1) if not store.check([key])]
+        named = missing if wait_all_ranks else missing[:1]
+        raise CollectiveTimeoutError(
+            f"[Rank 0]: {'Ranks' if len(named) > 1 else 'Rank'} {', '.join(named)} failed to pass monitoredBarrier in "
+            f"{timeout // timedelta(milliseconds=1)} ms. Look at what the missing ranks do, or raise the timeout of the barrier."
+        ) from error
+    for key in arrived:
+        store.delete_key(key)
+    for rank in range(1, size):
+        store.set(f"passed/{rank}", "")
+
+
+def forget(store: Store, rank: int) -> None:
+    """Delete what this rank has put into the store, once all have read it: ranks may meet there again."""
+    for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
+        store.delete_key(key)
+
+
+def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> StoreRendezvous:
+    """Return a rendezvous of the ranks of a group.
+
+    Raises:
+        CollectiveTimeoutError: some ranks did not come in time.
+        InvalidArgumentError: the ranks are on several hosts, and nothing says where the key is from.
+        PreflightError: a rank of this host has ended meanwhile, or hosts cannot reach each other.
+    """
+    settings = Settings.resolve()
+    end_with_launcher()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener.bind(_own_address(store, settings), settings))
+        own = json.dumps({**listener.endpoint().to_dict(), "meeting": secrets.token_hex(16)})
+        texts = exchange(store, "endpoint", rank, size, own, timeout)
+        entries = [json.loads(text) for text in texts]
+        endpoints = tuple([Endpoint.from_dict(entry) for entry in entries])
+        if network.is_one_host(endpoints):
+            point = gathering.on_this_host(f"sparkhvd-{entries[0]['meeting']}")
+            made = secrets.token_hex(KEY_BYTES)
+            keys = gathering.gather(point, rank, size, made, timeout.total_seconds(), _ADVICE)
+            key = bytes.fromhex(keys[0])
+        else:
+            key = _key_between_hosts(store, name, rank, endpoints, settings, timeout)
+        stack.pop_all()
+    return StoreRendezvous(Job(key, f"torch.{name}", 0, rank, size, endpoints), listener, settings)
+
+
+def _own_address(store: Store, settings: Settings) -> str:
+    """Return this host's address towards the host of the store; loopback where the store is no server."""
+    if settings.interfaces:
+        return address_on(settings.interfaces)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return "127.0.0.1"
+    return address_towards(store.host)
+
+
+def _key_between_hosts(
+    store: Store,
+    name: str,
+    rank: int,
+    endpoints: Sequence[Endpoint],
+    settings: Settings,
+    timeout: timedelta,
+) -> bytes:
+    """Return the job's key, the same on every rank."""
+    what = f"init_process_group('sparkhvd') with {len(endpoints)} ranks on several hosts (or users of one)"
+    network.check_addresses(endpoints, what)
+    key = network.network_key(settings, what)
+    if key is not None:
+        return network.derived_key(key, name)  # every group has a key of its own
+    if rank == 0:
+        store.set("key", secrets.token_hex(KEY_BYTES))
+    store.wait(["key"], timeout)
+    return bytes.fromhex(store.get("key").decode())
+
+
+_OTHER = "of other ranks"
+# Default groups of each engine so far, as its ranks have agreed.
+_generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+
+
+class Teams:
+    """Makes the engine's side of a default group and of the groups in it."""
+
+    def __init__(self) -> None:
+        self._world: Team | None = None
+        self._named = 0
+
+    def name(self, torchs: str) -> str:
+        """Return a name of a new group that is the same on all of its ranks.
+
+        Torch's names are numbers where every rank makes the group. Since torch 2.14 a group that its members alone make counts, too,
+        on them, so that later numbers differ between ranks.
+        """
+        if not torchs.isdigit():
+            return torchs
+        self._named += 1
+        return str(self._named)
+
+    def world(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+        """Return all ranks, in the engine that `hvd` has in this process, or gets."""
+        try:
+            self._world = self._share(store, name, rank, size, timeout)
+            _clean_up(store, rank, self._world, timeout)
+        except CollectiveError as error:
+            raise as_torch(error) from None
+        return self._world
+
+    def _share(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+        found = _state(rank, size)
+        texts = exchange(
+            store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
+        )
+        generations, states = zip(*[text.split(" ", 1) for text in texts], strict=True)
+        if _OTHER in states and "none" not in states:  # torch's ranks are not hvd's
+            return own(store, name, rank, size, timeout)
+        if len(set(states)) > 1:
+            raise InvalidArgumentError(
+                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {list(states)}, by rank. Call hvd.init() "
+                "before it on every rank or on none, and start all ranks in the same way."
+            )
+        if found == "launched":
+            context.initialize(way_to_join(None))
+        elif found == "none":
+            rendezvous = meet(store, name, rank, size, timeout)
+            context.initialize(lambda _: rendezvous)
+            meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
+        engine = context.context().engine
+        _generations[engine] = 1 + max(map(int, generations))
+        return Team(engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine])
+
+    def subset(
+        self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
+    ) -> Team | None:
+        """Return the ranks of a group inside the default one; None where this rank is not in it.
+
+        They are a process set, for which every rank must call this; or they have an engine of their own where torch calls
+        it on the members alone (`use_local_synchronization`, seen by a name that is no number), in another order than by
+        rank, or in a default group that has its own engine.
+        """
+        world = self._world
+        if world is None or world.is_own or not name.isdigit() or list(ranks) != sorted(ranks):
+            return (
+                own(store, name, ranks.index(rank), len(ranks), timeout) if rank in ranks else None
+            )
+        process_set = world.process_set
+        if ranks != world.ranks:
+            try:
+                known = context.context().process_sets.get(ranks) or add_process_set(ranks)
+            except CollectiveError as error:
+                raise as_torch(error) from None
+            process_set = known.process_set_id or 0
+        if rank not in ranks:
+            return None
+        number = int(name) % (1 << NUMBER_BITS)
+        return Team(
+            world.engine,
+            process_set,
+            ranks,
+            is_own=False,
+            generation=world.generation,
+            number=number,
+        )
+
+
+def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+    """Return ranks in an engine of their own; every rank of them must call this."""
+    try:
+        rendezvous = meet(store, name, rank, size, timeout)
+        engine = Engine(rendezvous.connect(), rendezvous.settings)
+        rendezvous.close()  # all have met, and these ranks meet once
+        team = Team(engine, 0, tuple(range(size)), is_own=True)
+        _clean_up(store, rank, team, timeout)
+    except CollectiveError as error:
+        raise as_torch(error) from None
+    return team
+
+
+def _clean_up(store: Store, rank: int, team: Team, timeout: timedelta) -> None:
+    """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
+
+    def barrier(what: str) -> None:
+        name = f"torch.{team.generation}.{what}"
+        team.engine.barrier(name=name, timeout_s=timeout.total_seconds()).wait()
+
+    barrier("read")
+    forget(store, rank)
+    barrier("deleted")
+
+
+def _state(rank: int, size: int) -> str:
+    """Return what this process has of an engine."""
+    if context.is_initialized():
+        engine = context.context().engine
+        try:
+            engine.check()
+        except CollectiveError:
+            context.shut_down()  # a rank of it is gone: these ranks meet anew
+        else:
+            return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
+    launched = meeting.current() or receive()
+    if launched is None or isinstance(launched, StoreRendezvous):
+        return "none"
+    return "launched" if (launched.rank, launched.size) == (rank, size) else _OTHER
+
+
+def _generation() -> int:
+    """Return how many default groups the engine has had that this process shares with `hvd`."""
+    return _generations.get(context.context().engine, 0) if context.is_initialized() else 0

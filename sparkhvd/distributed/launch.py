@@ -1,0 +1,492 @@
+"""Launches of collectives in the order of a group: names, timeouts, waiting and asynchronous forms."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparkhvd.distributed.work import FINISHED, Passes, Scope, Work, as_torch, current_scope
+from sparkhvd.engine.calls import NO_REDUCTION, Call, Reduction, TensorView
+from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.library import Collective, DType, ReduceOp
+from sparkhvd.engine.work import Work as Operation
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
+from sparkhvd.torch.collectives.tensors import DTYPES, lend
+from sparkhvd.torch.gradients.reducer import in_backward, is_worth_overlapping
+
+_ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of a group in an engine.
+
+    Attributes:
+        engine: moves the bytes.
+        process_set: the engine's number of these ranks.
+        ranks: the engine's rank of each rank of the group.
+        is_own: the engine is this group's alone, and ends with it.
+        generation: of default groups in this engine, from 1. What a former one has left behind meets nothing of this one.
+        number: of the group in its generation.
+    """
+
+    engine: Engine
+    process_set: int
+    ranks: tuple[int, ...]
+    is_own: bool
+    generation: int = 1
+    number: int = 0
+
+
+class Plan(NamedTuple):
+    """A collective before its launch.
+
+    Attributes:
+        collective: its kind.
+        views: memory of its tensors.
+        dtype: their type.
+        keep: owners of that memory, kept until the end.
+        reduction: of the kinds that reduce.
+        root: rank of the group.
+        numbers: further arguments of the kind.
+    """
+
+    collective: Collective
+    views: Sequence[TensorView]
+    dtype: DType
+    keep: object
+    reduction: Reduction = NO_REDUCTION
+    root: int = 0
+    numbers: tuple[int, ...] = ()
+
+
+# Moves results to where torch wants them; gets the engine's works where the launch asks for rows.
+Finish = Callable[[Sequence[Operation]], object]
+
+
+class Launcher:
+    """Launches a group's collectives. They match across ranks by their place in the group's order, whatever their kind.
+
+    So ranks that call different collectives get a `MismatchError` that names both.
+
+    Attributes:
+        overlaps: launch reductions of gradients while backward runs; None = not known yet whether that is worth it.
+    """
+
+    def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
+        self.team = team
+        self.timeout_s = timeout.total_seconds()  # of operations that have none of their own
+        self.name = f"torch{'' if team.generation == 1 else team.generation}.{name}"
+        self.scope = Scope(self.name)
+        self.passes = Passes()
+        self._coalesced: list[Work] | None = None
+        self.overlaps: bool | None = None
+
+    def launch(
+        self,
+        plans: Sequence[Plan],
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None = None,
+        *,
+        needs_rows: bool = False,
+    ) -> Work:
+        """Launch collectives that torch sees as one.
+
+        Args:
+            plans: equally many on every rank.
+            opts: torch's options: `timeout`, and `asyncOp` False if the caller waits at once.
+            outputs: result of an asynchronous work and of its future.
+            finish: called after the last one.
+            needs_rows: `finish` asks the engine's works for the rows of each rank.
+        """
+        timeout_s = self._timeout_s(opts)
+        scope = current_scope() or self.scope
+        engine = self.team.engine
+        try:
+            if not needs_rows and not getattr(opts, "asyncOp", True):
+                for plan in plans:
+                    engine.run(self._call(plan), scope.name(), plan.keep, timeout_s)
+                if finish is not None:
+                    finish(())
+                return FINISHED
+            names = [scope.name() for _ in plans]
+            works = [
+                engine.start(self._call(plan), name, plan.keep, timeout_s)
+                for name, plan in zip(names, plans, strict=True)
+            ]
+        except (CollectiveError, MismatchError) as error:
+            raise as_torch(error) from None
+        last = None if finish is None else partial(finish, works)
+        return self.noted(Work(works, outputs, last, Scope(names[0]), self.passes))
+
+    def launch_one(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
+        """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
+        if not in_backward() or self._coalesced is not None or self._is_overlapping():
+            return self.launch((plan,), opts, outputs)
+        name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
+        engine = self.team.engine
+
+        def start() -> Sequence[Operation]:
+            return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
+
+        return Work((), outputs, None, Scope(name), self.passes, start)
+
+    def _is_overlapping(self) -> bool:
+        if self.overlaps is None:
+            self.overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
+        return self.overlaps
+
+    def reduce_now(
+        self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
+    ) -> None:
+        """Reduce one tensor and wait: as `launch`, in less time."""
+        team = self.team
+        engine, scope = team.engine, current_scope() or self.scope
+        call = engine.prepare(
+            _ALLREDUCE, (view,), dtype, reduction, team.process_set, team.ranks[0]
+        )
+        try:
+            engine.run(call, scope.name(), keep, self._timeout_s(opts))
+        except (CollectiveError, MismatchError) as error:
+            raise as_torch(error) from None
+
+    def start_coalescing(self) -> None:
+        """Note works from now on."""
+        self._coalesced = []
+
+    def noted(self, work: Work) -> Work:
+        """Return a work, noted where works are coalesced."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def end_coalescing(self) -> Work:
+        """Return the works since `start_coalescing` as one."""
+        works, self._coalesced = self._coalesced or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        outputs = [output for work in works for output in work.result()]
+        return Work([each for work in works for each in work.operations], outputs, finish)
+
+    def _call(self, plan: Plan) -> Call:
+        team = self.team
+        if not 0 <= plan.root < len(team.ranks):
+            raise InvalidArgumentError(
+                f"{plan.collective.name.lower()}: root rank {plan.root} is not in the group of {len(team.ranks)} ranks. Give one "
+                f"from 0 to {len(team.ranks) - 1}."
+            )
+        return team.engine.prepare(
+            plan.collective,
+            plan.views,
+            plan.dtype,
+            plan.reduction,
+            team.process_set,
+            team.ranks[plan.root],
+            plan.numbers,
+        )
+
+    def _timeout_s(self, opts: Any) -> float:
+        given = getattr(opts, "timeout", None)
+        if given is None or given.days < 0:  # torch's way to say that there is none
+            return self.timeout_s
+        return float(given.total_seconds())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors as torch hands them over: flat memory of the engine's types.
+
+_Item = TypeVar("_Item")
+
+
+class Flat(NamedTuple):
+    """Contiguous numbers, and what has to happen when they have been written.
+
+    Attributes:
+        numbers: one dimension, of a type of the engine.
+        restore: copies them to where the caller's tensor lies; None where that is the same memory.
+        shape: of the caller's tensor, in numbers; None = one dimension.
+    """
+
+    numbers: Tensor
+    restore: Callable[[], object] | None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> DType:
+        """Engine's name of their type."""
+        return DTYPES[self.numbers.dtype]
+
+    @property
+    def view(self) -> TensorView:
+        """Numbers that are read and written."""
+        address = self.numbers.data_ptr()
+        return TensorView(address, address, (self.numbers.numel(),))
+
+    @property
+    def shaped(self) -> TensorView:
+        """As `view`, in the caller's shape, which the engine compares across ranks."""
+        address = self.numbers.data_ptr()
+        shape = (self.numbers.numel(),) if self.shape is None else self.shape
+        return TensorView(address, address, shape)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Check that a tensor's memory on the CPU has its numbers, one after the other."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def moved(tensor: Tensor) -> Flat:
+    """Return a tensor for an operation that computes nothing: complex numbers are pairs, unknown types bytes."""
+    _check_dense(tensor)
+    plain = tensor.detach()
+    shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
+    if is_plain(plain):
+        return Flat(numbers_of(plain), None, shape)
+    copy = plain.contiguous().resolve_conj().resolve_neg()
+    return Flat(numbers_of(copy), lambda: plain.copy_(copy), shape)
+
+
+def reduced(what: str, tensor: Tensor) -> Flat:
+    """Return a tensor for a reduction.
+
+    Raises:
+        InvalidArgumentError: the engine does not compute with its type.
+    """
+    if tensor.dtype not in DTYPES and not tensor.is_complex():
+        raise InvalidArgumentError(
+            f"{what}: the tensor has dtype {tensor.dtype}, with which no reduction computes. Convert it, for example "
+            "with .float()."
+        )
+    return moved(tensor)
+
+
+def numbers_of(plain: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory as numbers in one dimension."""
+    flat = plain.view(-1)
+    if flat.dtype in DTYPES:
+        return flat
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat.view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory, or a copy, as bytes in one dimension."""
+    return tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+
+
+def _check_dense(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        where = tensor.layout if tensor.is_cpu else tensor.device
+        raise InvalidArgumentError(
+            f"backend 'sparkhvd': the tensor is {where}; this collective takes dense tensors on the CPU. Use "
+            ".to_dense() or .cpu(); all_reduce takes sparse ones."
+        )
+
+
+def width(tensor: Tensor) -> int:
+    """Return how many numbers an element is."""
+    if tensor.dtype in DTYPES:
+        return 1
+    return 2 if tensor.is_complex() else tensor.dtype.itemsize
+
+
+def only(what: str, items: Sequence[_Item]) -> _Item:
+    """Return the only item of a list: torch's interface has one per device."""
+    if len(items) != 1:
+        raise InvalidArgumentError(
+            f"{what}: got {len(items)} tensors for one rank. Give one; the coalesced forms take several."
+        )
+    return items[0]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of several tensors, one after the other, in new memory."""
+    parts = [moved(tensor).numbers for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def split_flat(numbers: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy numbers, which lie one after the other, to tensors."""
+    first = 0
+    for tensor in tensors:
+        target = moved(tensor)
+        count = target.numbers.numel()
+        target.numbers.copy_(numbers[first : first + count])
+        if target.restore is not None:
+            target.restore()
+        first += count
+
+
+def reading(numbers: Tensor) -> TensorView:
+    """Describe numbers that are read; the engine makes the result, or there is none."""
+    return TensorView(numbers.data_ptr(), 0, (numbers.numel(),))
+
+
+def reading_into(source: Tensor, target: Tensor) -> TensorView:
+    """Describe numbers that are read, and memory for the result."""
+    return TensorView(source.data_ptr(), target.data_ptr(), (source.numel(),), target.nbytes)
+
+
+def owners(flats: Sequence[Flat]) -> object:
+    """Return the memory of tensors, to be kept until the engine has finished."""
+    return lend(*[each.numbers for each in flats])
+
+
+def restore(flat: Flat) -> None:
+    """Copy written numbers to the caller's tensor, where it lies elsewhere."""
+    if flat.restore is not None:
+        flat.restore()
+
+
+def write(flat: Flat, numbers: Tensor) -> None:
+    """Write numbers into the caller's tensor."""
+    flat.numbers.copy_(numbers)
+    restore(flat)
+
+
+def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
+    """Return what restores several tensors; None where none needs it."""
+    restores = [each.restore for each in flats if each.restore is not None]
+    if not restores:
+        return None
+
+    def finish(_: object) -> None:
+        for restore in restores:
+            restore()
+
+    return finish
+
+
+def by_dtype(flats: Sequence[Flat]) -> list[tuple[DType, list[Flat]]]:
+    """Return tensors by the engine's type: an operation has one."""
+    parts: dict[DType, list[Flat]] = {}
+    for flat in flats:
+        parts.setdefault(flat.dtype, []).append(flat)
+    return list(parts.items())
+
+
+def room_for(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return memory for the numbers of several tensors."""
+    return like.new_empty(sum([tensor.numel() * width(tensor) for tensor in tensors]))
+
+
+def received_numbers(work: Operation, dtype: torch.dtype) -> Tensor:
+    """Return a copy of what the engine has gathered in its own memory."""
+    output = work.output()
+    if not output.num_bytes:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * output.num_bytes).from_address(output.address)
+    return torch.frombuffer(memory, dtype=dtype).clone()
+
+
+# ----------------------------------------------------------------------------------------------------
+# torch's reductions as the engine's.
+
+_Type: Any = dist.ReduceOp.RedOpType  # torch's stub knows no members
+_SIMPLE = {
+    _Type.SUM: Reduction(ReduceOp.SUM),
+    _Type.AVG: Reduction(ReduceOp.AVERAGE),
+    _Type.MIN: Reduction(ReduceOp.MIN),
+    _Type.MAX: Reduction(ReduceOp.MAX),
+    _Type.PRODUCT: Reduction(ReduceOp.PRODUCT),
+    _Type.BAND: Reduction(ReduceOp.BIT_AND),
+    _Type.BOR: Reduction(ReduceOp.BIT_OR),
+    _Type.BXOR: Reduction(ReduceOp.BIT_XOR),
+}
+# A ReduceOp's hash is its kind; asking for that and looking it up takes three times as long.
+SIMPLE_BY_HASH = {hash(dist.ReduceOp(kind)): reduction for kind, reduction in _SIMPLE.items()}
+_LINEAR = (_Type.SUM, _Type.AVG, _Type.PREMUL_SUM)
+
+
+def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
+    """Return the engine's reduction of torch's for a tensor like this.
+
+    Raises:
+        InvalidArgumentError: it has no meaning for the tensor's numbers.
+    """
+    kind = op.op
+    if tensor.is_complex() and kind not in _LINEAR:
+        raise InvalidArgumentError(
+            f"{what}: op is {kind.name}, which complex numbers do not have. Use SUM or AVG, or send "
+            "torch.view_as_real(tensor)."
+        )
+    found = _SIMPLE.get(kind)
+    if found is not None:
+        return found
+    if kind == _Type.PREMUL_SUM:
+        return Reduction(ReduceOp.SUM, prescale=float(op.__getstate__()[1]))
+    raise InvalidArgumentError(
+        f"{what}: op {kind.name} is not known. Use SUM, AVG, MIN, MAX, PRODUCT, PREMUL_SUM, BAND, BOR or BXOR."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checks of arguments of torch's collectives, and of the rows that have come.
+
+
+def check_count(what: str, items: Sequence[object], size: int) -> None:
+    """Check that a list has a tensor for each rank."""
+    if len(items) != size:
+        raise InvalidArgumentError(
+            f"{what}: the list has {len(items)} tensors for {size} ranks. Give one for each rank of the group."
+        )
+
+
+def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
+    """Check that a rank's tensor fits its place in the list."""
+    if output.numel() != tensor.numel() or output.dtype != tensor.dtype:
+        raise InvalidArgumentError(
+            f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, its place in the list "
+            f"{tuple(output.shape)} and {output.dtype}. Give both the same."
+        )
+
+
+def check_kinds(what: str, kinds: Sequence[str], own: int) -> None:
+    """Check that shapes and dtypes of all ranks' tensors, as texts by rank, are this rank's."""
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[own]), None)
+    if other is not None:
+        raise MismatchError(
+            f"{what}: the ranks disagree on shape or dtype. This rank sent {kinds[own]}, rank {other} of the group "
+            f"{kinds[other]}. Give tensors of the same shape and dtype on every rank."
+        )
+
+
+def check_parts(what: str, part: Tensor, whole: Tensor, size: int) -> None:
+    """Check that equal parts of all ranks make the whole."""
+    if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
+        raise InvalidArgumentError(
+            f"{what}: {size} parts of shape {tuple(part.shape)} and dtype {part.dtype} do not make a tensor of shape "
+            f"{tuple(whole.shape)} and dtype {whole.dtype}. Give the whole the elements of all parts."
+        )
+
+
+def check_rows(what: str, work: Operation, tensors: Sequence[Tensor]) -> None:
+    """Check that what came from each rank fits its tensor."""
+    check_received(what, work, tuple([each.numel() * width(each) for each in tensors]))
+
+
+def check_received(what: str, work: Operation, wanted: tuple[int, ...]) -> None:
+    """Check that as many numbers came from each rank as there is room for."""
+    rows = work.output().rows
+    if rows != wanted:
+        raise MismatchError(
+            f"{what}: the ranks sent {list(rows)} numbers, by rank, and this rank's tensors have room for {list(wanted)}. "
+            "Give tensors of the sizes that are sent."
+        )

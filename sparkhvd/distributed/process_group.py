@@ -1,0 +1,1001 @@
+"""`Group`: the process group that torch.distributed calls.
+
+A class of Python replaces torch's whole `ProcessGroup`, so it answers also what torch asks of a group and of its backend.
+Methods have torch's names; docs/torch_distributed.md has the table of who calls which, from Python and from C++.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._autograd import _profiler_enabled as is_profiled
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
+from torch.autograd.profiler import record_function
+
+from sparkhvd.distributed.engines import Teams, monitored_barrier, own
+from sparkhvd.distributed.inner import OURS, Inner, Request, device_of
+from sparkhvd.distributed.launch import (
+    SIMPLE_BY_HASH,
+    Flat,
+    Launcher,
+    Plan,
+    Team,
+    by_dtype,
+    bytes_of,
+    check_count,
+    check_kinds,
+    check_parts,
+    check_received,
+    check_rows,
+    check_same,
+    is_plain,
+    joined,
+    moved,
+    only,
+    owners,
+    reading,
+    reading_into,
+    received_numbers,
+    reduced,
+    reduction_of,
+    restore,
+    restoring,
+    room_for,
+    split_flat,
+    width,
+    write,
+)
+from sparkhvd.distributed.work import FINISHED, NUMBER_BITS, TAG_BITS, Future, Scope, Work, as_torch
+from sparkhvd.engine.calls import TensorView
+from sparkhvd.engine.library import Collective, DType
+from sparkhvd.engine.work import Work as Operation
+from sparkhvd.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    PeerLostError,
+)
+from sparkhvd.torch.arguments import leave_untraced
+from sparkhvd.torch.collectives.tensors import DTYPES, lend
+
+# ----------------------------------------------------------------------------------------------------
+# `Reducing`: torch's reductions as plans of the engine's.
+
+if TYPE_CHECKING:
+
+    class _ProcessGroup:  # torch's stub says how to call a group, not how to be one
+        def __init__(self, rank: int, size: int) -> None: ...
+
+        def _register_backend(
+            self, device: torch.device, kind: object, backend: object
+        ) -> None: ...
+
+        def _set_default_backend(self, kind: object) -> None: ...
+
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+
+class Reducing(_ProcessGroup):
+    """A process group whose reductions run on the engine."""
+
+    def __init__(self, rank: int, size: int, launcher: Launcher) -> None:
+        super().__init__(rank, size)  # the form that lets C++ find the methods of this class
+        self._rank, self._size = rank, size
+        self.launcher = launcher
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    getRank, getSize = rank, size  # noqa: N815 - C++'s names
+
+    # Reductions
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce one tensor in place, dense or sparse."""
+        tensor = tensors[0]
+        kind, dtype = SIMPLE_BY_HASH.get(hash(opts.reduceOp)), DTYPES.get(tensor.dtype)
+        if kind is None or dtype is None or len(tensors) > 1 or not is_plain(tensor):
+            if only("all_reduce", tensors).is_sparse:
+                return self._allreduce_sparse(tensor, opts)
+            return self._allreduce_each("all_reduce", tensors, opts)
+        # What training does most, in the least time.
+        address = tensor.data_ptr()
+        view = tuple.__new__(TensorView, (address, address, tensor.shape))
+        if not getattr(opts, "asyncOp", True):
+            self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
+            return FINISHED
+        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
+        return self.launcher.launch_one(plan, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce tensors in place, those of one type as one operation."""
+        return self._allreduce_each("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce_each(self, what: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if not tensors:
+            return Work(())
+        flats = [reduced(what, tensor) for tensor in tensors]
+        reduction = reduction_of(what, opts.reduceOp, tensors[0])
+        plans = [
+            Plan(
+                Collective.ALLREDUCE, [each.shaped for each in part], dtype, owners(part), reduction
+            )
+            for dtype, part in by_dtype(flats)
+        ]
+        return self.launcher.launch(plans, opts, tensors, restoring(flats))
+
+    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
+        if opts.reduceOp.op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise InvalidArgumentError(
+                f"all_reduce of a sparse tensor: op is {opts.reduceOp.op.name}; its entries are joined and add up. Use SUM "
+                "or AVG, or .to_dense()."
+            )
+        own = tensor.detach().coalesce()
+        dims, size = own.sparse_dim(), self._size
+        # One operation, so that a rank with a dense tensor is told at once.
+        kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
+        parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
+
+        def finish(works: Sequence[Operation]) -> None:
+            received = received_numbers(works[0], torch.uint8)
+            pieces = received.split(list(works[0].output().rows))
+            kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
+            # An index outside of another rank's tensor must not be written there.
+            check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
+            indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
+            values = torch.cat(pieces[2 * size :]).view(own.dtype)
+            values = values.view(-1, *own.values().shape[1:])
+            if opts.reduceOp.op == dist.ReduceOp.AVG:
+                values = values / size
+            whole = torch.sparse_coo_tensor(indices, values, own.size(), check_invariants=False)
+            with torch.no_grad():
+                tensor.copy_(whole.coalesce())
+
+        views = [reading(part) for part in parts]
+        plan = Plan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
+        return self.launcher.launch([plan], opts, [tensor], finish, needs_rows=True)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce a tensor in place on the root; elsewhere it stays."""
+        tensor = only("reduce", tensors)
+        flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
+        view = flat.shaped if is_root else flat.shaped._replace(output=0)
+        reduction = reduction_of("reduce", opts.reduceOp, tensor)
+        plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
+        return self.launcher.launch([plan], opts, tensors, restoring([flat] if is_root else []))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Reduce tensors; every rank gets its equal part of each."""
+        what = "reduce_scatter_tensor"
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_parts(what, output, tensor, self._size)
+        if not inputs:
+            return Work(())
+        sources = [reduced(what, tensor) for tensor in inputs]
+        targets = [reduced(what, tensor) for tensor in outputs]
+        reduction = reduction_of(what, opts.reduceOp, inputs[0])
+        parts: dict[DType, list[tuple[Tensor, Tensor]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            parts.setdefault(source.dtype, []).append((source.numbers, target.numbers))
+        plans = [
+            Plan(
+                Collective.REDUCESCATTER,
+                [reading_into(*pair) for pair in pairs],
+                dtype,
+                [lend(*pair) for pair in pairs],
+                reduction,
+            )
+            for dtype, pairs in parts.items()
+        ]
+        return self.launcher.launch(plans, opts, outputs, restoring(targets))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # before torch 2.13
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Reduce a tensor; every rank gets its equal part."""
+        return Reducing.reduce_scatter_single_coalesced(self, [output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Reduce a list with a tensor for each rank, which may differ in size; every rank gets its own."""
+        what = "reduce_scatter"
+        output, tensors = only(what, outputs), only(what, inputs)
+        check_count(what, tensors, self._size)
+        if (
+            all([tensor.numel() == output.numel() for tensor in tensors])
+            and len({tensor.numel() for tensor in tensors}) == 1
+        ):
+            whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            return Reducing.reduce_scatter_single_coalesced(self, outputs, [whole], opts)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        flats = [reduced(what, copy) for copy in copies]
+        own, target = flats[self._rank], moved(output)
+        check_same(what, output, tensors[self._rank])
+        flats[self._rank] = Flat(own.numbers, lambda: write(target, own.numbers))
+        reduction = reduction_of(what, opts.reduceOp, output)
+        views = [each.view for each in flats]
+        plan = Plan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)
+        return self.launcher.launch([plan], opts, outputs, restoring(flats))
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Collectives`: torch's collectives as plans of the engine's.
+
+
+class Collectives(Reducing):
+    """A process group whose collectives run on the engine."""
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Copy the root's tensor to every rank."""
+        tensor = only("broadcast", tensors)
+        flat = moved(tensor)
+        plan = Plan(
+            Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
+        )
+        return self.launcher.launch([plan], opts, tensors, restoring([flat]))
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Join equal tensors of all ranks, one after the other."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_parts("all_gather_into_tensor", tensor, output, self._size)
+        if not inputs:
+            return Work(())
+        targets = [moved(tensor) for tensor in outputs]
+        for target, tensor in zip(targets, inputs, strict=True):
+            own, source = target.numbers.view(self._size, -1)[self._rank], moved(tensor).numbers
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
+        plans = [
+            Plan(Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part))
+            for dtype, part in by_dtype(targets)
+        ]
+        return self.launcher.launch(plans, opts, outputs, restoring(targets))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # before torch 2.13
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Join equal tensors of all ranks in one."""
+        return Collectives.all_gather_single_coalesced(self, [output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensor to each place of a list; sizes may differ."""
+        targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
+        return self._allgather_each("all_gather", [[each] for each in targets], [tensor], opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensors to each rank's list."""
+        return self._allgather_each("all_gather_coalesced", outputs, inputs, opts)
+
+    def _allgather_each(
+        self,
+        what: str,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        opts: Any,
+    ) -> Work:
+        check_count(what, outputs, self._size)
+        columns = [
+            [outputs[rank][index] for rank in range(self._size)] for index in range(len(inputs))
+        ]
+        for tensor, column in zip(inputs, columns, strict=True):
+            check_same(what, column[self._rank], tensor)
+        flats = [moved(tensor) for tensor in inputs]
+        wholes = [
+            room_for(flat.numbers, column) for flat, column in zip(flats, columns, strict=True)
+        ]
+        plans = [
+            Plan(
+                Collective.ALLGATHER,
+                [reading_into(flat.numbers, whole)],
+                flat.dtype,
+                lend(flat.numbers, whole),
+            )
+            for flat, whole in zip(flats, wholes, strict=True)
+        ]
+
+        def finish(works: Sequence[Operation]) -> None:
+            for work, whole, column in zip(works, wholes, columns, strict=True):
+                check_rows(what, work, column)
+                split_flat(whole, column)
+
+        flat_outputs = [tensor for column in columns for tensor in column]
+        return self.launcher.launch(plans, opts, flat_outputs, finish, needs_rows=True)
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensor to a list of the root; sizes may differ."""
+        tensor, is_root = only("gather", inputs), self._rank == opts.rootRank
+        targets = only("gather", outputs) if is_root else []
+        if is_root:
+            check_count("gather", targets, self._size)
+        flat = moved(tensor)
+        whole = room_for(flat.numbers, targets)
+        view = reading_into(flat.numbers, whole) if is_root else reading(flat.numbers)
+        keep = lend(flat.numbers, whole)
+        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_rows("gather", works[0], targets)
+            split_flat(whole, targets)
+
+        return self.launcher.launch(
+            [plan], opts, targets, finish if is_root else None, needs_rows=is_root
+        )
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Join equal tensors of all ranks in one of the root."""
+        is_root = self._rank == opts.rootRank
+        if is_root:
+            check_parts("gather_single", input, output, self._size)
+        flat, target = moved(input), moved(output)
+        view = reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
+        keep = lend(flat.numbers, target.numbers)
+        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("gather_single", works[0], (flat.numbers.numel(),) * self._size)
+            restore(target)
+
+        return self.launcher.launch(
+            [plan], opts, [output], finish if is_root else None, needs_rows=is_root
+        )
+
+    gather_into_tensor = gather_single
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Copy each tensor of the root's list to its rank."""
+        output, is_root = only("scatter", outputs), self._rank == opts.rootRank
+        tensors = only("scatter", inputs) if is_root else []
+        if is_root:
+            check_count("scatter", tensors, self._size)
+            check_same("scatter", output, tensors[self._rank])
+        target = moved(output)
+        whole = joined(tensors) if is_root else target.numbers.new_empty(0)
+        counts = tuple([tensor.numel() * width(tensor) for tensor in tensors])
+        plan = Plan(
+            Collective.SCATTER,
+            [reading_into(whole, target.numbers)],
+            target.dtype,
+            lend(whole, target.numbers),
+            root=opts.rootRank,
+            numbers=counts,
+        )
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("scatter", works[0], (target.numbers.numel(),))
+            restore(target)
+
+        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - torch's
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> Work:
+        """Send rows to every rank and join those that come; without splits in equal parts."""
+        target, source = moved(output), moved(input)
+        sent = self._counts(input, input_splits)
+        received = self._counts(output, output_splits)
+        plan = Plan(
+            Collective.ALLTOALL,
+            [reading_into(source.numbers, target.numbers)],
+            source.dtype,
+            lend(source.numbers, target.numbers),
+            numbers=sent,
+        )
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("all_to_all_single", works[0], received)
+            restore(target)
+
+        return self.launcher.launch([plan], opts, [output], finish, needs_rows=True)
+
+    alltoall_base = all_to_all_single
+
+    def _counts(self, tensor: Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+        rows = tensor.size(0) if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise InvalidArgumentError(
+                    f"all_to_all_single: {rows} rows for {self._size} ranks are not equal parts. Give the split sizes."
+                )
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise InvalidArgumentError(
+                f"all_to_all_single: split sizes {list(splits)} for {rows} rows and {self._size} ranks. Give one per rank; "
+                "they add up to the rows."
+            )
+        row = width(tensor) * (tensor.numel() // rows if rows else 0)
+        return tuple([split * row for split in splits])
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        """Send a tensor to every rank; sizes may differ."""
+        check_count("all_to_all", inputs, self._size)
+        check_count("all_to_all", outputs, self._size)
+        source = joined(inputs)
+        whole = room_for(source, outputs)
+        sent = tuple([tensor.numel() * width(tensor) for tensor in inputs])
+        received = tuple([tensor.numel() * width(tensor) for tensor in outputs])
+        view, keep = reading_into(source, whole), lend(source, whole)
+        plan = Plan(Collective.ALLTOALL, [view], DTYPES[source.dtype], keep, numbers=sent)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("all_to_all", works[0], received)
+            split_flat(whole, outputs)
+
+        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for every rank."""
+        return self.launcher.launch([Plan(Collective.BARRIER, (), DType.UINT8, None)], opts, ())
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Messages`: torch's send and receive as the engine's.
+
+_ANY_RANK = -1
+
+
+class Messages(Collectives):
+    """A process group with collectives, and messages from rank to rank."""
+
+    def __init__(self, rank: int, size: int, launcher: Launcher) -> None:
+        super().__init__(rank, size, launcher)
+        self._messages = Scope(f"{launcher.name}.message")
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
+        """Send a tensor to a rank of the group."""
+        tensor = moved(only("send", tensors))
+        return self.launcher.noted(
+            Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
+        )
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        """Receive a tensor of a rank of the group."""
+        return self._receive(tensors, self._global(source), tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        """Receive the next tensor that any rank sends; `source_rank()` of the work tells whose it was."""
+        return self._receive(tensors, _ANY_RANK, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        target = moved(only("recv", tensors))
+        operation = self._start(Collective.RECEIVE, target, source, tag)
+
+        def finish() -> None:
+            restore(target)
+            work.source = self.launcher.team.ranks.index(operation.output().rows[0])
+
+        work = self.launcher.noted(Work([operation], tensors, finish))
+        return work
+
+    def _global(self, rank: int) -> int:
+        if not 0 <= rank < self._size:
+            raise InvalidArgumentError(
+                f"send/recv: rank {rank} is not in the group of {self._size} ranks. Give one from 0 to {self._size - 1}."
+            )
+        return self.launcher.team.ranks[rank]
+
+    def _start(self, collective: Collective, flat: Flat, peer: int, tag: int) -> Operation:
+        if not 0 <= tag < 1 << TAG_BITS:
+            raise InvalidArgumentError(
+                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
+            )
+        team = self.launcher.team
+        numbers = ((team.generation << NUMBER_BITS | team.number) << TAG_BITS | tag,)
+        engine, views = team.engine, [flat.view]
+        call = engine.prepare(
+            collective,
+            views,
+            flat.dtype,
+            process_set=team.process_set,
+            root_rank=peer,
+            numbers=numbers,
+        )
+        timeout_s = self.launcher.timeout_s
+        try:
+            return engine.start(call, self._messages.name(), lend(flat.numbers), timeout_s)
+        except (CollectiveError, MismatchError) as error:
+            raise as_torch(error) from None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Forms of calls of torch's groups: with lists and options, which ours take, and the short ones.
+
+# Attributes of options, by their names as arguments.
+_OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+_TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
+
+
+class Form(NamedTuple):
+    """Parameters of a method.
+
+    Attributes:
+        title: torch's public name of the collective.
+        depths: of the lists of each tensor argument; in the short form one less, or the same.
+        options: makes the options; None where it has none.
+        rest: names of the arguments that are in the options' place in the short form.
+        more: how many arguments come between tensors and options.
+    """
+
+    title: str
+    depths: tuple[int, ...]
+    options: Callable[[], Any] | None
+    rest: tuple[str, ...] = ()
+    more: int = 0
+
+    def full(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+        """Return arguments of either form as those of the one with lists and options.
+
+        Raises:
+            TypeError: they are those of neither.
+        """
+        count = len(self.depths) + self.more
+        named = dict(named)
+        for names in self.tensor_names()[len(args) :]:
+            given = [named.pop(name) for name in names if name in named]
+            args = [*args, *given]
+        if len(args) < count:
+            raise TypeError(f"{self.title}: {len(args)} arguments; options come behind {count}.")
+        tensors = [_nested(*each) for each in zip(args, self.depths, strict=False)]
+        return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
+
+    def tensor_names(self) -> list[tuple[str, ...]]:
+        """Return the keywords of each argument in front of the options, as the versions of torch name them."""
+        sides = ("output", "input") if len(self.depths) == 2 else ("",)
+        names = [tuple([name.format(side).lstrip("_") for name in _TENSOR_NAMES]) for side in sides]
+        more = [("output_split_sizes",), ("input_split_sizes",)]
+        return [*names[: len(self.depths)], *more[: self.more]]
+
+    def _last(self, rest: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+        if self.options is None:
+            return [*rest, *[named[name] for name in self.rest[len(rest) :]]]
+        options = self.options()
+        if rest and isinstance(rest[0], type(options)):
+            return [*rest]
+        if "opts" in named:
+            return [named["opts"]]
+        named |= zip(self.rest[: len(rest)], rest, strict=True)
+        for name, value in named.items():
+            if name not in self.rest:
+                raise TypeError(
+                    f"{self.title}: no argument {name!r}; there are opts{''.join(f', {each}' for each in self.rest)}."
+                )
+            if value is not None:
+                setattr(options, _OPTIONS[name], value)
+        return [options]
+
+
+def _nested(given: Any, depth: int) -> Any:
+    """Return tensors in lists of a depth; a rank that has none gives the same empty list in both forms."""
+    item, found = given, 0
+    while isinstance(item, (list, tuple)) and item:
+        item, found = item[0], found + 1
+    is_short = isinstance(item, Tensor) and found == depth - 1
+    return [given] if is_short else given
+
+
+_REDUCE = ("op", "timeout")
+_GATHER, _SCATTER = c10d.AllgatherOptions, c10d.ReduceScatterOptions
+_INTO = "all_gather_into_tensor"
+_PARTS = "reduce_scatter_tensor"
+_ALL_TO_ALL = Form("all_to_all_single", (0, 0), c10d.AllToAllOptions, ("timeout",), 2)
+
+FORMS: dict[str, Form] = {
+    "allreduce": Form("all_reduce", (1,), c10d.AllreduceOptions, _REDUCE),
+    "allreduce_coalesced": Form("all_reduce_coalesced", (1,), c10d.AllreduceCoalescedOptions),
+    "broadcast": Form("broadcast", (1,), c10d.BroadcastOptions, ("root", "timeout")),
+    "reduce": Form("reduce", (1,), c10d.ReduceOptions, ("root", *_REDUCE)),
+    "gather": Form("gather", (2, 1), c10d.GatherOptions, ("root", "timeout")),
+    "gather_single": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
+    "gather_into_tensor": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
+    "scatter": Form("scatter", (1, 2), c10d.ScatterOptions, ("root", "timeout")),
+    "allgather": Form("all_gather", (2, 1), _GATHER, ("timeout",)),
+    "allgather_coalesced": Form("all_gather_coalesced", (2, 1), _GATHER),
+    "all_gather_single": Form(_INTO, (0, 0), _GATHER),
+    "_allgather_base": Form(_INTO, (0, 0), _GATHER),
+    "all_gather_single_coalesced": Form(_INTO, (1, 1), _GATHER),
+    "allgather_into_tensor_coalesced": Form(_INTO, (1, 1), _GATHER),
+    "reduce_scatter": Form("reduce_scatter", (1, 2), _SCATTER, _REDUCE),
+    "reduce_scatter_single": Form(_PARTS, (0, 0), _SCATTER),
+    "_reduce_scatter_base": Form(_PARTS, (0, 0), _SCATTER),
+    "reduce_scatter_single_coalesced": Form(_PARTS, (1, 1), _SCATTER),
+    "reduce_scatter_tensor_coalesced": Form(_PARTS, (1, 1), _SCATTER),
+    "alltoall": Form("all_to_all", (1, 1), c10d.AllToAllOptions),
+    "all_to_all_single": _ALL_TO_ALL,
+    "alltoall_base": _ALL_TO_ALL,
+    "send": Form("send", (1,), None, ("dstRank", "tag")),
+    "recv": Form("recv", (1,), None, ("srcRank", "tag")),
+    "recv_anysource": Form("recv", (1,), None, ("tag",)),
+    "barrier": Form("barrier", (), c10d.BarrierOptions, ("timeout",)),
+}
+"""All that takes tensors, and the barrier, by the names of every version of torch."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Routed`: collectives and messages by device: ours for tensors on the CPU, torch's own backends for others.
+
+
+class Routed(Messages):
+    """A process group whose operations go to the backend of their tensors' device.
+
+    Args:
+        inner: torch's own backends of this group.
+    """
+
+    _allreduce: Callable[..., Any]
+
+    def __init__(self, rank: int, size: int, launcher: Launcher, inner: Inner) -> None:
+        super().__init__(rank, size, launcher)
+        self.inner = inner
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
+        """Reduce one tensor in place."""
+        # What training does most, in the least time.
+        if (
+            type(opts) is AllreduceOptions
+            and type(tensors) is list
+            and self.inner.cpu_is_ours
+            and tensors[0].is_cpu
+            and not is_profiled()
+        ):
+            return Messages.allreduce(self, tensors, opts)
+        given = (tensors,) if opts is None else (tensors, opts, *rest)
+        return self._allreduce(*given, **named)
+
+    allreduce_sparse = allreduce
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        group = self.inner.of(torch.device(device_type).type)
+        if group is None:
+            self.launcher.start_coalescing()
+        else:
+            group._start_coalescing(device_type)
+
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        group = self.inner.of(torch.device(device_type).type)
+        if group is None:
+            return self.launcher.end_coalescing()
+        return group._end_coalescing(device_type)
+
+    # Functional collectives of torch 2.14 and newer call these names from C++.
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    own: Callable[..., Any] = getattr(Messages, name)
+    form = FORMS[name]
+    count = len(form.depths) + form.more + (1 if form.options else len(form.rest))
+    last = type(form.options()) if form.options else int
+    title = f"sparkhvd:{form.title}"
+    find = _device_of_barrier if name == "barrier" else _device_of_tensors
+
+    @functools.wraps(own)
+    def routed(self: Routed, *args: Any, **named: Any) -> Any:
+        if named or len(args) != count or type(args[-1]) is not last:
+            args = tuple(form.full(args, named))
+        inner = self.inner
+        device = find(inner, args)
+        group = None if device == "cpu" and inner.cpu_is_ours else inner.of(device)
+        if group is not None:
+            return getattr(group, name)(*args)
+        if not is_profiled():
+            return own(self, *args)
+        with record_function(title):
+            return own(self, *args)
+
+    return routed
+
+
+def _device_of_tensors(_: Inner, args: Sequence[Any]) -> str:
+    return device_of(args) or "cpu"
+
+
+def _device_of_barrier(inner: Inner, args: Sequence[Any]) -> str:
+    device, types = args[0].device, inner.devices()
+    if isinstance(device, torch.device) and device.type in types:
+        return device.type
+    return "cpu" if "cpu" in types else types[0]
+
+
+for _name in FORMS:
+    setattr(Routed, "_allreduce" if _name == "allreduce" else _name, _routed(_name))
+
+
+# Torch before 2.14 has no backends in Python.
+_DefaultBackend: Any = None
+if hasattr(c10d.Backend, "supports_reconfigure"):
+
+    class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
+        """Backend that torch's C++ finds in a group; collectives are the group's."""
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch's
+            return OURS
+
+
+class Group(Routed):
+    """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
+
+    Args:
+        teams: makes the engine's side of groups; shared by all groups of the default one.
+        team: the engine's side of this one.
+        name: torch's.
+        store: torch's, for this group alone.
+        timeout: of operations that have none of their own.
+        options: the user's `pg_options`, for a backend of torch's inside.
+    """
+
+    # What torch asks of a group and its backend; each version asks for some.
+    supports_abort_hooks = False
+    supports_coalescing = False
+    supports_completion_hooks = False
+    supports_reconfigure = False
+    supports_shrinking = False
+    supports_splitting = True
+    supports_time_estimate = False
+    _supports_time_estimate = False
+    supports_window = False
+    use_pg_for_symm_mem_rendezvous = False
+
+    def __init__(
+        self,
+        teams: Teams,
+        team: Team,
+        rank: int,
+        name: str,
+        store: Store,
+        timeout: timedelta,
+        options: object = None,
+    ) -> None:
+        size = len(team.ranks)
+        inner = Inner(self, Request(store, rank, size, timeout, name, options))
+        super().__init__(rank, size, Launcher(team, name, timeout), inner)
+        self._teams = teams
+        self._store = store
+        self._name = name
+        self._description = "undefined"
+        if _DefaultBackend is not None:
+            # Functions of torch's C++ that look for a default backend raise without it.
+            self._default_backend = _DefaultBackend(rank, size)
+            kind = c10d.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(torch.device("cpu"), kind, self._default_backend)
+            self._set_default_backend(kind)
+
+    # Names, which C++ asks for by the names of its own methods
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        """Return the backend's name."""
+        return self.inner.backend()
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's
+        """Return torch's name of this group, by which compiled code finds it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's
+        """Take torch's name of this group."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's
+        """Return torch's description of this group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's
+        """Take torch's description of this group."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Torch's description of this group."""
+        return self._description
+
+    # What torch asks of a group and its backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(each) for each in self.inner.devices()]
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        place = torch.device(device)
+        if place.type not in self.inner.devices():
+            raise RuntimeError(f"backend 'sparkhvd' has no collectives for tensors on {device}.")
+        group = self.inner.of(place.type)
+        return self if group is None else group._get_backend(place)
+
+    get_backend = _get_backend  # since torch 2.14
+
+    @property
+    def options(self) -> Any:
+        """Torch's options of a backend: its name and the timeout of operations."""
+        return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
+
+    def get_error(self) -> Any:
+        """Return torch's word for the state of the engine."""
+        try:
+            self.launcher.team.engine.check()
+        except CollectiveTimeoutError:
+            return c10d.ErrorType.TIMEOUT
+        except PeerLostError:
+            return c10d.ErrorType.REMOTE_ERROR
+        except CollectiveError:
+            return c10d.ErrorType.COMM_ERROR
+        return c10d.ErrorType.SUCCESS
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as torch's Gloo does: `hvd.start_timeline` times collectives."""
+
+    def register_pre_hook(self, hook_id: int, hook: object) -> None:
+        """Refuse a hook, which torch's C++ would never call."""
+        raise NotImplementedError(
+            f"backend 'sparkhvd': hook {hook_id} ({hook!r}) would never be called, because torch calls hooks of its own backends "
+            "only. Wrap the calls of torch.distributed, or look at them with torch.profiler or hvd.start_timeline()."
+        )
+
+    register_post_hook = register_pre_hook
+
+    def supports_tensor_alloc(self, _: torch.device) -> bool:
+        """Tell torch that it allocates tensors itself."""
+        return False
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; on rank 0 the error names the ranks that did not come.
+
+        The group stays usable after a failure.
+
+        Args:
+            timeout: None = the group's.
+            wait_all_ranks: name all of them, rather than the first.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not come in time.
+        """
+        if timeout is None:
+            timeout = timedelta(seconds=self.launcher.timeout_s)
+        group = self.inner.of("cpu")
+        if group is not None:
+            group.monitored_barrier(timeout, wait_all_ranks)
+            return
+        store = PrefixStore("monitored_barrier/", self._store)
+        try:
+            monitored_barrier(store, self._rank, self._size, timeout, wait_all_ranks)
+        except CollectiveTimeoutError as error:
+            raise as_torch(error) from None
+
+    def get_group_store(self) -> Store:
+        """Return this group's store."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: collectives are numbered from the start."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.launcher.scope.count
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations."""
+        self.launcher.timeout_s = timeout.total_seconds()
+        self.inner.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: timedelta,
+        pg_options: object = None,
+        group_name: str,
+        group_desc: str | None = None,
+        **_: object,
+    ) -> Group | None:
+        """Make a group of some of this group's ranks; torch (2.13 on) calls it on every rank, in the same order.
+
+        Keywords of newer versions are ignored: `backend` (2.14 on) is read from torch's configuration of the new group.
+
+        Returns:
+            The group; None on ranks that are not in it.
+        """
+        name = self._teams.name(group_name)
+        store = PrefixStore(f"{name}/", self._store)
+        team = self._teams.subset(tuple(ranks), self.rank(), name, store, timeout)
+        if team is None:
+            return None
+        rank = ranks.index(self.rank())
+        made = Group(self._teams, team, rank, name, store, timeout, pg_options)
+        made.setGroupName(group_name)
+        made._description = group_desc or made._description
+        return made
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        **_: object,
+    ) -> Group | None:
+        """Make a group with an engine of its own; `torch.distributed.split_group` (2.14 on) calls it on every rank.
+
+        Args:
+            ranks: of the new group, as ranks of this one; other groups are made at the same time.
+            timeout: of the new group; None = this one's.
+            opts: the user's `pg_options`.
+            group_name: torch's, the same on the members alone.
+            group_desc: torch's.
+
+        Returns:
+            The group; None on ranks that are not in it.
+        """
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self._name}.split"
+        timeout = timeout or timedelta(seconds=self.launcher.timeout_s)
+        store = PrefixStore(f"{name}/", self._store)
+        rank, size = ranks.index(self.rank()), len(ranks)
+        made = Group(
+            self._teams, own(store, name, rank, size, timeout), rank, name, store, timeout, opts
+        )
+        made._description = group_desc or made._description
+        return made
+
+    def abort(self) -> None:
+        """Fail every operation, here and on the other ranks; those of `hvd`, too, where the engine is shared."""
+        self.inner.each(lambda group: group.abort())
+        self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
+
+    def shutdown(self) -> None:
+        """End the group; a shared engine stays, for `hvd` and other groups."""
+        self.inner.each(lambda group: group.shutdown())
+        if self.launcher.team.is_own:
+            self.launcher.team.engine.shutdown()
+
+
+_OURS = [kind for kind in Group.__mro__ if kind.__module__.startswith("sparkhvd.")]
+leave_untraced(*_OURS, Work, Future)

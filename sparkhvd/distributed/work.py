@@ -1,0 +1,455 @@
+"""Works: operations in flight, as torch.distributed and its C++ see them.
+
+A caller that waits drives the engine itself. A future is completed by whoever finds the work finished first: a waiter, the
+end of the backward pass in which it was asked for, or the thread of `_Completer`.
+
+Where the ranks compute on all cores of one host, what is launched in a backward pass starts when the pass ends (`Passes`): until
+then the engine's thread would take the cores from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from sparkhvd import errors
+from sparkhvd.engine.work import Work as Operation
+from sparkhvd.torch.gradients.reducer import after_backward, in_backward
+
+# ----------------------------------------------------------------------------------------------------
+# Futures whose callbacks may launch collectives: those match across ranks, whenever and wherever the callbacks run.
+
+
+class Scope:
+    """Names in the order of a program: of a group's collectives, or of those that one callback launches.
+
+    Callbacks run when a rank happens to find a work finished, so a group's own order would differ between ranks.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._callbacks = 0
+        self.count = 0
+
+    def name(self) -> str:
+        """Return the next name."""
+        name = f"{self._prefix}.{self.count}"
+        self.count += 1
+        return name
+
+    def child(self) -> Scope:
+        """Return the scope of the next callback, counted apart: a callback may launch before or after another is added."""
+        self._callbacks += 1
+        return Scope(f"{self._prefix}.then{self._callbacks}")
+
+
+class _Current(threading.local):
+    scope: Scope | None = None
+
+
+_current = _Current()
+
+
+def current_scope() -> Scope | None:
+    """Return the scope of the callback that this thread runs."""
+    return _current.scope
+
+
+@contextmanager
+def _entered(scope: Scope) -> Iterator[None]:
+    before, _current.scope = _current.scope, scope
+    try:
+        yield
+    finally:
+        _current.scope = before
+
+
+class Future(torch.futures.Future[Any]):
+    """Future of a work or of a callback; who waits for it from Python waits for the work.
+
+    Args:
+        settle: waits for the work, and runs callbacks.
+        scope: names what they launch.
+    """
+
+    def __init__(self, settle: Callable[[], object], scope: Scope) -> None:
+        super().__init__()
+        self._settle = settle
+        self._scope = scope
+        self._error: Exception | None = None
+        self._children: list[Future] = []
+
+    def finish(self, value: object, error: BaseException | None) -> None:
+        """Complete the future; its callbacks run in this thread."""
+        if error is None:
+            self.set_result(value)
+        else:
+            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self.set_exception(self._error)
+
+    def check(self) -> None:
+        """Raise the error of this future, or of one that a callback of it completes: torch's C++ cannot read it."""
+        if self._error is not None:
+            raise self._error
+        for child in self._children:
+            child.check()
+
+    def wait(self) -> Any:
+        """Return the result, and drive the engine until it is there."""
+        if not self.done():
+            self._settle()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Future:
+        """Return the future of what the callback returns, which gets this one when it is complete."""
+        child = Future(self._settle, self._scope.child())
+        self._children.append(child)
+
+        def run(_: object) -> None:
+            try:
+                with _entered(child._scope):
+                    value = callback(self)
+            except Exception as error:  # noqa: BLE001 - becomes the future's
+                child.finish(None, error)
+            else:
+                child.finish(value, None)
+
+        super().add_done_callback(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> None:
+        """Call a function when the future is complete."""
+        self.then(callback)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Errors of the engine as torch.distributed's: each is both.
+
+
+class CollectiveError(errors.CollectiveError, DistBackendError):
+    """`sparkhvd.CollectiveError` that is also torch's `DistBackendError`."""
+
+
+class CollectiveTimeoutError(errors.CollectiveTimeoutError, DistBackendError):
+    """`sparkhvd.CollectiveTimeoutError` that is also torch's `DistBackendError`."""
+
+
+class PeerLostError(errors.PeerLostError, DistBackendError):
+    """`sparkhvd.PeerLostError` that is also torch's `DistBackendError`."""
+
+
+_TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
+    errors.CollectiveError: CollectiveError,
+    errors.CollectiveTimeoutError: CollectiveTimeoutError,
+    errors.PeerLostError: PeerLostError,
+}
+
+
+# What the engine's advice says of names and settings that callers of torch.distributed do not have.
+_WORDS = {
+    ", or use different names": "",
+    ", or give the two tensors different names": "",
+    "raise stall_shutdown_s": "raise the timeout of the group",
+    "or raise the timeout.": "or raise the timeout of the group.",
+    "that wait() was given. It goes on; wait again, or shut the engine down.": "timeout of wait(). The operation continues: wait again, "
+    "or destroy the group.",
+    "Call shutdown() on a rank only": "Destroy a group on a rank only",
+}
+
+# The engine's tags have 63 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
+TAG_BITS, NUMBER_BITS = 32, 16
+
+
+def as_torch(error: BaseException) -> BaseException:
+    """Return the error of this module for one of the engine's, in torch's words; others as they are."""
+    if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
+        return error
+    text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
+    for engines, torchs in _WORDS.items():
+        text = text.replace(engines, torchs)
+    ours = _TORCH.get(type(error), type(error))(text)
+    if isinstance(error, errors.CollectiveError) and isinstance(ours, errors.CollectiveError):
+        ours.lost = error.lost
+    return ours
+
+
+_UNLIMITED = timedelta(0)
+
+# Between two looks at the works of futures: the engine's own thread finishes them within 1 ms of being ready.
+_FIRST_LOOK_S = 0.0005
+_LAST_LOOK_S = 0.004
+# The same of works for which the end of a backward pass waits: a pass that ends in an exception, or whose own
+# callbacks wait in C++ for a work of another pass, shall not wait for ever.
+_LOOK_AFTER_PASS_S = 0.25
+# How long the thread stays without works: one step of training does not start it anew for the next.
+_IDLE_S = 1.0
+
+
+class _End:
+    """Callback at the end of a backward pass. Autograd alone holds it, so it is gone when the pass ends in an exception."""
+
+    def __init__(self, passes: Passes, work: Work) -> None:
+        self._passes = passes
+        self.work = work
+
+    def __call__(self) -> None:
+        self._passes.finish()
+
+
+class Passes:
+    """Works of one group that are launched, or waited for, at the end of the running backward pass."""
+
+    def __init__(self) -> None:
+        self._ends: list[weakref.ref[_End]] = []
+
+    def add(self, work: Work) -> bool:
+        """Have the end of the backward pass launch a work, and wait for it if its future was asked for.
+
+        An error then is backward()'s, with its own type: torch's C++, where DDP waits for the future, would lose that. DDP's
+        own callback comes behind, and may wait for works of passes around this one, so its end is that of all works.
+
+        Returns:
+            False outside of a pass.
+        """
+        # Behind callbacks at the end nothing may be put off: DDP waits in them for what they launch.
+        if not in_backward():
+            return False
+        end = _End(self, work)
+        try:
+            after_backward(end)
+        except RuntimeError:  # in a node, but not in a pass that has an end
+            return False
+        self._ends.append(weakref.ref(end))
+        return True
+
+    def finish(self) -> None:
+        """Launch all works, and wait for those whose future was asked for."""
+        ends, self._ends = self._ends, []
+        works = [end.work for reference in ends if (end := reference()) is not None]
+        for work in works:
+            work.launch()
+        for work in works:
+            work.finish_backward()
+
+
+class Work(dist.Work):
+    """Operations of the engine that torch sees as one.
+
+    Args:
+        operations: none for a work that has finished.
+        outputs: the value of the future and of `result()`.
+        finish: called once, when all have finished, before anyone is told: moves results to where torch wants them.
+        scope: names what callbacks of the future launch.
+        passes: of the group, for works whose future DDP may wait for.
+        launch: starts the operations, for a work that is launched later.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        outputs: Sequence[Tensor] = (),
+        finish: Callable[[], object] | None = None,
+        scope: Scope | None = None,
+        passes: Passes | None = None,
+        launch: Callable[[], Sequence[Operation]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.operations = operations
+        self._passes = passes
+        self._launch = launch
+        # A work that could not be put off is launched at once.
+        self._in_pass = launch is not None and passes is not None and passes.add(self)
+        self._outputs = list(outputs)
+        self._finish = finish
+        self._scope = scope or Scope("")
+        self._lock = threading.RLock()
+        self._is_settled = not operations and finish is None and launch is None
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+        self.source: int | None = None
+        if not self._in_pass:
+            self.launch()
+
+    def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
+        """Wait until the results are there; raises what went wrong.
+
+        Args:
+            timeout: longest wait here, and the work goes on; 0 = until it ends, at the latest after the group's timeout.
+        """
+        if not self._is_settled:
+            seconds = timeout.total_seconds()
+            self.settle(seconds if seconds > 0 else None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def launch(self) -> None:
+        """Start the operations of a work that is launched later, unless that was done."""
+        with self._lock:
+            launch, self._launch = self._launch, None
+            if launch is None:
+                return
+            try:
+                self.operations = launch()
+            except Exception as e:  # noqa: BLE001 - kept, and raised by every wait
+                error = e
+            else:
+                return
+        self._end(error)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for the end, good or bad; raises only if the time is over."""
+        self.launch()
+        error: BaseException | None = None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for operation in self.operations:
+            try:
+                operation.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Exception as e:  # noqa: BLE001 - kept, and raised by every wait
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise as_torch(e) from None
+                error = error or e
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._is_settled:
+                return
+            if error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as e:  # noqa: BLE001 - kept, and raised by every wait
+                    error = e
+            self._finish = None
+            self._error = None if error is None else as_torch(error)
+            self._is_settled = True
+            future = self._future
+        if future is not None:
+            _completer.forget(self)
+            future.finish(self._outputs, self._error)
+
+    def is_completed(self) -> bool:
+        """Check whether it has ended, good or bad; never blocks."""
+        if self._is_settled:
+            return True
+        self.launch()
+        with contextlib.suppress(Exception):  # an error is an end
+            if not all([operation.done() for operation in self.operations]):
+                return False
+        self.settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Check whether it has ended well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong; None while it runs or when it has ended well."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors of the result, once it has ended."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Wait until the results are there; raises what went wrong."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank from which a receive got its tensor."""
+        if self.source is None:
+            raise RuntimeError(
+                "source_rank(): only a receive that has ended has one. Wait for it first."
+            )
+        return self.source
+
+    _source_rank = source_rank
+
+    def finish_backward(self) -> None:
+        """Wait at the end of the backward pass for the future, if somebody has it; raises also what its callbacks have raised."""
+        if self._future is not None:
+            self.wait()
+            self._future.check()
+
+    def get_future(self) -> Future:
+        """Return the future of the results."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future(self.settle, self._scope)
+                if self._is_settled:
+                    self._future.finish(self._outputs, self._error)
+                else:
+                    if not self._in_pass and self._passes is not None:
+                        self._in_pass = self._passes.add(self)
+                    _completer.add(self, _LOOK_AFTER_PASS_S if self._in_pass else 0.0)
+            return self._future
+
+
+FINISHED = Work(())
+"""The work of a caller who has waited already."""
+
+
+class _Completer:
+    """Thread that completes futures nobody waits for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._works: list[tuple[float, Work]] = []  # with the time of the first look
+        self._thread: threading.Thread | None = None
+        self._next_look = math.inf
+
+    def add(self, work: Work, patience_s: float) -> None:
+        """Complete the work's future when it ends; first look at it after `patience_s`."""
+        first_look = time.monotonic() + patience_s
+        with self._changed:
+            self._works.append((first_look, work))
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._run, name="sparkhvd-futures", daemon=True
+                )
+                self._thread.start()
+            elif first_look < self._next_look:
+                self._changed.notify()
+
+    def forget(self, work: Work) -> None:
+        """Let go of a work that has ended."""
+        with self._changed:
+            self._works = [each for each in self._works if each[1] is not work]
+
+    def _run(self) -> None:
+        pause = _FIRST_LOOK_S
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                works = [work for first_look, work in self._works if first_look <= now]
+            # Those that have ended are forgotten.
+            if any([work.is_completed() for work in works]):
+                pause = _FIRST_LOOK_S
+                continue
+            with self._changed:
+                now = time.monotonic()
+                pause = min(2 * pause, _LAST_LOOK_S)
+                times = [max(first_look, now + pause) for first_look, _ in self._works]
+                self._next_look = min(times, default=now + _IDLE_S)
+                if self._changed.wait(self._next_look - now):
+                    pause = _FIRST_LOOK_S
+                elif not self._works:
+                    self._thread = None
+                    return
+                self._next_look = -math.inf
+
+
+_completer = _Completer()

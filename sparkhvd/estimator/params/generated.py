@@ -1,0 +1,277 @@
+"""Types of keyword arguments, for type checkers. Written by `python -m tools.keywords` from the table of Params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pyspark.sql import DataFrame
+from torch import nn
+from torch.optim import Optimizer
+
+from sparkhvd.data.store.store import Store
+from sparkhvd.observe.loggers.base import Logger
+from sparkhvd.settings import Settings
+from sparkhvd.training.user_code.callbacks import Callback
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from sparkhvd.data.store.store import Store
+    from sparkhvd.observe.loggers.base import Logger
+    from sparkhvd.settings import Settings
+    from sparkhvd.training.user_code.callbacks import Callback
+
+
+class ModelKeywords(TypedDict, total=False):
+    """Keyword arguments of `PredictParams`, by group."""
+
+    # model
+    output_fn: Callable[..., Any] | None
+    precision: str | None
+
+    # data
+    feature_cols: str | Sequence[str] | None
+    label_cols: str | Sequence[str] | None
+    input_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+    inputs: Mapping[str, str | Sequence[str]] | None
+    feature_dtypes: Sequence[Any] | Mapping[str, Any] | None
+    decoders: Mapping[str, Any] | None
+    collate_fn: Mapping[str, Any] | None
+    sparse_cols: str | Sequence[str] | None
+    handle_invalid: str | Mapping[str, str | float] | None
+    outputCols: str | Sequence[str] | None
+    predictionCol: str | None
+    probabilityCol: str | None
+    rawPredictionCol: str | None
+    thresholds: Sequence[float] | None
+    store: Store | str | PathLike[str] | None
+
+    # cluster
+    use_gpu: bool | None
+
+    # other names
+    featuresCol: str | Sequence[str] | None
+    feature_columns: str | Sequence[str] | None
+    labelCol: str | Sequence[str] | None
+    label_columns: str | Sequence[str] | None
+
+
+class EstimatorKeywords(TypedDict, total=False):
+    """Keyword arguments of `TrainParams`, by group."""
+
+    # model
+    output_fn: Callable[..., Any] | None
+    precision: str | None
+    model: nn.Module | Callable[..., nn.Module] | None
+    optimizer: Optimizer | Callable[..., Any] | str | None
+    loss: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None
+    loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    learning_rate: float | None
+    weight_decay: float | None
+    lr_scaling: str | None
+    gradient_compression: Any | None
+    loss_weights: Sequence[float] | None
+    metrics: Any | None
+    pairs_rows: bool | None
+    compile: bool | None
+    train_step: Callable[..., Any] | None
+    validation_step: Callable[..., Any] | None
+    train_fn: Callable[..., Any] | None
+    callbacks: Sequence[Callback] | None
+
+    # data
+    feature_cols: str | Sequence[str] | None
+    label_cols: str | Sequence[str] | None
+    input_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+    inputs: Mapping[str, str | Sequence[str]] | None
+    feature_dtypes: Sequence[Any] | Mapping[str, Any] | None
+    decoders: Mapping[str, Any] | None
+    collate_fn: Mapping[str, Any] | None
+    sparse_cols: str | Sequence[str] | None
+    handle_invalid: str | Mapping[str, str | float] | None
+    outputCols: str | Sequence[str] | None
+    predictionCol: str | None
+    probabilityCol: str | None
+    rawPredictionCol: str | None
+    thresholds: Sequence[float] | None
+    store: Store | str | PathLike[str] | None
+    sample_weight_col: str | None
+    group_col: str | None
+    label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+    label_dtypes: Sequence[Any] | Mapping[str, Any] | None
+    validation: float | str | DataFrame | None
+    reader: str | None
+    num_workers: int | None
+    val_reader_num_workers: int | None
+    shuffle: bool | None
+    shuffle_bytes: int | None
+    drop_last: bool | None
+    transformation_fn: Callable[..., Any] | None
+    batch_transform_fn: Callable[..., Any] | None
+    data_key: str | None
+    keep_data: bool | None
+    num_partitions: int | None
+
+    # training
+    batch_size: int | None
+    val_batch_size: int | None
+    epochs: int | None
+    random_seed: int | None
+    gradient_clip_norm: float | None
+    gradient_clip_value: float | None
+    accumulate: int | None
+    lr_scheduler: Callable[..., Any] | None
+    lr_scheduler_interval: str | None
+    train_steps_per_epoch: int | None
+    validation_steps_per_epoch: int | None
+    monitor: str | None
+    monitor_mode: str | None
+    return_model: str | None
+    early_stopping: Mapping[str, Any] | None
+    terminate_on_nan: bool | None
+    run_id: str | None
+    warm_start: bool | None
+    checkpoint_interval_s: float | None
+    keep_checkpoints: int | None
+
+    # cluster
+    use_gpu: bool | None
+    num_proc: int | tuple[int, int] | None
+    elastic_batch: str | None
+    verbose: int | None
+    progress: Callable[..., Any] | None
+    loggers: Logger | Sequence[Logger] | None
+    timeline: bool | int | None
+    settings: Settings | None
+    max_retries: int | None
+    start_timeout: float | None
+
+    # other names
+    restore_best: bool | None
+    inmemory_cache_all: bool | None
+    featuresCol: str | Sequence[str] | None
+    feature_columns: str | Sequence[str] | None
+    labelCol: str | Sequence[str] | None
+    label_columns: str | Sequence[str] | None
+    stepSize: float | None
+    weightCol: str | None
+    validationIndicatorCol: float | str | DataFrame | None
+    train_reader_num_workers: int | None
+    maxIter: int | None
+    seed: int | None
+    backward_passes_per_step: int | None
+    numTrainWorkers: int | tuple[int, int] | None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Values of the Params of one fit or transform. Written by `python -m tools.keywords` from the table of Params.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Values of `PredictParams`, by group; None where there is none."""
+
+    explicit: frozenset[str] = frozenset()  # names of those that were set
+
+    # model
+    output_fn: Callable[..., Any] | None = None
+    precision: str = "32"
+
+    # data
+    feature_cols: list[str] | None = None
+    label_cols: list[str] | None = None
+    input_shapes: list[list[int]] | dict[str, list[int]] | None = None
+    inputs: dict[str, str | list[str]] | None = None
+    feature_dtypes: list[str | None] | dict[str, str | None] | None = None
+    decoders: dict[str, Any] | None = None
+    collate_fn: dict[str, Any] | None = None
+    sparse_cols: list[str] | None = None
+    handle_invalid: str | Mapping[str, str | float] = "error"
+    outputCols: list[str] | None = None
+    predictionCol: str = "prediction"
+    probabilityCol: str = "probability"
+    rawPredictionCol: str = "rawPrediction"
+    thresholds: list[float] | None = None
+    store: Store | str | PathLike[str] | None = None
+
+    # cluster
+    use_gpu: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(PredictOptions):
+    """Values of `TrainParams`, by group; None where there is none."""
+
+    # model
+    model: nn.Module | Callable[..., nn.Module] | None = None
+    optimizer: Optimizer | Callable[..., Any] | None = None
+    loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_scaling: str | None = None
+    gradient_compression: Any | None = None
+    loss_weights: list[float] | None = None
+    metrics: Any = field(default_factory=list)
+    pairs_rows: bool = True
+    compile: bool = False
+    train_step: Callable[..., Any] | None = None
+    validation_step: Callable[..., Any] | None = None
+    train_fn: Callable[..., Any] | None = None
+    callbacks: Sequence[Callback] | None = None
+
+    # data
+    sample_weight_col: str | None = None
+    group_col: str | None = None
+    label_shapes: list[list[int]] | dict[str, list[int]] | None = None
+    label_dtypes: list[str | None] | dict[str, str | None] | None = None
+    validation: float | str | DataFrame | None = None
+    reader: str = "pyarrow"
+    num_workers: int = 1
+    val_reader_num_workers: int | None = None
+    shuffle: bool = True
+    shuffle_bytes: int = 1073741824
+    drop_last: bool = False
+    transformation_fn: Callable[..., Any] | None = None
+    batch_transform_fn: Callable[..., Any] | None = None
+    data_key: str | None = None
+    keep_data: bool = False
+    num_partitions: int | None = None
+
+    # training
+    batch_size: int = 32
+    val_batch_size: int | None = None
+    epochs: int = 1
+    random_seed: int | None = None
+    gradient_clip_norm: float | None = None
+    gradient_clip_value: float | None = None
+    accumulate: int = 1
+    lr_scheduler: Callable[..., Any] | None = None
+    lr_scheduler_interval: str = "epoch"
+    train_steps_per_epoch: int | None = None
+    validation_steps_per_epoch: int | None = None
+    monitor: str | None = None
+    monitor_mode: str = "min"
+    return_model: str | None = None
+    early_stopping: dict[str, Any] | None = None
+    terminate_on_nan: bool = False
+    run_id: str | None = None
+    warm_start: bool = False
+    checkpoint_interval_s: float = 300.0
+    keep_checkpoints: int | None = None
+
+    # cluster
+    num_proc: int | tuple[int, int] | None = None
+    elastic_batch: str | None = None
+    verbose: int = 1
+    progress: Callable[..., Any] | None = None
+    loggers: list[Logger] | None = None
+    timeline: int = 0
+    settings: Settings | None = None
+    max_retries: int = 2
+    start_timeout: float | None = None

@@ -1,0 +1,276 @@
+"""Bases of `TorchClassifier`, `TorchRegressor` and their models: one label, one output whose meaning the class tells, Spark ML's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pyspark.ml.classification import ProbabilisticClassificationModel, ProbabilisticClassifier
+from pyspark.ml.linalg import DenseVector, Vectors
+from pyspark.ml.param.shared import HasWeightCol
+from pyspark.ml.regression import RegressionModel, Regressor
+
+from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.labels import is_of_row
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.estimator import TorchEstimator
+from sparkhvd.estimator.evaluation import ClassificationSummary, RegressionSummary
+from sparkhvd.estimator.fitting.inputs import FitData
+from sparkhvd.estimator.fitting.recorder import Recorder
+from sparkhvd.estimator.fitting.request import Request
+from sparkhvd.estimator.model import TorchModel
+from sparkhvd.estimator.params.generated import FitOptions, PredictOptions
+from sparkhvd.estimator.transform.single import Row, bind_row, num_features, predict_one
+from sparkhvd.estimator.transform.worker import Output
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+class TorchPredictionModel(TorchModel):
+    """Trained model with one output, whose meaning the class tells; it predicts single rows on the driver, too."""
+
+    _other_defaults: ClassVar[Mapping[str, object]] = {"outputCols": [""]}
+
+    @classmethod
+    def _known_link(cls, link: str, *, has_function: bool) -> str:
+        """Return the link of the model's output, from that of the loss.
+
+        Raises:
+            InvalidArgumentError: the loss does not tell it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def _width_problem(cls, link: str, width: int) -> str:
+        """Say why an output with so many elements per row is none of this class, or ""."""
+        raise NotImplementedError
+
+    def _check_outputs(self, fitted: Fitted) -> None:
+        super()._check_outputs(fitted)
+        problem = (
+            self._width_problem(fitted.links[0], fitted.widths[0])
+            if len(fitted.widths) == 1
+            else f"the model has {len(fitted.widths)} outputs, and it must have one. TorchModel has several."
+        )
+        if problem:
+            raise InvalidArgumentError(f"{type(self).__name__}: {problem}")
+
+    def _name_no_outputs(self) -> None:
+        """Keep the names: the class tells the meaning of the output, with any loss and step."""
+
+    @property
+    def numFeatures(self) -> int:  # noqa: N802 - Spark's name
+        """Numbers of a row that the model reads; -1 if not all are numbers."""
+        return num_features(self._require_fitted())
+
+    def predict(self, value: Row) -> float:
+        """Predict one row on the driver, as `transform` does.
+
+        Args:
+            value: the row's numbers; those of several feature columns one after the other, as a VectorAssembler puts them.
+
+        Raises:
+            InvalidArgumentError: they are not those that the model reads, or it reads other things than numbers.
+        """
+        return float(self._compute("prediction", value)[0])
+
+    def _named(self, param: str) -> str:
+        """Return the column that a Param names."""
+        name: str = self._get(param)
+        if not name:
+            raise InvalidArgumentError(
+                f"evaluate needs a column that {param}='' leaves out. Give it a name."
+            )
+        return name
+
+    def _compute(self, kind: str, value: Row) -> npt.NDArray[np.float64]:
+        """Compute the value of an output column of a kind for one row."""
+        options = self._read_options(PredictOptions)
+        fitted, options = bind_row(self._require_fitted(), options, value)
+        self._check_outputs(fitted)
+        return predict_one(fitted, options, Output(kind, kind, 0, is_vector=True), value)
+
+
+class TorchPredictor(TorchEstimator, HasWeightCol):
+    """Estimator with Spark ML's names, whose loss has a default."""
+
+    _model_class: type[TorchPredictionModel]
+
+    def _options(self) -> FitOptions:
+        options = super()._options()
+        if len(options.label_cols or ()) > 1:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: labelCol has {len(options.label_cols or ())} columns, and it must have one. "
+                "TorchEstimator trains models with several outputs."
+            )
+        has_own = options.loss_constructors is not None and "loss" not in options.explicit
+        return replace(options, loss=None) if has_own else options
+
+    def _train(
+        self, request: Request, recorder: Recorder, followers: Followers
+    ) -> tuple[TorchModel, int]:
+        self._link(request)
+        return super()._train(request, recorder, followers)
+
+    def _link(self, request: Request) -> str:
+        """Return the link of the model's output; raises where the loss does not tell it."""
+        has_function = request.options.output_fn is not None
+        return self._model_class._known_link(request.links[0], has_function=has_function)
+
+    def _check_label(self, schema: DataSchema) -> None:
+        """Check the label, now that its shape is known."""
+
+    def _untrained(
+        self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
+    ) -> TorchModel:
+        self._check_label(spec.transformed or data.schema)
+        model = super()._untrained(request, spec, data, widths)
+        fitted = replace(model._require_fitted(), links=(self._link(request),))
+        if fitted.widths:
+            model._check_outputs(fitted)
+        model._fitted = fitted
+        # The default names none that follow from `inputs`.
+        return model._set(feature_cols=request.options.feature_cols)  # type: ignore[no-any-return]
+
+
+# ----------------------------------------------------------------------------------------------------
+# `TorchClassifier` and its model, which are Spark ML's `ProbabilisticClassifier` and `ProbabilisticClassificationModel`.
+
+
+class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassificationModel):  # type: ignore[misc]  # Spark's Params are rows of our table
+    """Trained classifier. `transform` adds `rawPrediction`, `probability` and `prediction`; classes are 0, 1, ..."""
+
+    _as_if_set = frozenset({"rawPredictionCol", "probabilityCol", "predictionCol"})
+
+    @classmethod
+    def _known_link(cls, link: str, *, has_function: bool) -> str:
+        if link in (heads.SOFTMAX, heads.SIGMOID):
+            return link
+        if has_function:
+            return heads.SOFTMAX
+        raise InvalidArgumentError(
+            "TorchClassifier: the loss does not tell how probabilities follow from outputs. Give 'cross_entropy' (the default), "
+            "'nll' or 'binary_cross_entropy_with_logits', or set output_fn to a function from an output to (rows, classes) "
+            "probabilities."
+        )
+
+    @classmethod
+    def _width_problem(cls, link: str, width: int) -> str:
+        if "probability" in heads.known_kinds(link, width):
+            return ""
+        if link not in (heads.SOFTMAX, heads.SIGMOID):
+            return (
+                "nothing tells how probabilities follow from outputs. Give the loss of the training, or link='softmax' or "
+                "'sigmoid', to TorchClassificationModel.from_module."
+            )
+        if link == heads.SIGMOID:
+            return (
+                f"the model's output has {width} elements per row, which BCE-with-logits takes for {width} labels. Let it have "
+                "one for two classes, or give loss='cross_entropy'; TorchEstimator trains several labels."
+            )
+        return (
+            f"the model's output has {width} elements per row. Let it have one score per class; two classes may have one logit, "
+            "with loss='binary_cross_entropy_with_logits'."
+        )
+
+    @property
+    def numClasses(self) -> int:  # noqa: N802 - Spark's names, here and below
+        """Number of classes."""
+        fitted = self._require_fitted()
+        self._check_outputs(fitted)
+        return heads.num_classes(fitted.links[0], fitted.widths[0])
+
+    def predictRaw(self, value: Row) -> DenseVector:  # noqa: N802
+        """Compute one row's raw prediction on the driver; arguments and errors as of `predict`."""
+        return Vectors.dense(self._compute("raw", value).tolist())
+
+    def predictProbability(self, value: Row) -> DenseVector:  # noqa: N802
+        """Compute one row's probabilities on the driver; arguments and errors as of `predict`."""
+        return Vectors.dense(self._compute("probability", value).tolist())
+
+    def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
+        """Compare the predictions for rows with their labels; nothing is computed before a measure is asked for."""
+        predictions, raw = self.transform(dataset), self._named("rawPredictionCol")
+        return ClassificationSummary(
+            predictions=predictions,
+            labelCol=self.getLabelColumns()[0],
+            predictionCol=self._named("predictionCol"),
+            rawPredictionCol=raw,
+            # Of a module that no fit has trained only `transform` knows it.
+            numClasses=predictions.schema[raw].metadata["ml_attr"]["num_attrs"],
+        )
+
+
+class TorchClassifier(TorchPredictor, ProbabilisticClassifier):  # type: ignore[misc]  # Spark's Params are rows of our table
+    """Classifier: a `TorchEstimator` with one label, whose columns, loss and model are Spark ML's.
+
+        classifier = TorchClassifier(model=net, optimizer="adam", epochs=10)  # of "features" and "label"
+        model = classifier.fit(df)  # TorchClassificationModel
+        model.evaluate(test).accuracy
+
+    The model gives one score per class, or, with `loss="binary_cross_entropy_with_logits"`, one logit for two classes. Labels
+    are whole numbers from 0. A loss of your own needs `output_fn`, which makes probabilities of outputs.
+    """
+
+    _model_class = TorchClassificationModel
+    _other_defaults: ClassVar[Mapping[str, object]] = {"loss": "cross_entropy", "outputCols": [""]}
+
+    def _check_label(self, schema: DataSchema) -> None:
+        (label,) = schema.labels
+        if not is_of_row(label):
+            raise InvalidArgumentError(
+                f"TorchClassifier: label {label.name!r} has {label.row_shape or 'any'} classes per row, and it must have one. "
+                "TorchEstimator trains models that classify several places of a row."
+            )
+
+
+# ----------------------------------------------------------------------------------------------------
+# `TorchRegressor` and its model, which are Spark ML's `Regressor` and `RegressionModel`.
+
+
+class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type: ignore[misc]  # Spark's Params are rows of our table
+    """Trained regressor. `transform` adds `prediction`: the model's output, or what `output_fn` makes of it."""
+
+    _as_if_set = frozenset({"predictionCol"})
+
+    @classmethod
+    def _known_link(cls, link: str, *, has_function: bool) -> str:
+        del link, has_function
+        return heads.VALUE
+
+    @classmethod
+    def _width_problem(cls, link: str, width: int) -> str:
+        if width == 1:
+            return ""
+        return f"the model's output has {width} elements per row, and it must have one. TorchEstimator trains models of vectors."
+
+    def evaluate(self, dataset: DataFrame) -> RegressionSummary:
+        """Compare the predictions for rows with their labels; nothing is computed before a measure is asked for."""
+        return RegressionSummary(
+            predictions=self.transform(dataset),
+            labelCol=self.getLabelColumns()[0],
+            predictionCol=self._named("predictionCol"),
+        )
+
+
+class TorchRegressor(TorchPredictor, Regressor[TorchRegressionModel]):  # type: ignore[misc]  # Spark's Params are rows of our table
+    """Regressor: a `TorchEstimator` with one label, whose columns, loss and model are Spark ML's.
+
+        regressor = TorchRegressor(model=net, optimizer="adam", epochs=10)  # of "features" and "label"
+        model = regressor.fit(df)  # TorchRegressionModel
+        model.evaluate(test).rootMeanSquaredError
+
+    The model gives one number per row. With a loss on another scale than the label's (logarithms), `output_fn` brings outputs
+    back to it.
+    """
+
+    _model_class = TorchRegressionModel
+    _other_defaults: ClassVar[Mapping[str, object]] = {"loss": "mse", "outputCols": [""]}

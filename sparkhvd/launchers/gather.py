@@ -1,0 +1,449 @@
+"""Texts of all ranks, gathered at rank 0: the directory of a job.
+
+Rank 0 listens for the others at a `MeetingPoint`: an abstract Unix socket where they share a host, a TCP port else. Each gives its
+text over an authenticated connection and gets those of all. Used where a launcher tells ranks their numbers and nothing
+more, and in place of Spark's `allGather`, which takes a second, with a `local` master.
+
+**Trust**: connections authenticate each other as ranks do (`rendezvous`). On a Unix socket, whose point has no secret key, the kernel
+says whose they are, and other users' are refused. Texts are neither encrypted nor authenticated one by one.
+
+**Failure**: a rank that ends while others wait for it is an error on those that had met it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import selectors
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.interfaces import is_loopback
+from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.rendezvous.event_loop import (
+    UNAUTHENTICATED_S,
+    Address,
+    Loop,
+    Task,
+    Wait,
+    is_same_user,
+    open_connection,
+    read,
+    send,
+    sleep,
+)
+from sparkhvd.rendezvous.handshake import KEY_BYTES, Turn, introduce
+from sparkhvd.rendezvous.listener import Reception
+from sparkhvd.settings import Settings
+
+_FIRST = Turn(0, 0)
+_LENGTH = struct.Struct("!I")
+_MOST_BYTES = 64 << 20
+_LONGEST_S = 24.0 * 86400  # that a selector waits, in whole days
+# Between two rounds of attempts to reach rank 0.
+_PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
+# How long rank 0 is looked for where everything that answers has another key.
+_REFUSED_S = 10.0
+# When a rank that waits first says so, and how often then.
+_SAY_AFTER_S, _SAY_AGAIN_S = 8.0, 60.0
+_ADVICE = "Look for why in Spark's log."
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Place at which rank 0 waits for the others.
+
+    Attributes:
+        name: tells this gathering from others; of the abstract Unix socket where there is no port.
+        key: 32 bytes by which the ranks know each other.
+        host: of rank 0, as the others reach it; "" for the Unix socket.
+        ports: rank 0 takes the first that is free.
+    """
+
+    name: str
+    key: bytes = field(repr=False)
+    host: str = ""
+    ports: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.ports:
+            return "a Unix socket of this host"
+        last = f"-{self.ports[-1]}" if len(self.ports) > 1 else ""
+        return f"{self.host}, port {self.ports[0]}{last}"
+
+    def job(self, rank: int, size: int) -> Job:
+        """Return the ranks as the handshake knows them."""
+        return Job(self.key, self.name, 0, rank, size, (Endpoint("", 0, "", ""),) * size)
+
+    def addresses(self) -> list[tuple[int, Address]]:
+        """Return families and addresses at which rank 0 may listen.
+
+        Raises:
+            OSError: the host has no address (yet).
+        """
+        if not self.ports:
+            return [(socket.AF_UNIX, b"\0" + self.name.encode())]
+        found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        places = dict.fromkeys((family, address) for family, _, _, _, address in found)
+        return [(f, (a[0], port, *a[2:])) for port in self.ports for f, a in places]
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """Return rank 0's listening socket, and what is wrong with the host's name; "" for nothing.
+
+        Raises:
+            OSError: every port is taken.
+        """
+        if not self.ports:
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(b"\0" + self.name.encode())
+            listening.listen(socket.SOMAXCONN)
+            return listening, ""
+        places: list[tuple[int, Address]] = []
+        problem = ""
+        try:
+            places = [place for place in self.addresses() if not is_loopback(str(place[1][0]))]
+        except OSError as error:
+            problem = f"{self.host} has no address: {error}"
+        for family, address in places:
+            with contextlib.suppress(OSError):
+                return _serve(family, address), problem
+        # The host's own name may stand for its loopback there, and an address for one that forwards to it.
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        for port in self.ports:
+            with contextlib.suppress(OSError):
+                return _serve(family, ("", port)), problem
+        raise OSError(errno.EADDRINUSE, f"every port of {self} is taken")
+
+
+def _serve(family: int, address: Address) -> socket.socket:
+    is_any = address[0] == ""
+    return socket.create_server(
+        address,
+        family=family,
+        backlog=socket.SOMAXCONN,
+        dualstack_ipv6=is_any and family == socket.AF_INET6,
+    )
+
+
+def on_this_host(name: str) -> MeetingPoint:
+    """Return an abstract Unix socket; its handshake tells jobs apart, and the kernel users."""
+    return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
+
+
+def name_of(key: str, job_id: str, attempt: int) -> str:
+    """Return the name of the socket, which only processes with the attempt's key know in advance."""
+    text = f"sparkhvd tasks {job_id} {attempt}".encode()
+    return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
+
+
+def gather(
+    point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
+) -> list[str]:
+    """Return the texts of all ranks, by rank. All of them must call it.
+
+    Args:
+        point: where rank 0 waits; the same on every rank.
+        rank: this one.
+        size: number of ranks.
+        text: this rank's.
+        timeout_s: longest wait.
+        advice: what to do if a rank does not come.
+
+    Raises:
+        PreflightError: a rank did not come in time, or has ended.
+        OSError: rank 0 cannot listen.
+    """
+    kind = _Lead if rank == 0 else _Joining
+    with contextlib.closing(kind(point, rank, size, text, timeout_s)) as gathering:
+        try:
+            return gathering.run()
+        except TimeoutError as e:
+            raise PreflightError(
+                f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other ranks at {point}: "
+                f"{gathering.missing()}. {advice}"
+            ) from e
+        except ConnectionError as e:
+            raise PreflightError(f"Rank {rank} cannot start: {e}. {advice}") from e
+
+
+class _Gathering:
+    """One rank's part: an event loop with a deadline."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        self.point = point
+        self.job = point.job(rank, size)
+        self.text = text
+        self.deadline = time.monotonic() + timeout_s
+        self.loop = Loop()
+        self.loop.start(self._expire())
+        self.loop.start(self._say())
+
+    def _say(self) -> Task:
+        """Tell for whom this rank waits: a wrong name would else be silence until the deadline."""
+        yield from sleep(_SAY_AFTER_S)
+        while sys.stderr is not None:
+            sys.stderr.write(
+                f"sparkhvd: rank {self.job.rank} waits for the other ranks at {self.point}: {self.missing()}.\n"
+            )
+            sys.stderr.flush()
+            yield from sleep(_SAY_AGAIN_S)
+
+    def missing(self) -> str:
+        """Return in words who has not come."""
+        raise NotImplementedError
+
+    def _expire(self) -> Task:
+        yield Wait(None, 0, self.deadline)
+        raise TimeoutError
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+class _Lead(_Gathering):
+    """Rank 0 receives the texts of the others, and sends all of them to each."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        super().__init__(point, rank, size, text, timeout_s)
+        self._texts = {0: text}
+        self._links: dict[int, socket.socket] = {}
+        self._listening, self._problem = point.listen()
+
+    def run(self) -> list[str]:
+        reception = Reception(
+            self.job,
+            [self._listening],
+            self.loop,
+            current_turn=lambda: _FIRST,
+            on_peer=self._receive_peer,
+            on_notice=lambda _: None,
+            on_shortage=lambda _: None,
+        )
+        reception.start()
+        self.loop.run(lambda: len(self._texts) == self.job.size)
+        by_rank = [self._texts[rank] for rank in range(self.job.size)]
+        message = json.dumps(by_rank).encode()
+        for sock in self._links.values():
+            send(sock, _LENGTH.pack(len(message)) + message)
+        return by_rank
+
+    def _receive_peer(self, _: Turn, rank: int, sock: socket.socket) -> None:
+        if rank in self._links:  # two processes with one number
+            sock.close()
+            return
+        self._links[rank] = sock
+        self.loop.start(self._receive(rank, sock))
+
+    def _receive(self, rank: int, sock: socket.socket) -> Task:
+        self._texts[rank] = (yield from _read_message(sock)).decode()
+        yield Wait(sock, selectors.EVENT_READ, time.monotonic() + _LONGEST_S)
+        raise ConnectionResetError(f"rank {rank} ended while the ranks met")
+
+    def missing(self) -> str:
+        late = [str(rank) for rank in range(self.job.size) if rank not in self._texts]
+        problem = f" ({self._problem})" if self._problem else ""
+        return f"of {self.job.size} ranks these did not come: {', '.join(late)}{problem}"
+
+    def close(self) -> None:
+        super().close()
+        for sock in (self._listening, *self._links.values()):
+            sock.close()
+
+
+class _Joining(_Gathering):
+    """Any other rank sends its text to rank 0, and receives those of all."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        super().__init__(point, rank, size, text, timeout_s)
+        self._error: object = "no error"
+        self._refused_at: float | None = None
+        self._sock: socket.socket | None = None
+        self._texts: list[str] | None = None
+
+    def run(self) -> list[str]:
+        self.loop.start(self._join())
+        self.loop.run(lambda: self._texts is not None)
+        assert self._texts is not None
+        return self._texts
+
+    def _join(self) -> Task:
+        pause_s = _PAUSE_TCP_S if self.point.ports else _PAUSE_UNIX_S
+        while self._sock is None:
+            yield from self._look()
+            if self._sock is None:
+                yield from sleep(pause_s)
+        message = self.text.encode()
+        send(self._sock, _LENGTH.pack(len(message)) + message)
+        self._texts = json.loads((yield from _read_message(self._sock)).decode())
+
+    def _look(self) -> Task:
+        """Try every address once."""
+        try:
+            places = self.point.addresses()
+        except OSError as error:
+            self._error = f"{self.point.host} has no address: {error}"
+            return
+        for family, address in places:
+            if self._sock is None:
+                yield from self._try(family, address)
+
+    def _try(self, family: int, address: Address) -> Task:
+        until = time.monotonic() + UNAUTHENTICATED_S
+        try:
+            sock = yield from open_connection(family, address, until)
+        except OSError as error:
+            self._error = error
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            if family == socket.AF_UNIX and not is_same_user(sock):
+                raise PermissionError(f"{self.point} belongs to another user")
+            try:
+                is_known = yield from introduce(self.job, 0, _FIRST, sock, until)
+            except OSError as error:  # it is no rank 0, or not of this job
+                self._error = error
+                return
+            if is_known:
+                self._sock = sock
+                stack.pop_all()
+            else:
+                self._note_refusal()
+
+    def _note_refusal(self) -> None:
+        """Give up where only services with another key have answered for a while."""
+        self._error = "what listens there has another key or number of ranks"
+        self._refused_at = self._refused_at or time.monotonic()
+        if time.monotonic() > self._refused_at + _REFUSED_S:
+            key = (
+                ", and SPARKHVD_JOB_KEY_FILE the same bytes on every host"
+                if self.point.ports
+                else ""
+            )
+            raise ConnectionRefusedError(
+                f"what listens at {self.point} is of another job (every rank must be told the same number of ranks, here "
+                f"{self.job.size}{key})"
+            )
+
+    def missing(self) -> str:
+        return f"rank 0 has not answered ({self._error})"
+
+    def close(self) -> None:
+        super().close()
+        if self._sock is not None:
+            self._sock.close()
+
+
+def _read_message(sock: socket.socket) -> Generator[Wait, None, bytes]:
+    until = time.monotonic() + _LONGEST_S
+    try:
+        (size,) = _LENGTH.unpack((yield from read(sock, _LENGTH.size, until)))
+        if size <= _MOST_BYTES:
+            return (yield from read(sock, size, until))
+    except ConnectionError as error:
+        raise ConnectionResetError("another rank ended while the ranks met") from error
+    raise ConnectionResetError(f"a rank sent a text of {size} bytes")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Key and addresses of ranks on several hosts, where their launcher gives none.
+
+
+def is_one_host(endpoints: Sequence[Endpoint]) -> bool:
+    """Return True if all ranks reach each other by Unix sockets of one host and user."""
+    hosts = {endpoint.host_key for endpoint in endpoints}
+    return len(hosts) == 1 and all(each.host_key and each.unix_name for each in endpoints)
+
+
+def network_key(settings: Settings, what: str) -> bytes | None:
+    """Return the key that the user has given to ranks on several hosts; None where the network is trusted instead.
+
+    Args:
+        settings: name its file.
+        what: the call and its ranks, for the message.
+
+    Raises:
+        InvalidArgumentError: there is neither, or the file is not good.
+    """
+    if settings.job_key_file:
+        return key_from_file(Path(settings.job_key_file))
+    if settings.trust_network:
+        return None
+    raise InvalidArgumentError(
+        f"{what}: ranks on several hosts need a key by which they know each other. Put 32 or more random bytes into a file "
+        "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, and whoever reaches "
+        "rank 0 can join. Under mpirun, init(comm=MPI.COMM_WORLD) with mpi4py needs neither."
+    )
+
+
+def key_from_file(path: Path) -> bytes:
+    """Read a key that no other user can have written or read.
+
+    Raises:
+        InvalidArgumentError: there is no such file, it is another user's, others may read it, or it is too short.
+    """
+    try:
+        # A Secret of Kubernetes is a link into its volume; whose file it leads to is looked at below.
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            key = file.read()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"SPARKHVD_JOB_KEY_FILE={path} cannot be read: {error}."
+        ) from error
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.getuid() or mode & 0o077:
+        raise InvalidArgumentError(
+            f"{path}: the file of the job's key belongs to user {status.st_uid} with mode {mode:04o}. It must be this user's, "
+            "with mode 0600."
+        )
+    if len(key) < KEY_BYTES:
+        raise InvalidArgumentError(
+            f"{path}: the job's key has {len(key)} bytes. It needs {KEY_BYTES} random ones or more."
+        )
+    return key
+
+
+def derived_key(key: bytes, purpose: str) -> bytes:
+    """Return a key of its own for one job or group."""
+    return hmac.digest(key, purpose.encode(), hashlib.sha256)
+
+
+def check_addresses(endpoints: Sequence[Endpoint], what: str) -> None:
+    """Refuse ranks on several hosts whose addresses cannot reach each other.
+
+    Raises:
+        PreflightError: an address is a loopback's, or some are IPv4 and others IPv6.
+    """
+    for rank, endpoint in enumerate(endpoints):
+        if is_loopback(endpoint.address):
+            raise PreflightError(
+                f"{what}: the ranks are on several hosts, and rank {rank} has only the address {endpoint.address}. Give rank "
+                "0's host by an address that the others reach, or choose interfaces with SPARKHVD_INTERFACES."
+            )
+    kinds = {
+        ipaddress.ip_address(each.address.partition("%")[0]).version: f"rank {rank} at {each}"
+        for rank, each in enumerate(endpoints)
+    }
+    if len(kinds) > 1:
+        raise PreflightError(
+            f"{what}: the ranks have no common interface: {kinds[4]} has IPv4, {kinds[6]} IPv6. Choose a network that all hosts "
+            "have with SPARKHVD_INTERFACES, such as 10.0.0.0/8."
+        )

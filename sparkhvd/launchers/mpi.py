@@ -1,0 +1,278 @@
+"""A rank's job over a communicator that the program gives to `init()`: mpi4py's, or an object with the same methods.
+
+MPI is neither linked nor imported: ranks, addresses and the job's key go through `allgather` of the program's own communicator, and
+nothing after that. So every MPI does, and a key is as safe as MPI's own messages.
+
+**Failure**: what stops one rank is an error on all of them: they exchange what they have before each step. A rank that does not call
+`init()` is waited for for `start_timeout_s`, where the communicator has `Iallgather`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
+
+from sparkhvd import cpus as processors
+from sparkhvd import topology as rank_context
+from sparkhvd._version import __version__
+from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
+from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
+from sparkhvd.launchers import gather as network
+from sparkhvd.launchers.environment import end_with_launcher, place_in
+from sparkhvd.launchers.meeting import mark
+from sparkhvd.launchers.place import receive
+from sparkhvd.rendezvous import (
+    Endpoint,
+    Job,
+    Listener,
+    Rendezvous,
+    SingleRendezvous,
+    SocketRendezvous,
+    current,
+)
+from sparkhvd.rendezvous.listener import host_key
+from sparkhvd.settings import Settings
+from sparkhvd.topology import topology
+
+_LOOPBACK = "127.0.0.1"
+_PAUSE_S = 0.001
+# Room for a rank's text, where MPI wants to know it beforehand; addresses and failures are cut to fit.
+_TEXT_BYTES = 8192
+_MAX_ADDRESSES = 64
+_MAX_FAILURE = 1200  # of which a character may take six bytes
+_abandoned: list[object] = []
+_METHODS = ("Get_rank", "Get_size", "allgather")
+
+
+class Communicator(Protocol):
+    """Communicator of mpi4py, as far as it is used."""
+
+    def Get_rank(self) -> int:
+        """Return the number of this process."""
+
+    def Get_size(self) -> int:
+        """Return the number of processes."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return what every process gave, by rank."""
+
+
+def is_communicator(value: object) -> TypeGuard[Communicator]:
+    """Return True for communicators of mpi4py and objects with their methods, also for a null one."""
+    return all(callable(getattr(value, name, None)) for name in _METHODS)
+
+
+def place_of(what: str, comm: Communicator) -> tuple[int, int]:
+    """Return rank and size of this process in a communicator.
+
+    Args:
+        what: the call, for errors.
+        comm: the communicator.
+
+    Raises:
+        InvalidArgumentError: it is null, was freed, or is an intercommunicator.
+    """
+    try:
+        rank, size = int(comm.Get_rank()), int(comm.Get_size())
+        is_inter = bool(getattr(comm, "Is_inter", bool)())
+    except Exception as error:  # noqa: BLE001 - MPI's own class, which cannot be imported here
+        raise InvalidArgumentError(
+            f"{what}: the communicator {comm!r} cannot be used: {error}. A process that is in none (MPI.COMM_NULL) must not "
+            "call this with it."
+        ) from error
+    if is_inter:
+        raise InvalidArgumentError(
+            f"{what}: {comm!r} is an intercommunicator, whose groups talk to each other only. Give an intracommunicator, "
+            "such as comm.Merge() makes of it."
+        )
+    return rank, size
+
+
+def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
+    """Return the texts of all ranks, by rank; every process of the communicator must call this.
+
+    Raises:
+        PreflightError: a rank did not come within `timeout_s`, where the communicator has `Iallgather`.
+    """
+    start = getattr(comm, "Iallgather", None)
+    if start is None:
+        return comm.allgather(text)
+    own = bytearray(text.encode().ljust(_TEXT_BYTES))
+    texts = bytearray(_TEXT_BYTES * comm.Get_size())
+    request, deadline = start(own, texts), time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            _abandoned.append((request, own, texts))  # MPI may still write there
+            raise PreflightError(
+                f"{what}: rank {comm.Get_rank()} waited {timeout_s:g} s (start_timeout_s) for the other {comm.Get_size() - 1} "
+                "processes of the communicator. Every process in it must make this call."
+            )
+        time.sleep(_PAUSE_S)  # a blocking call of MPI would spin, and leave no room for Ctrl-C
+    ends = range(_TEXT_BYTES, len(texts) + 1, _TEXT_BYTES)
+    return [texts[end - _TEXT_BYTES : end].decode().rstrip() for end in ends]
+
+
+def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
+    """Return the rendezvous of a communicator's processes, with its ranks; all of them must call this.
+
+    Args:
+        comm: intracommunicator of any size.
+        cleanup: gets what ends with the job.
+
+    Raises:
+        InvalidArgumentError: the communicator cannot be used, or MPI's world is not what the launcher has started.
+        PreflightError: a rank cannot take part; raised on all of them.
+    """
+    what = "init(comm=...)"
+    rank, size = place_of(what, comm)
+    _check_world(comm)
+    if size == 1:
+        _take_place(rank, ["this"], cleanup)
+        return SingleRendezvous(Settings.resolve())
+    hosts = _Step(what, comm).share(_host)
+    if len({host["version"] for host in hosts}) > 1:
+        versions = ", ".join(f"rank {r}: {host['version']}" for r, host in enumerate(hosts))
+        raise PreflightError(
+            f"{what}: the ranks have different versions of sparkhvd ({versions}). Install the same one on every host."
+        )
+    settings = Settings.resolve()
+
+    def listen() -> dict[str, Any]:
+        listener = Listener.bind(_address(rank, hosts, settings.interfaces), settings)
+        cleanup.callback(listener.close)
+        listeners.append(listener)
+        key = {"key": secrets.token_hex(32), "id": secrets.token_hex(8)} if rank == 0 else {}
+        return {"endpoint": listener.endpoint().to_dict(), **key}
+
+    listeners: list[Listener] = []
+    entries = _Step(what, comm).share(listen)
+    endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
+    if not network.is_one_host(endpoints):
+        network.check_addresses(endpoints, what)
+    job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
+    _take_place(rank, [host["host"] for host in hosts], cleanup)
+    return SocketRendezvous(job, listeners[0], Settings.resolve)
+
+
+class _Step:
+    """A step of all ranks, which fails on all of them where it fails on one."""
+
+    def __init__(self, what: str, comm: Communicator) -> None:
+        self._what, self._comm = what, comm
+        self._timeout_s = Settings().start_timeout_s
+        with contextlib.suppress(InvalidArgumentError):  # the step itself raises it
+            self._timeout_s = Settings.resolve().start_timeout_s
+
+    def share(self, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what the step returned on each rank, by rank.
+
+        Raises:
+            SparkhvdError: it failed here.
+            PreflightError: it failed elsewhere.
+        """
+        failure: SparkhvdError | None = None
+        try:
+            own = step()
+        except SparkhvdError as error:
+            failure, own = error, {"failure": str(error)[:_MAX_FAILURE]}
+        texts = gather(self._what, self._comm, json.dumps(own), self._timeout_s)
+        if failure is not None:
+            raise failure
+        entries: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        for rank, entry in enumerate(entries):
+            if "failure" in entry:
+                raise PreflightError(
+                    f"{self._what}: rank {rank} cannot take part: {entry['failure']}"
+                )
+        return entries
+
+
+def _host() -> dict[str, Any]:
+    """Return what the others need to know of this rank before it listens."""
+    Settings.resolve()  # a wrong variable of one rank is an error on all
+    name = socket.gethostname()
+    return {
+        "host": host_key() or name,
+        "name": name,
+        "addresses": [
+            each.address for each in interfaces() if each.is_up and not is_loopback(each.address)
+        ][:_MAX_ADDRESSES],
+        "version": __version__,
+    }
+
+
+def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
+    """Return the address at which this rank listens: of the chosen interface, or of the one towards another host.
+
+    That host is found by its name, or else by its addresses.
+
+    Raises:
+        PreflightError: there is no way to another host.
+    """
+    own = hosts[rank]
+    other = next((host for host in hosts if host["host"] != own["host"]), None)
+    if other is None:
+        return _LOOPBACK
+    if choice:
+        return address_on(choice)
+    # Bridges of containers have one address on every host.
+    theirs = [each for each in other["addresses"] if each not in own["addresses"]]
+    for place in (other["name"], *theirs):
+        with contextlib.suppress(OSError):
+            if not is_loopback(address := address_towards(place)):
+                return address
+    raise PreflightError(
+        f"init(comm=...): host {own['name']}, with the addresses {own['addresses']}, has no route to {other['name']}, with "
+        f"{other['addresses']}. Connect them by a network, or choose an interface with SPARKHVD_INTERFACES."
+    )
+
+
+def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> None:
+    """Tell the program its place in the job, until that ends; and its children that they are none."""
+    before = rank_context.context()
+    place = topology(rank, hosts)
+    made = rank_context.RankContext(
+        rank,
+        place.size,
+        place.local_rank,
+        0 if before is None else before.attempt,
+        max(1, int(processors.allowed() / place.local_size)),
+        None if before is None else before.gpu,
+    )
+    rank_context.install(made)
+    cleanup.callback(rank_context.install, before)
+    started = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    if started is not None:
+        mark(started.job)
+        end_with_launcher(started)
+
+
+def _check_world(comm: Communicator) -> None:
+    """Refuse an MPI that has not noticed its launcher: each of its processes is a world of its own.
+
+    Raises:
+        InvalidArgumentError: the communicator's world has another size than the launcher has started processes.
+    """
+    world = getattr(sys.modules.get(type(comm).__module__), "COMM_WORLD", None)
+    if not is_communicator(world):
+        return
+    size = int(world.Get_size())
+    started = (current() or receive()) if size == 1 else None
+    if started is not None:
+        launcher, count = "the launcher of this process", started.size
+    else:
+        place = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+        launcher, count = ("", size) if place is None else (place.launcher, place.size)
+    if count != size:
+        raise InvalidArgumentError(
+            f"init(comm=...): MPI's world has {size} process{'es' if size > 1 else ''}, and {launcher} has started {count}: "
+            "mpi4py has loaded an MPI that is not the launcher's. Start the ranks with the mpirun of mpi4py's MPI "
+            "(MPI.Get_library_version() names it; MPI4PY_LIBMPI chooses it), or leave comm out."
+        )

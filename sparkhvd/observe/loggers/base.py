@@ -1,0 +1,268 @@
+"""Interface of loggers."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Metric(NamedTuple):
+    """A number of a fit.
+
+    Attributes:
+        name: key of the record of an epoch, or `system/<node>/<name>`.
+        value: may be NaN or infinite.
+        step: epoch, counted from 1; seconds since the start of the training for what the system is asked.
+        time: seconds since 1970.
+    """
+
+    name: str
+    value: float
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit that begins.
+
+    Attributes:
+        run_id: name of its run in the store.
+        params: texts by name, without secrets.
+        tags: the same, of facts that are no Params.
+        label: what distinguishes it from others of its estimator: "fold 2, batch_size=64"; "" for one alone.
+        epochs_done: of an interrupted run that it goes on with.
+    """
+
+    run_id: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
+    epochs_done: int = 0
+
+
+class Sink:
+    """Place of one fit's numbers; its methods run in one background thread, in order, and may fail: then they are called again.
+
+    Attributes:
+        place: in words, for messages.
+    """
+
+    place = "the logger"
+
+    def start(self) -> None:
+        """Open the place; first of all calls."""
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        """Write numbers, at most 1,000."""
+        raise NotImplementedError
+
+    def log_model(self, model: Any) -> None:
+        """Write the trained `TorchModel`."""
+
+    def finish(self, state: str, files: Mapping[str, bytes]) -> None:
+        """End the fit; last of all calls.
+
+        Args:
+            state: "finished", "failed" or "interrupted".
+            files: report of the fit by name; {} if there is none.
+        """
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return True if another try would fail in the same way."""
+        return True
+
+
+class Logger(abc.ABC):
+    """Logger of fits: give `TorchEstimator(loggers=[...])` an instance of a subclass. It holds nothing of a fit, and can be copied and pickled.
+
+    Attributes:
+        patience_s: seconds that a fit waits at its end for numbers that are not delivered yet.
+    """
+
+    patience_s: float = 60.0
+
+    def bound(self) -> Logger:
+        """Return this logger with what belongs to the calling thread, for fits of a grid in other threads."""
+        return self
+
+    @abc.abstractmethod
+    def begin(self, fit: Fit) -> Sink:
+        """Make the place of a fit's numbers, in the thread that calls `fit`; asks no server."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Delivery of a fit's numbers to a sink, in the background.
+# Threads: one per fit and sink; `put` and `call` come from any other and never wait. Ownership: the thread alone calls the sink. Shutdown: `close`
+# waits for what is left, at most `patience_s`; a call that does not return by then goes on in a daemon thread.
+
+# Numbers of one call; MLflow takes no more.
+_MOST = 1000
+# Seconds before another try: doubled from the first to the second.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+# Longest wait for calls that do not fail, such as the upload of a model, beyond the patience.
+_LONGEST_CALL_S = 1800.0
+
+# Calls a sink's method.
+Call = Callable[[Sink], None]
+
+
+def _start(sink: Sink) -> None:
+    sink.start()
+
+
+class Delivery:
+    """Queue of numbers and calls before a sink."""
+
+    def __init__(self, sink: Sink, patience_s: float, say: Callable[[str], object]) -> None:
+        """Begin; the first call is the sink's `start`.
+
+        Args:
+            sink: takes them.
+            patience_s: longest wait of `close`.
+            say: shows a line to the user.
+        """
+        self._sink, self._patience_s, self._say = sink, patience_s, say
+        self._queue: deque[Metric | Call] = deque([_start])
+        self._changed = threading.Condition()
+        self._is_closing = self._is_over = False
+        self._down_since: float | None = None  # by time.monotonic
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-logger", daemon=True)
+        self._thread.start()
+
+    def put(self, metrics: Sequence[Metric]) -> None:
+        """Deliver numbers."""
+        with self._changed:
+            self._queue.extend(metrics)
+            self._changed.notify()
+
+    def call(self, function: Call) -> None:
+        """Call a function with the sink, after everything before it."""
+        with self._changed:
+            self._queue.append(function)
+            self._changed.notify()
+
+    def close(self, patience_s: float | None = None) -> None:
+        """Wait until everything is delivered; warn of what is lost.
+
+        Args:
+            patience_s: another longest wait for a sink that does not answer.
+        """
+        patience_s = self._patience_s if patience_s is None else patience_s
+        began = time.monotonic()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            since = self._down_since
+            is_down_long = since is not None and time.monotonic() > max(began, since) + patience_s
+            if is_down_long or time.monotonic() > began + patience_s + _LONGEST_CALL_S:
+                break
+        with self._changed:
+            self._is_over = True  # a call that returns later is the last one
+            self._changed.notify()
+            numbers = sum(isinstance(each, Metric) for each in self._queue)
+            others = len(self._queue) - numbers
+        if numbers or others:
+            warnings.warn(
+                f"{self._sink.place} does not answer since {patience_s:g} s, and the fit has ended: {numbers:,} numbers and {others} other "
+                "entries are lost there. The report of the fit has the numbers.",
+                stacklevel=2,
+            )
+
+    def abandon(self) -> None:
+        """End without a word; nothing happens after `close`."""
+        with self._changed:
+            self._is_closing = self._is_over = True
+            self._changed.notify()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while part := self._next():
+            try:
+                self._deliver(part)
+            except Exception as e:  # noqa: BLE001 - a logger ends nothing
+                if not self._sink.is_refused(e):
+                    self._note_down(e)
+                    self._pause(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
+                self._refused(part, e)
+            else:
+                self._note_up()
+            pause_s = _FIRST_PAUSE_S
+            with self._changed:
+                for _ in part:
+                    self._queue.popleft()
+
+    def _next(self) -> list[Metric | Call]:
+        """Wait for the first of the queue: one call, or numbers; nothing at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closing)
+            if self._is_over or not self._queue:
+                return []
+            if not isinstance(self._queue[0], Metric):
+                return [self._queue[0]]
+            numbers = itertools.takewhile(lambda each: isinstance(each, Metric), self._queue)
+            return list(itertools.islice(numbers, _MOST))
+
+    def _deliver(self, part: Sequence[Metric | Call]) -> None:
+        metrics = [each for each in part if isinstance(each, Metric)]
+        if metrics:
+            self._sink.log(metrics)
+        for each in part:
+            if not isinstance(each, Metric):
+                each(self._sink)
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait before another try; once the fit waits, not as long."""
+        with self._changed:
+            if not self._is_closing:
+                self._changed.wait_for(lambda: self._is_closing, pause_s)
+            else:
+                self._changed.wait_for(lambda: self._is_over, _FIRST_PAUSE_S)
+
+    def _note_down(self, error: Exception) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            self._say(
+                f"{self._sink.place} does not answer ({_first_line(error)}). The training goes on; what there is to log waits."
+            )
+
+    def _note_up(self) -> None:
+        if self._down_since is not None:
+            self._down_since = None
+            self._say(f"{self._sink.place} answers again; what has waited is logged.")
+
+    def _refused(self, part: Sequence[Metric | Call], error: Exception) -> None:
+        place = self._sink.place
+        what = f"{len(part)} numbers" if isinstance(part[0], Metric) else "an entry"
+        if part[0] is _start:
+            what = "this fit"
+            self._sink = _Nowhere()
+        warnings.warn(f"{place} refuses {what}: {_first_line(error)}", stacklevel=2)
+
+
+class _Nowhere(Sink):
+    """Takes the rest of a fit whose beginning was refused."""
+
+    def start(self) -> None:
+        pass
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        pass
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,866 @@
+"""Tasks of an elastic job on Spark, as the coordinator sees them: each is a slot for a process.
+
+Spark starts tasks as slots are free, starts them again when an executor is lost, and may start one twice. All of that is the same here: a task that
+connects is a slot more, one whose connection ends a slot less.
+
+**Threads**: one, which owns the connections. Others call `start`, `send` and `dismiss`, which only hand over. **Trust**: as for the coordinator's port.
+**Shutdown**: after `dismiss` every task is let go, also one that comes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import queue
+import random
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from sparkhvd import interfaces
+from sparkhvd.arrow_buffers import binary_array, int32_array
+from sparkhvd.elastic import Coordinator, Invitation, Service
+from sparkhvd.elastic.membership import STATE_IS_GONE
+from sparkhvd.errors import ElasticError, SparkhvdError, StoreError
+from sparkhvd.rendezvous import Job, Listener
+from sparkhvd.rendezvous.event_loop import Task, Wait, send, sleep
+from sparkhvd.rendezvous.listener import Reception, bind_tcp
+from sparkhvd.runner import launching, preflight
+from sparkhvd.runner.driver_port import FIRST, connect, keep_alive, proof_between
+from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Stopped, Verdict
+from sparkhvd.runner.elastic.options import Terms
+from sparkhvd.runner.elastic.slots import Offer, Slot
+from sparkhvd.runner.elastic.task import PURPOSE, TaskSlot, executor_option
+from sparkhvd.runner.head_start import share_nursery
+from sparkhvd.runner.hosts.protocol import Message, pack, unpack
+from sparkhvd.runner.options import RankChange
+from sparkhvd.runner.outcomes import Kind, Outcome, error_of, is_retryable, root_cause
+from sparkhvd.runner.preflight import RankFacts, SharedFiles, describe_shared
+from sparkhvd.runner.protocol import bytes_of, frame_of, take_frame
+from sparkhvd.runner.results import OUTCOME_PART
+from sparkhvd.runner.task import TaskSpec, files_of, output_of
+from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
+from sparkhvd.runner.watch import Ended, Signalled
+from sparkhvd.settings import JobSettings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import TaskContext
+
+    from sparkhvd.runner.protocol import Payload
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ends of a function's processes: whose results count, and which failure explains the others. Pure.
+
+_FAILED = 1
+# Of an outcome's message in the line of a change.
+_SHOWN = 200
+
+
+def end_of(outcome: Outcome) -> Ended:
+    """Return the end of a process for the launcher."""
+    assert outcome.rank is not None
+    # What a function raises before it was a rank, another process would raise, too.
+    is_final = outcome.kind in (Kind.EXCEPTION, Kind.EXIT, Kind.PREFLIGHT)
+    status = 0 if outcome.kind == Kind.OK else _FAILED
+    return Ended(outcome.rank, status, _how(outcome), is_final)
+
+
+def _how(outcome: Outcome) -> str:
+    """Return how a process has ended, for the line of a change."""
+    if outcome.kind == Kind.LOST:
+        return "was lost with its Spark task"
+    if outcome.kind == Kind.PREFLIGHT:
+        return f"could not start: {outcome.message[:_SHOWN]}"
+    if outcome.error:
+        text = outcome.message.partition("\n")[0]
+        return f"raised {outcome.error}: {text[:_SHOWN]}"
+    return f"ended with {outcome.exit}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a job, and whether all of its ranks were lost, so that it may do better if it begins anew."""
+
+    error: SparkhvdError
+    is_lost: bool
+
+
+class Ends:
+    """Ends of a job's processes.
+
+    Args:
+        verdict: end of the job.
+        outcomes: of its processes, by number.
+    """
+
+    def __init__(self, verdict: Verdict, outcomes: Mapping[int, Outcome]) -> None:
+        self._outcomes = outcomes
+        self._members = verdict.members
+        self._failed = [self._ranked(outcomes[ended.rank]) for ended in verdict.failed]
+        self._cause = root_cause(self._failed)
+
+    def order(self) -> list[int]:
+        """Return the numbers of the processes whose results count, by rank."""
+        well = [number for number, outcome in self._outcomes.items() if outcome.kind == Kind.OK]
+        # Those that never met others are of a function without `init()`.
+        return [number for number in self._members if number in well] or sorted(well)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing but losses explains the end."""
+        return self._cause is None or is_retryable(self._cause)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the last generation, as an error names it."""
+        return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
+
+    def failure(self, problem: str) -> Failure:
+        """Return the failure of a job that has not finished.
+
+        Args:
+            problem: why it could not go on; "" if nothing but its processes has failed.
+        """
+        error: SparkhvdError | None = None
+        if self._cause is not None:
+            error = error_of(self._cause, self.size, others=self._failed)
+            if not problem:
+                return Failure(error, self.is_lost)
+        problem = problem or STATE_IS_GONE
+        elastic = ElasticError(f"The elastic job cannot go on: {problem}.")
+        elastic.__cause__ = error
+        return Failure(elastic, self.is_lost and problem == STATE_IS_GONE)
+
+    def _ranked(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a process as one of the rank that it was last."""
+        number, members = outcome.rank, self._members
+        return replace(outcome, rank=members.index(number) if number in members else number)
+
+
+_READ_BYTES = 1 << 20
+# How long the first tasks are waited for, once one is there: Spark starts them together where it can.
+_TOGETHER_S = 1.0
+
+
+@dataclass(eq=False)
+class _Task:
+    """A task that is connected.
+
+    Attributes:
+        sock: its connection.
+        slot: its slot.
+        executor: Spark's id of its executor; "" if unknown.
+        member: number of the process that it has; None for none.
+        result: of that process, as far as it has come.
+        is_leaving: whether its executor will be taken away.
+    """
+
+    sock: socket.socket
+    slot: Slot
+    executor: str = ""
+    member: int | None = None
+    result: bytearray = field(default_factory=bytearray)
+    is_leaving: bool = False
+
+
+class Tasks:
+    """Tasks of an attempt, the launcher's `Processes`; a context manager.
+
+    Args:
+        listening: where they connect; closed at the end.
+        job: the coordinator's side of the proof.
+        driver: facts about the process that has launched the job; tasks must suit it.
+        wanted: tasks that are waited for a moment before the first process starts.
+        tell: called from the thread with the end of a process, and with the slots that are there.
+        refuse: called from the thread with the reason why a task cannot take part, if no other one does.
+        replace: called from the thread for each task that shall be started in place of one that leaves.
+        say: writes a line.
+
+    Attributes:
+        outcomes: of processes that have ended, by number.
+        results: pickled, likewise.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        job: Job,
+        driver: RankFacts,
+        wanted: int,
+        tell: Callable[[Ended | Offer], None],
+        refuse: Callable[[str], None],
+        replace: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._listening = listening
+        self._wanted = wanted
+        self._tell, self._refuse, self._replace, self._say = tell, refuse, replace, say
+        self.outcomes: dict[int, Outcome] = {}
+        self.results: dict[int, bytes] = {}
+        self._driver = driver
+        self._first: RankFacts | None = None
+        self._tasks: list[_Task] = []
+        self._idle: list[socket.socket] = []  # of tasks that take no part
+        self._is_open = self._is_over = False
+        self._service = Service("sparkhvd-tasks")
+        reception = Reception(
+            job,
+            [listening],
+            self._service.loop,
+            current_turn=lambda: FIRST,
+            on_peer=lambda _, __, sock: self._service.loop.start(self._serve(sock)),
+            on_notice=lambda _: None,
+            on_shortage=lambda _: None,
+        )
+        reception.start()
+        self._service.start(at_end=self._close)
+
+    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+        """Start a process in a slot; its end is told as an event."""
+        del slots
+        self._service.call(lambda: self._start(slot, invitation))
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+
+        def each() -> None:
+            for task in self._tasks:
+                if task.member is not None and member in (None, task.member):
+                    self._post(task.sock, "signal", number=int(number))
+
+        self._service.call(each)
+
+    def dismiss(self) -> None:
+        """Let every task leave; whatever still runs there is killed."""
+
+        def each() -> None:
+            self._is_over = True
+            for sock in (*self._idle, *(task.sock for task in self._tasks)):
+                self._post(sock, "leave")
+
+        self._service.call(each)
+
+    def executors(self) -> set[str]:
+        """Return the ids of executors whose tasks take part."""
+        return {task.executor for task in list(self._tasks) if not task.is_leaving} - {""}
+
+    def retire(self, executors: Collection[str]) -> None:
+        """Let the tasks of executors go as soon as their processes have ended: they are no slots any more."""
+
+        def each() -> None:
+            for task in self._tasks:
+                if task.executor in executors and not task.is_leaving:
+                    task.is_leaving = True
+                    self._replace()
+                    if task.member is None:
+                        self._post(task.sock, "leave")
+            self._offer()
+
+        self._service.call(each)
+
+    def __enter__(self) -> Tasks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._service.close()
+        self._close()
+        self._listening.close()
+
+    # --- The thread. ---
+
+    def _close(self) -> None:
+        for sock in (*self._idle, *(task.sock for task in self._tasks)):
+            sock.close()
+
+    def _start(self, slot: Slot, invitation: Invitation) -> None:
+        number = invitation.number
+        task = next((task for task in self._tasks if task.slot == slot), None)
+        if task is None or task.member is not None or task.is_leaving:
+            self._end(Outcome(number, Kind.LOST, host=slot.host, exit="lost"))
+            return
+        task.member = number
+        self._post(task.sock, "start", slot=slot.number, invitation=invitation.to_dict())
+
+    def _post(self, sock: socket.socket, kind: str, **values: object) -> None:
+        try:
+            send(sock, frame_of(pack(kind, b"", values)))
+        except OSError:  # it is gone, or stopped: the one who reads ends it
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, sock: socket.socket) -> Task:
+        """Read the messages of a task until its end."""
+        task: _Task | None = None
+        keep_alive(sock)
+        self._idle.append(sock)
+        # What is no message ends the connection, and nothing else.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            hello = bytearray()
+            message = yield from _next(sock, hello)
+            facts = RankFacts.from_dict(message.values["facts"])
+            task = self._admit(sock, facts, str(message.values["executor"]))
+            while True:
+                message = yield from _next(sock, hello)
+                if task is not None:
+                    self._receive(task, message)
+        sock.close()
+        if task is None:
+            self._idle.remove(sock)
+            return
+        self._tasks.remove(task)
+        if task.member is not None:
+            self._end(Outcome(task.member, Kind.LOST, host=task.slot.host, exit="lost"))
+        self._offer()
+
+    def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
+        """Make a slot of a task; None if it takes no part."""
+        if self._is_over:
+            self._post(sock, "leave")
+            return None
+        known = [facts] if self._first is None else [self._first, facts]
+        if problem := preflight.check_ranks(self._driver, known):
+            # It stays, or Spark would start others in its place.
+            if self._first is None:
+                self._refuse(problem)
+            else:
+                self._say(f"A task cannot take part. {problem}")
+            return None
+        self._first = self._first or facts
+        taken = {task.slot.number for task in self._tasks if task.slot.host == facts.host}
+        free = next(number for number in range(len(taken) + 1) if number not in taken)
+        task = _Task(sock, Slot(facts.host, free), executor)
+        self._idle.remove(sock)
+        self._tasks.append(task)
+        if len(self._tasks) == 1 and not self._is_open:
+            self._service.loop.start(self._open())
+        self._offer()
+        return task
+
+    def _open(self) -> Task:
+        yield from sleep(_TOGETHER_S)
+        self._is_open = True
+        self._offer()
+
+    def _offer(self) -> None:
+        self._is_open = self._is_open or len(self._tasks) >= self._wanted
+        if self._is_open:
+            self._tell(Offer(tuple(task.slot for task in self._tasks if not task.is_leaving)))
+
+    def _receive(self, task: _Task, message: Message) -> None:
+        member = int(message.values["member"])
+        if member != task.member:
+            raise ValueError("a message of another process")
+        if message.kind == "result":
+            task.result += message.data
+            return
+        outcome = Outcome.from_json(message.data.decode())
+        self.results[member] = bytes(task.result)
+        task.member, task.result = None, bytearray()
+        self._end(outcome)
+        if task.is_leaving:
+            self._post(task.sock, "leave")
+
+    def _end(self, outcome: Outcome) -> None:
+        assert outcome.rank is not None
+        self.outcomes[outcome.rank] = outcome
+        self._tell(end_of(outcome))
+
+
+def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message]:
+    """Read a message.
+
+    Raises:
+        OSError: there is none any more.
+        ValueError: it is none.
+    """
+    while (frame := take_frame(came)) is None:
+        yield Wait(sock, selectors.EVENT_READ, float("inf"))
+        with contextlib.suppress(BlockingIOError):
+            part = sock.recv(_READ_BYTES)
+            if not part:
+                raise ConnectionResetError("closed by the task")
+            came += part
+    return unpack(frame)
+
+
+# ----------------------------------------------------------------------------------------------------
+# How an attempt of an elastic job has ended, as its coordinator tells the one who launched it.
+
+_KIND = "result"
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """End of an attempt.
+
+    Attributes:
+        verdict: of its launcher.
+        outcomes: of its processes, by number.
+        results: of those that have returned one, by number; pickled.
+        refused: why the first task could not take part; "" if it could.
+        unsent: lines of the coordinator that may not have been shown, as `Outcome.unsent`.
+        changes: of the ranks.
+    """
+
+    verdict: Verdict
+    outcomes: Mapping[int, Outcome]
+    results: Mapping[int, bytes]
+    refused: str = ""
+    unsent: tuple[tuple[int, str, int], ...] = ()
+    changes: tuple[RankChange, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return bytes from which `from_bytes` rebuilds this."""
+        values = {
+            "verdict": asdict(self.verdict),
+            "outcomes": [[number, each.to_json()] for number, each in self.outcomes.items()],
+            "results": [[number, len(data)] for number, data in self.results.items()],
+            "refused": self.refused,
+            "unsent": self.unsent,
+            "changes": [asdict(change) for change in self.changes],
+        }
+        return pack(_KIND, b"".join(self.results.values()), values)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> AttemptResult:
+        """Rebuild a result from `to_bytes`."""
+        message = unpack(content)
+        values, verdict = message.values, message.values["verdict"]
+        results, at = {}, 0
+        for number, size in values["results"]:
+            results[number] = message.data[at : at + size]
+            at += size
+        failed = tuple(Ended(**each) for each in verdict["failed"])
+        members = tuple(verdict["members"])
+        return cls(
+            Verdict(**{**verdict, "failed": failed, "members": members}),
+            {number: Outcome.from_json(text) for number, text in values["outcomes"]},
+            results,
+            values["refused"],
+            tuple((number, text, lines) for number, text, lines in values["unsent"]),
+            tuple(RankChange(**each) for each in values["changes"]),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What decides in an attempt of an elastic job on Spark: coordinator, launcher and the tasks' port, in the driver or in a task.
+# **Threads**: the caller's runs the launcher; one has the coordinator and one the tasks. **Shutdown**: the end of the block lets every task leave.
+
+# How long interrupted ranks may take, beyond their grace, to be killed and reported.
+MARGIN_S = 2.0
+
+
+class Coordination:
+    """Coordinator of an attempt with all that it needs; a context manager.
+
+    Args:
+        spec: what the tasks get, too.
+        listening: where tasks reach this process; closed at the end.
+        listener: where their processes do; likewise.
+        say: writes a line.
+        replace: called from a thread for each task that shall be started in place of one that leaves.
+
+    Attributes:
+        tasks: the tasks.
+    """
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        listening: socket.socket,
+        listener: Listener,
+        say: Callable[[str], None],
+        replace: Callable[[], None] = lambda: None,
+    ) -> None:
+        terms = Terms.from_dict(spec.elastic)
+        self._limits, self._job_id = terms.limits, spec.job_id
+        self._key = bytes.fromhex(spec.key)
+        self._patience_s = JobSettings.from_json(spec.settings).values.elastic_patience_s
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._refused = ""  # why the first task cannot take part
+        put = self._events.put
+        with contextlib.ExitStack() as stack:
+            proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 0, 2)
+            facts = RankFacts.from_dict(spec.driver)
+            self.tasks = stack.enter_context(
+                Tasks(listening, proof, facts, terms.wanted, put, self._refuse, replace, say)
+            )
+            self._coordinator = stack.enter_context(
+                Coordinator(
+                    self._key,
+                    spec.job_id,
+                    listener,
+                    self._limits.limits(self._patience_s),
+                    on_decided=put,
+                    on_formed=put,
+                    on_refused=lambda number, refusal: put(Refused(number, refusal)),
+                )
+            )
+            self._stack = stack.pop_all()
+        self._launcher = Launcher(
+            self._limits, (), self.tasks, self._coordinator, self._invite, say, INTERRUPT_GRACE_S
+        )
+
+    def run(self) -> AttemptResult:
+        """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
+        try:
+            verdict = self._launcher.run(self._events)
+        except KeyboardInterrupt:
+            self.interrupt()
+            with contextlib.suppress(Exception):  # it came while something was being noted
+                self._launcher.run(self._events, INTERRUPT_GRACE_S + MARGIN_S)
+            raise
+        return AttemptResult(
+            verdict,
+            self.tasks.outcomes,
+            self.tasks.results,
+            self._refused,
+            changes=tuple(self._launcher.changes),
+        )
+
+    def interrupt(self) -> None:
+        """Interrupt the ranks, and kill those that do not end; from any thread."""
+        self._events.put(Signalled(signal.SIGINT))
+
+    def stop(self, why: str) -> None:
+        """End the job: its tasks have ended; from any thread."""
+        self._events.put(Stopped(why))
+
+    def __enter__(self) -> Coordination:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tasks.dismiss()
+        self._stack.close()
+
+    def _refuse(self, problem: str) -> None:
+        self._refused = problem
+        self.stop(problem)
+
+    def _invite(self, number: int) -> Invitation:
+        return self._limits.invitation(
+            self._key, self._job_id, number, self._coordinator.endpoint, self._patience_s
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Files of an attempt in the store, where the coordinator is in a task: how tasks find it, and how it and the client hear of each other.
+# Each file begins with a proof that its writer knows the attempt's key and meant this file; what has none is an error, and is not read any further.
+
+# How often the coordinator looks whether the client wants an end.
+LOOK_S = 1.0
+_DIGEST = "sha256"
+_PROOF_BYTES = 32
+_ADDRESS, _INTERRUPT, _RESULT = "coordinator", "interrupt", "result"
+_POLL_S = 0.25
+# How long the file of another host may be seen late.
+_LATE_S = 3.0
+
+
+class CoordinatorFiles:
+    """Files of an attempt.
+
+    Args:
+        files: that client and tasks share.
+        run_dir: folder of the run there.
+        attempt: 0 for the first launch.
+        job_id: of the attempt.
+        key: of the attempt, in hex.
+    """
+
+    def __init__(
+        self, files: SharedFiles, run_dir: str, attempt: int, job_id: str, key: str
+    ) -> None:
+        self._files = files
+        self._folder = f"{run_dir}/attempts/{attempt}/elastic-{job_id}"
+        self._key = hmac.digest(bytes.fromhex(key), b"sparkhvd elastic coordinator", _DIGEST)
+
+    # --- Of the coordinator. ---
+
+    def publish(self, address: tuple[str, int]) -> None:
+        """Tell the tasks where the coordinator is.
+
+        Raises:
+            Exception: the store refuses it.
+        """
+        self._write(_ADDRESS, json.dumps(address).encode())
+
+    def is_interrupted(self) -> bool:
+        """Return True once the client wants the ranks to end."""
+        return self._read(_INTERRUPT) is not None
+
+    def report(self, result: AttemptResult) -> None:
+        """Tell the client how the attempt has ended."""
+        self._write(_RESULT, result.to_bytes())
+
+    # --- Of other tasks. ---
+
+    def address(self) -> tuple[str, int] | None:
+        """Return where the coordinator is, or was; None if there was none."""
+        if (content := self._read(_ADDRESS)) is None:
+            return None
+        host, port = json.loads(content)
+        return str(host), int(port)
+
+    def await_address(self, limit_s: float) -> tuple[str, int] | None:
+        """Return where the coordinator is as soon as there is one; None if there is none for so long."""
+        until = time.monotonic() + limit_s
+        while (found := self.address()) is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return found
+
+    def is_over(self) -> bool:
+        """Return True if the attempt has ended."""
+        return self._files.exists(self._path(_RESULT))
+
+    # --- Of the client. ---
+
+    def interrupt(self) -> None:
+        """Let the ranks end."""
+        self._write(_INTERRUPT, b"")
+
+    def result(self) -> AttemptResult | None:
+        """Return how the attempt has ended; None if its coordinator could not tell."""
+        until = time.monotonic() + _LATE_S
+        while (content := self._read(_RESULT)) is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return None if content is None else AttemptResult.from_bytes(content)
+
+    # --- Files. ---
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _proof(self, path: str, data: bytes) -> bytes:
+        made = hmac.new(self._key, f"{path}\n".encode(), _DIGEST)
+        made.update(data)
+        return made.digest()
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        self._files.write_bytes(path, self._proof(path, data) + data)
+
+    def _read(self, name: str) -> bytes | None:
+        """Read a file; None if there is none.
+
+        Raises:
+            StoreError: nobody of this attempt has written it.
+        """
+        path = self._path(name)
+        if not self._files.exists(path):
+            return None
+        content = self._files.read_bytes(path)
+        proof, data = content[:_PROOF_BYTES], content[_PROOF_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(path, data)):
+            raise StoreError(
+                f"{path} in {describe_shared(self._files)} was not written by this job: its proof is wrong. Look who else writes there, and "
+                "start the job again."
+            )
+        return data
+
+
+# ----------------------------------------------------------------------------------------------------
+# What Spark calls in a task of an elastic job: it finds the coordinator, or is it, and serves.
+# The coordinator is in the driver where tasks reach that, else in the task of the first partition, which tells where through the store. It ends with its
+# task, and with it the attempt: whoever comes in that task's place finds an address where nobody is.
+#
+# **Threads** of a coordinator in a task, beside its own: one that runs it, one that looks whether the client wants an end.
+
+# How long the coordinator may take to answer.
+_CONNECT_S = 30.0
+_PAUSE_S = 0.5
+
+
+def run_task(
+    batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
+) -> Iterator[pa.RecordBatch]:
+    """Take part until the job is over; yield an outcome as a row where this task could not."""
+    import pyarrow as pa
+    from pyspark import TaskContext
+
+    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+        pass
+    context = TaskContext.get()
+    spec = TaskSpec.from_json(text)
+    assert context is not None
+    share_nursery()
+    entry = _Entry(context, spec, bytes_of(program), files_of(shared))
+    outcome = entry.by_driver() if spec.driver_at is not None else entry.by_store()
+    if outcome is not None:
+        outcome = replace(outcome, host=socket.gethostname(), attempt=spec.attempt)
+        columns = [int32_array(context.partitionId()), int32_array(OUTCOME_PART)]
+        yield pa.RecordBatch.from_arrays(
+            [*columns, binary_array(outcome.to_json().encode())], names=["rank", "part", "data"]
+        )
+
+
+class _Entry:
+    """A task that looks for its coordinator."""
+
+    def __init__(
+        self, context: TaskContext, spec: TaskSpec, program: bytes, files: SharedFiles | None
+    ) -> None:
+        self._context = context
+        self._spec = spec
+        self._program = program
+        self._files = files
+
+    def by_driver(self) -> Outcome | None:
+        """Serve the coordinator in the driver; return why that could not be."""
+        assert self._spec.driver_at is not None
+        try:
+            sock = self._connect(self._spec.driver_at)
+        except OSError as error:
+            return _refusal(
+                f"The tasks cannot reach the driver ({socket.gethostname()}: {error}). Open a way from the executors to this process, or let "
+                "spark.driver.host name an address at which they reach it; over Spark Connect give a store, and they meet without it "
+                "(run_elastic(..., store=Store.create(...)))."
+            )
+        self._serve(sock)
+        return None
+
+    def by_store(self) -> Outcome | None:
+        """Serve the coordinator in a task, which may be this one; return why that could not be."""
+        spec, files = self._spec, self._files
+        assert files is not None
+        coordinator = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
+        if coordinator.is_over():
+            return None
+        is_first = self._context.partitionId() == 0 and coordinator.address() is None
+        hosted = _OwnCoordinator(spec, files, coordinator) if is_first else None
+        with hosted or contextlib.nullcontext():
+            outcome = self._join(coordinator)
+        if hosted is not None and hosted.problem:
+            return Outcome(None, Kind.SPARK, exit="failed", message=hosted.problem)
+        return outcome
+
+    def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
+        """Serve the coordinator whose address is in the store."""
+        limit_s = Terms.from_dict(self._spec.elastic).limits.start_timeout_s
+        if (address := coordinator.await_address(limit_s)) is None:
+            return _refusal(
+                f"After {limit_s:g} s (start_timeout=) the task that decides who the ranks are had not told its address in the store. Free slots of "
+                "the application, or raise start_timeout; the store must be one folder for all executors."
+            )
+        try:
+            sock = self._connect(address)
+        except OSError as error:
+            if coordinator.is_over():
+                return None
+            where = f"{address[0]}, port {address[1]}"
+            return Outcome(None, Kind.LOST, exit="lost", message=f"{where}: {error}")
+        self._serve(sock)
+        return None
+
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        """Connect to the coordinator, as often as it takes: many tasks may come at once.
+
+        Raises:
+            OSError: it is not there, or does not answer.
+        """
+        spec, until = self._spec, time.monotonic() + _CONNECT_S
+        proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 1, 2)
+        while True:
+            try:
+                return connect(address, proof, _CONNECT_S)
+            except ConnectionRefusedError:
+                raise
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_PAUSE_S * random.random())
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            TaskSlot(self._context, self._spec, self._program, self._files, sock).serve()
+
+
+def _refusal(message: str) -> Outcome:
+    return Outcome(None, Kind.PREFLIGHT, exit="not started", message=message)
+
+
+class _OwnCoordinator:
+    """Coordinator in this task; a context manager that waits for the end of the attempt.
+
+    What it says goes the way of the ranks' output, as that of one whose number no process has.
+    """
+
+    def __init__(self, spec: TaskSpec, shared: SharedFiles, files: CoordinatorFiles) -> None:
+        """Listen, and tell the tasks where.
+
+        Raises:
+            Exception: there is no address, or the store refuses it.
+        """
+        settings = JobSettings.from_json(spec.settings).values
+        own = _own_address(settings.interfaces, is_local=spec.is_local)
+        self._files = files
+        self._output = output_of(spec, spec.size - 1, shared)
+        listening = bind_tcp(own, settings)
+        with contextlib.ExitStack() as stack:
+            self._coordination = stack.enter_context(
+                Coordination(
+                    spec,
+                    listening,
+                    Listener.bind(own, settings),
+                    lambda text: self._output.message(f"sparkhvd: {text}"),
+                )
+            )
+            files.publish((own, int(listening.getsockname()[1])))
+            self._stack = stack.pop_all()
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, name=f"sparkhvd-{each.__name__}", daemon=True)
+            for each in (self._coordinate, self._watch)
+        ]
+        self.problem = ""
+
+    def __enter__(self) -> _OwnCoordinator:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:  # as long as the job takes
+            thread.join()
+
+    def _coordinate(self) -> None:
+        """Run the job to its end, and tell the client before the tasks may leave."""
+        try:
+            with self._stack, self._output:
+                result = self._coordination.run()
+                self._files.report(replace(result, unsent=self._output.close()))
+        except Exception as error:  # noqa: BLE001 - door: the client must learn of it
+            self.problem = f"its coordinator ended with {type(error).__name__}: {error}"
+        finally:
+            self._is_over.set()
+
+    def _watch(self) -> None:
+        """Interrupt the ranks when the client wants that."""
+        while not self._is_over.wait(LOOK_S):
+            with contextlib.suppress(Exception):  # a store may raise anything, and is asked again
+                if self._files.is_interrupted():
+                    self._coordination.interrupt()
+                    return
+
+
+def _own_address(choice: str, *, is_local: bool) -> str:
+    """Return the address at which other tasks reach this one.
+
+    Raises:
+        OSError: Spark's name of this host has no address.
+        PreflightError: no interface of the choice is here and up, or none but the loopback's.
+    """
+    host = executor_option("--hostname").strip("[]")
+    driver = urlsplit(executor_option("--driver-url")).hostname
+    if is_local or choice or (host and driver):
+        return launching.own_address(host, [host, driver or host], choice, is_local=is_local)
+    return interfaces.own_address("", socket.gethostname())

@@ -1,0 +1,202 @@
+"""Processes of an elastic job: on this host, or on several, each by an agent that is there from its first process on.
+
+**Threads** of several hosts: one per agent, which starts it and reads its messages, and one that tells all of them now and then that the launcher
+is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from sparkhvd.elastic import Invitation
+from sparkhvd.runner.elastic.slots import Slot
+from sparkhvd.runner.host_names import Place
+from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
+from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
+from sparkhvd.runner.hosts.protocol import Message, Order
+from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.outcomes import Outcome
+from sparkhvd.runner.watch import Ended, Lost
+
+
+class Processes(Protocol):
+    """Processes of members, wherever they are."""
+
+    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+        """Start a process; its end is told as an event.
+
+        Args:
+            slot: its place.
+            invitation: to the job.
+            slots: of that host.
+        """
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+
+
+@dataclass(frozen=True)
+class LocalProcesses:
+    """Processes on this host."""
+
+    members: Members | FunctionMembers
+
+    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+        """Start a process."""
+        self.members.start(invitation, slot.number, slots)
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+        self.members.send(number, member)
+
+
+class Agents:
+    """Processes on several hosts; a context manager that leaves none.
+
+    Args:
+        reach: how hosts are reached.
+        guard: ends ssh with this process; None where it has threads.
+        order: what an agent is asked for, by its host.
+        show: called with a process's number, stream and line.
+        tell: called with its end, or the loss of its host.
+        program: pickled call of a function, which goes with the order; b"" for a script.
+        on_outcome: called with the outcome of a function's process and its pickled result, in place of `tell` with its end.
+    """
+
+    def __init__(
+        self,
+        reach: Reach,
+        guard: Guard | None,
+        order: Callable[[str], Order],
+        show: Callable[[int, str, bytes], None],
+        tell: Callable[[Ended | Lost], None],
+        program: bytes = b"",
+        on_outcome: Callable[[Outcome, bytes], None] = lambda _, __: None,
+    ) -> None:
+        self._reach = reach
+        self._guard = guard
+        self._order = order
+        self._show = show
+        self._tell = tell
+        self._program = program
+        self._on_outcome = on_outcome
+        self._lock = threading.Lock()
+        self._agents: dict[str, _Agent] = {}
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=self._beat, daemon=True)]
+        self._threads[0].start()
+
+    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+        """Start a process, by the agent of its host, which is started before if there is none."""
+        with self._lock:
+            agent = self._agents.get(slot.host)
+            if agent is None:
+                agent = self._agents[slot.host] = _Agent(slot.host)
+                thread = threading.Thread(target=self._serve, args=(agent,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            agent.members.add(invitation.number)
+            values = {"slot": slot.number, "slots": slots, "invitation": invitation.to_dict()}
+            agent.ask("start", **values)
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+        with self._lock:
+            for agent in self._agents.values():
+                if member is None or member in agent.members:
+                    agent.ask("signal", number=number, member=member)
+
+    def _serve(self, agent: _Agent) -> None:
+        """Start an agent, and pass its messages on until its end."""
+        why = ""
+        try:
+            connection = Connection(Place(agent.host, 0, 0), self._reach, self._guard)
+            try:
+                connection.greet(self._reach.start_timeout_s)
+                connection.send("order", self._program, **vars(self._order(agent.host)))
+                connection.expect("ready", self._reach.start_timeout_s)
+                with self._lock:
+                    agent.connect(connection)
+                while (message := connection.receive()) and not why:
+                    why = self._take(agent, message)
+                why = why or connection.said()
+            finally:
+                connection.end()
+                connection.kill(time.monotonic() + END_S)
+                connection.close()
+        except HostError as error:
+            why = str(error)
+        with self._lock:
+            del self._agents[agent.host]
+        if not self._closing.is_set():
+            self._tell(Lost(agent.host, tuple(sorted(agent.members)), why))
+
+    def _take(self, agent: _Agent, message: Message) -> str:
+        """Take a message; return why the agent has failed, or ""."""
+        if message.kind == "failed":
+            return str(message.values["text"])
+        number = int(message.values["rank"])
+        if message.kind == "line":
+            self._show(number, message.values["stream"], message.data)
+        else:
+            with self._lock:
+                agent.members.discard(number)
+            if message.kind == "outcome":
+                outcome = Outcome.from_json(str(message.values["outcome"]))
+                self._on_outcome(replace(outcome, host=agent.host), message.data)
+            else:
+                self._tell(Ended(number, int(message.values["status"])))
+        return ""
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            with self._lock:
+                for agent in self._agents.values():
+                    agent.ask("beat")
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        with self._lock:
+            for agent in self._agents.values():
+                agent.end()
+        for thread in self._threads:
+            thread.join()
+
+
+class _Agent:
+    """An agent, whose messages wait until it is there; guarded by the lock of `Agents`."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.members: set[int] = set()
+        self._connection: Connection | None = None
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        self._has_ended = False
+
+    def connect(self, connection: Connection) -> None:
+        """Send what waits."""
+        self._connection = connection
+        for kind, values in self._waiting:
+            connection.send(kind, **values)
+        if self._has_ended:
+            connection.end()
+
+    def ask(self, kind: str, **values: Any) -> None:
+        """Send a message, now or when the agent is there."""
+        if self._connection is None:
+            self._waiting.append((kind, values))
+        else:
+            self._connection.send(kind, **values)
+
+    def end(self) -> None:
+        """End the connection, now or when it is there."""
+        self._has_ended = True
+        if self._connection is not None:
+            self._connection.end()

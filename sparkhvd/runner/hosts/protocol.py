@@ -1,0 +1,141 @@
+"""Messages between the launcher and an agent: a kind, values as JSON, and bytes, in one frame of a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.runner.protocol import take_frame, write_frame
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is.
+        values: of JSON.
+        data: bytes that go with it.
+    """
+
+    kind: str
+    values: dict[str, Any] = field(repr=False)  # may hold the key
+    data: bytes = field(default=b"", repr=False)
+
+
+def pack(kind: str, data: bytes, values: Mapping[str, object]) -> bytes:
+    """Return the frame of a message."""
+    return json.dumps([kind, values]).encode() + b"\n" + data
+
+
+def unpack(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: it is none.
+    """
+    header, _, data = frame.partition(b"\n")
+    kind, values = json.loads(header)
+    return Message(kind, values, data)
+
+
+class Channel:
+    """Two pipes. Any thread may send; one at a time may receive."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._came = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, data: bytes = b"", **values: object) -> None:
+        """Send a message.
+
+        Raises:
+            BrokenPipeError: the other side is gone.
+        """
+        frame = pack(kind, data, values)
+        with self._lock:
+            write_frame(self._writer, frame)
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Receive a message; None at the end of the other side.
+
+        Raises:
+            TimeoutError: nothing has come for so long, also of a message that has begun; the next call goes on with it.
+        """
+        while (frame := take_frame(self._came)) is None:
+            if not select.select([self._reader], [], [], timeout_s)[0]:
+                raise TimeoutError
+            part = os.read(self._reader, _READ_BYTES)
+            if not part:
+                return None
+            self._came += part
+        return unpack(frame)
+
+    def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
+        """Return the rest of the first line that begins with a mark, before any message; None at the end of the other side.
+
+        Other lines are what a shell says at login.
+
+        Raises:
+            TimeoutError: it has not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._reader], [], [], left)[0]:
+                raise TimeoutError
+            letter = os.read(self._reader, 1)
+            if not letter:
+                return None
+            line += letter
+            if letter == b"\n":
+                _, found, rest = line.partition(mark)
+                if found:
+                    return rest.rstrip(b"\n")
+                line = b""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the launcher asks of an agent, before all ranks are known.
+
+
+@dataclass(frozen=True)
+class Order:
+    """Ranks of a host. The job, with its key, comes later.
+
+    Attributes:
+        first: first rank of the host.
+        count: number of its ranks.
+        cwd: working directory.
+        env: variables of the ranks, on top of those that the agent has.
+        settings: `JobSettings.to_json()`.
+        address: of this host for the others, where it is known: a loopback's, if all hosts are this machine; "" else.
+        towards: name of another host.
+        command: of a script; None for a function, whose pickled call goes with the order.
+        sys_path: of the launcher, for a function.
+        use_gpu: of `run_hosts`.
+        is_elastic: whether processes are started one by one, when the launcher says so.
+    """
+
+    first: int
+    count: int
+    cwd: str
+    env: dict[str, str] = field(repr=False)
+    settings: str = field(repr=False)
+    address: str
+    towards: str
+    command: list[str] | None = None
+    sys_path: list[str] = field(default_factory=list)
+    use_gpu: bool | None = None
+    is_elastic: bool = False

@@ -1,0 +1,216 @@
+"""Call a function on ranks of several hosts, by the same trainers as `run`."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TextIO, TypeVar
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import launching
+from sparkhvd.runner.gpu import agreement, decide
+from sparkhvd.runner.host_names import (
+    Host,
+    Place,
+    forwarded,
+    merged,
+    parse_hosts,
+    place_ranks,
+    read_hostfile,
+)
+from sparkhvd.runner.hosts.connection import Reach
+from sparkhvd.runner.hosts.launch import Hosts
+from sparkhvd.runner.hosts.protocol import Message
+from sparkhvd.runner.local import check_num_proc, collect, results_of
+from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
+from sparkhvd.runner.watch import Ended, Events, Lost, Output, Screen, signals, watch
+from sparkhvd.settings import JobSettings, Settings, check_seconds
+
+R = TypeVar("R")
+
+_START_S = 30.0
+# How long ranks may take, beyond their grace, to be killed and reported.
+_MARGIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """Options of `run_hosts`, under its names."""
+
+    hosts: str | None
+    hostfile: str | None
+    env: Mapping[str, str]
+    settings: Settings | None
+    verbose: int
+    use_gpu: bool | None
+    interfaces: str
+    ssh_port: int | None
+    ssh_identity_file: str | None
+    start_timeout_s: float | None
+    stream: TextIO | None
+    timestamps: bool
+
+    def hosts_given(self) -> list[Host]:
+        """Return the hosts.
+
+        Raises:
+            InvalidArgumentError: they are not given, or twice.
+        """
+        if (self.hosts is None) == (self.hostfile is None):
+            raise InvalidArgumentError(
+                f"hosts is {self.hosts!r} and hostfile {self.hostfile!r}; give one of them, such as hosts='a:4,b:4'."
+            )
+        if self.hosts is not None:
+            return parse_hosts(self.hosts)
+        return read_hostfile(self.hostfile or "")
+
+
+def launch_on_hosts(
+    fn: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    num_proc: int | None,
+    options: HostsOptions,
+) -> list[R]:
+    """See `sparkhvd.runner.run_hosts`."""
+    hosts = options.hosts_given()
+    size = sum(host.slots for host in hosts) if num_proc is None else num_proc
+    check_num_proc(size)
+    place_ranks(hosts, size)  # or refused before anything is pickled
+    program = launching.dump_call(fn, args, kwargs)
+    given = launching.check_env(options.env)
+    chosen = launching.choose_settings(options.settings, given)
+    if options.interfaces:
+        chosen = JobSettings(replace(chosen.values, interfaces=options.interfaces), chosen.fixed)
+    start_timeout_s = _START_S if options.start_timeout_s is None else options.start_timeout_s
+    check_seconds("start_timeout", start_timeout_s, 30)
+    reach = Reach(
+        chosen.values.ssh_command,
+        options.ssh_port,
+        options.ssh_identity_file,
+        start_timeout_s,
+    )
+    places = place_ranks(merged(hosts, reach.is_here), size)
+    plan = decide.decide({"spark.master": "local"}, options.use_gpu)
+
+    def check(told: Sequence[Mapping[str, Any]]) -> str:
+        gpus = [
+            agreement.RankGpus(**{**each, "uuids": tuple(each["uuids"])})
+            for one in told
+            for each in one["gpus"]
+        ]
+        return agreement.check_gpus(plan.mode, gpus, is_required=plan.is_required)
+
+    with Hosts(places, reach) as started:
+        started.start(
+            {**forwarded(launching.environ()), **given},
+            chosen,
+            program,
+            check,
+            sys_path=list(sys.path),
+            use_gpu=options.use_gpu,
+        )
+        log = launching.log_to(
+            options.stream, verbose=options.verbose, timestamps=options.timestamps
+        )
+        answers = _Answers(places, log)
+        started.listen(answers.receive, answers.lose)
+        try:
+            outcomes = collect(answers.take, size)
+        except KeyboardInterrupt:
+            started.send(signal.SIGINT)
+            answers.wait(INTERRUPT_GRACE_S + _MARGIN_S)
+            raise
+    return results_of(outcomes, [answers.results.get(rank, b"") for rank in range(size)])
+
+
+class _Answers:
+    """Outcomes of ranks, and their output, as they come from the hosts."""
+
+    def __init__(self, places: Sequence[Place], log: Callable[[str], None]) -> None:
+        self.results: dict[int, bytes] = {}
+        self._log = log
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._running = {place.host: set(place.ranks) for place in places}
+
+    def receive(self, place: Place, message: Message) -> None:
+        if message.kind == "line":
+            self._log(message.data.decode(errors="replace"))
+        elif message.kind == "outcome":
+            outcome = Outcome.from_json(message.values["outcome"])
+            rank = outcome.rank or 0
+            self.results[rank] = message.data
+            self._running[place.host].discard(rank)
+            self._outcomes.put(replace(outcome, host=place.host))
+
+    def lose(self, place: Place, why: str) -> None:
+        for rank in sorted(self._running[place.host]):
+            self._outcomes.put(
+                Outcome(rank, Kind.LOST, host=place.host, exit="connection lost", message=why)
+            )
+
+    def take(self, timeout_s: float) -> Outcome:
+        return self._outcomes.get(timeout=timeout_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the ranks that still run."""
+        deadline = time.monotonic() + timeout_s
+        while any(self._running.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Run the user's command on ranks of several hosts.
+
+
+def run_script_on_hosts(
+    command: Sequence[str],
+    places: Sequence[Place],
+    env: Mapping[str, str],
+    settings: Settings,
+    reach: Reach,
+    output: Output,
+) -> int:
+    """Run a command on every rank; return the exit status for the shell, see `watch`.
+
+    Args:
+        command: program and arguments; each host looks for them.
+        places: hosts and their ranks.
+        env: variables of the ranks, beside those that a login by ssh gives.
+        settings: of the launch.
+        reach: how the hosts are reached.
+        output: where the ranks' output goes.
+
+    Raises:
+        PreflightError: some hosts cannot run their ranks. None has started, or all have ended.
+    """
+    events: Events = queue.SimpleQueue()
+    size = sum(place.count for place in places)
+    running = {place.host: set(place.ranks) for place in places}
+    with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(Guard())
+        screen = stack.enter_context(Screen(output, size))
+        hosts = stack.enter_context(Hosts(places, reach, guard))
+        hosts.start(env, JobSettings(settings), command=list(command))
+
+        def receive(place: Place, message: Message) -> None:
+            rank = int(message.values["rank"])
+            if message.kind == "line":
+                screen.show(rank, message.values["stream"], message.data)
+            elif message.kind == "ended":
+                running[place.host].discard(rank)
+                events.put(Ended(rank, int(message.values["status"])))
+
+        def lose(place: Place, why: str) -> None:
+            events.put(Lost(place.host, tuple(sorted(running[place.host])), why))
+
+        stack.enter_context(signals(events))
+        hosts.listen(receive, lose)
+        return watch(events, size, hosts.send, screen)

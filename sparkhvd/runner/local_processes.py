@@ -1,0 +1,478 @@
+"""Ranks of this host that are processes of the user's command: started, ended, their output read.
+
+**Ownership**: each rank leads a session and process group of its own, which ends with it, and so does all that has its mark in its
+variables. A `Guard` ends them if this process is killed.
+
+**Threads**: three per rank, one for each stream of its output and one that waits for its end; one more of its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from sparkhvd import as_horovod
+from sparkhvd import cpus as processors
+from sparkhvd.elastic import Invitation
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.meeting import Handover
+from sparkhvd.launchers.place import Place
+from sparkhvd.rendezvous import Job, Listener
+from sparkhvd.runner.output import LineReader
+from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
+
+# ----------------------------------------------------------------------------------------------------
+# Processes that ranks have started and left behind, also in sessions of their own: found by a mark in their variables.
+# A process has the variables with which it was started, whatever session and parent it gives itself afterwards.
+
+# Marks of all launches that a process is in, one inside the other.
+_VARIABLE = "SPARKHVD_LAUNCHED_BY"
+# A process that forks faster than it is found is left alone after this time.
+_LIMIT_S = 1.0
+# A shell starts at once, and becomes a Python only if the launcher ends without a word.
+_GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
+# Without the working directory, whose `secrets.py` is not Python's.
+_KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.local_processes import kill; kill(sys.argv[1])"
+
+
+class Leftovers:
+    """What the ranks of a launch leave behind, which ends with it, also if this process is killed; a context manager.
+
+    `Guard` does the same for launchers that have no threads yet, which may fork.
+    """
+
+    def __init__(self) -> None:
+        self.mark = secrets.token_hex(8)
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._guard = subprocess.Popen(
+            [*_GUARD, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
+            env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Leftovers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill(self.mark)
+        # Somebody may have killed the guard, or stopped it.
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._guard.communicate(b"done\n", _LIMIT_S)
+        self._guard.kill()
+        self._guard.wait()
+
+
+def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
+    """Return the variables with one more mark, whose parts are divided by dots; "" for none."""
+    marks = ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))
+    return {**env, **({_VARIABLE: marks} if marks else {})}
+
+
+def kill(mark: str) -> None:
+    """Kill all processes of this user that have a mark, or one that begins with it and a dot; never this process."""
+    deadline = time.monotonic() + _LIMIT_S
+    # What they start while this looks is found in the next round.
+    while any([_kill(number, mark) for number in _processes()]) and time.monotonic() < deadline:
+        time.sleep(0.005)  # until they are gone
+
+
+def _processes() -> Iterator[int]:
+    own = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != own:
+            yield int(name)
+
+
+def _kill(number: int, mark: str) -> bool:
+    """Kill a process if it has the mark; return True if it had."""
+    if not _has(number, mark):
+        return False
+    try:
+        process = os.pidfd_open(number)
+    except OSError:
+        return False
+    try:
+        if not _has(number, mark):  # its number has been given to another one meanwhile
+            return False
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        return True
+    finally:
+        os.close(process)
+
+
+def _has(number: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{number}/environ", "rb") as file:
+            variables = file.read()
+    except OSError:  # it has ended, or is another user's
+        return False
+    if mark.encode() not in variables:
+        return False
+    name = f"{_VARIABLE}=".encode()
+    found = next((each for each in variables.split(b"\0") if each.startswith(name)), b"")
+    return any(
+        each == mark or each.startswith(f"{mark}.")
+        for each in found[len(name) :].decode(errors="replace").split(":")
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A process that ends what a launcher has started, however the launcher ends.
+# **Lifetime**: a fork of the launcher that does nothing but wait for the end of a pipe; it ends with the launcher.
+
+
+class Guard:
+    """Kills process groups that are still there when this process has ended; a context manager.
+
+    Made before the process has threads.
+
+    Args:
+        mark: what has it in its variables is killed, too; empty for nothing (see `leftovers`).
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        reader, self._writer = os.pipe()  # neither is inherited by what this process starts
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._writer)
+            _guard(reader, mark)
+        os.close(reader)
+
+    def add(self, group: int) -> None:
+        """Kill a process group at the end, unless `remove` comes before."""
+        self._tell(f"+{group}")
+
+    def remove(self, group: int) -> None:
+        """Leave a process group alone that has ended; called before its number is free."""
+        self._tell(f"-{group}")
+
+    def _tell(self, line: str) -> None:
+        # Somebody may kill the guard: this process still ends the groups itself.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._writer, f"{line}\n".encode())
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._writer)
+        os.waitpid(self._pid, 0)
+
+
+def _guard(reader: int, mark: str) -> None:
+    """Wait for the end of the launcher, in the fork; never returns."""
+    try:
+        os.setsid()  # Ctrl-C and a terminal's hang-up are not for it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        groups: set[int] = set()
+        with open(reader) as lines:
+            for line in lines:
+                group = int(line[1:])
+                (groups.add if line[0] == "+" else groups.discard)(group)
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        if mark:
+            kill(mark)
+    finally:
+        os._exit(0)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a script's ranks of one host are given: a command that exists, variables, and inherited descriptors.
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What a rank is started with.
+
+    Attributes:
+        rank: its number.
+        variables: of its environment.
+        descriptors: that it inherits.
+        place: which it takes by one of them, or a program that it starts; whoever starts the rank closes it behind the rank's end.
+    """
+
+    rank: int
+    variables: dict[str, str]
+    descriptors: list[int]
+    place: Place
+
+
+def _handed_over(
+    rank: int, handover: Handover, listener: Listener, variables: Mapping[str, str]
+) -> HandedOver:
+    place = Place(handover, listener, is_own=False)
+    sockets = [fd for fd in listener.filenos() if fd >= 0]
+    found = {
+        **variables,
+        **as_horovod.path_variables(variables),
+        **place.variables(variables, is_inherited=True),
+    }
+    return HandedOver(rank, found, [place.descriptor, *sockets], place)
+
+
+def words_of(command: Sequence[str]) -> list[str]:
+    """Return program and arguments without a leading `--`.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    if not words:
+        raise InvalidArgumentError(
+            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
+        )
+    return words
+
+
+def check_command(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Refuse a command that cannot run here, before anything starts.
+
+    Args:
+        words: program and arguments.
+        env: variables of the ranks; PATH counts.
+
+    Raises:
+        InvalidArgumentError: its program or script does not exist here.
+    """
+    if shutil.which(words[0], path=env.get("PATH")) is None:
+        raise InvalidArgumentError(
+            f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
+        )
+    script = next((word for word in words[1:] if not word.startswith("-")), None)
+    is_python = os.path.basename(words[0]).startswith("python")
+    runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
+    if runs_file and not Path(script or "").is_file():
+        raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
+
+
+def hand_over(
+    listeners: Sequence[Listener],
+    job: Job,
+    env: Mapping[str, str],
+    master: tuple[str, int],
+) -> Iterator[HandedOver]:
+    """Yield what each rank of this host gets.
+
+    Args:
+        listeners: of these ranks, in their order; each is closed with its place.
+        job: of the first of them; the others follow it.
+        env: variables of all ranks.
+        master: address for torch.distributed.
+    """
+    threads = max(1, int(processors.allowed() / len(listeners)))
+    hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
+    for rank, listener in enumerate(listeners, job.rank):
+        here = topology(rank, hosts)
+        own = Job(job.key, job.job_id, job.attempt, rank, job.size, job.endpoints)
+        handover = Handover(
+            own.to_json(),
+            listener.endpoint().to_dict(),
+            listener.filenos(),
+            here.local_rank,
+            threads,
+        )
+        variables = {"OMP_NUM_THREADS": str(threads), **env, **_variables(here, master)}
+        yield _handed_over(rank, handover, listener, variables)
+
+
+def hand_over_member(
+    listener: Listener,
+    invitation: Invitation,
+    env: Mapping[str, str],
+    slot: int,
+    num_threads: int,
+) -> HandedOver:
+    """Return what a member of an elastic job gets.
+
+    Args:
+        listener: of the member; closed with its place.
+        invitation: to the job.
+        env: variables of all members.
+        slot: of its host, from 0 on; no other living member has it.
+        num_threads: threads that it may use.
+    """
+    handover = Handover(
+        json.dumps(invitation.to_dict()),
+        listener.endpoint().to_dict(),
+        listener.filenos(),
+        slot,
+        num_threads,
+        is_elastic=True,
+    )
+    others = {name: value for name, value in env.items() if name not in HOROVOD_NAMES}
+    variables = {
+        **{"OMP_NUM_THREADS": str(num_threads), **others},
+        **member_variables(slot),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return _handed_over(invitation.number, handover, listener, variables)
+
+
+def member_variables(slot: int) -> dict[str, str]:
+    """Return what is known of a member before it has met the others: its rank changes with them; its slot, and so its GPU, does not."""
+    return {
+        **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+    }
+
+
+def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
+    """Return what Horovod and torch.distributed call a rank's place."""
+    torch = {
+        **{"RANK": place.rank, "WORLD_SIZE": place.size},
+        **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},
+    }
+    return {
+        **horovod_variables(place, socket.gethostname()),
+        **{name: str(value) for name, value in torch.items()},
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "PYTHONUNBUFFERED": "1",  # a rank's lines come when it prints them
+    }
+
+
+# A longer line is passed on in pieces.
+_LINE_BYTES = 1 << 20
+# How long the rest of a rank's output may take, once nothing that writes to it is left.
+_DRAIN_S = 1.0
+# How long that takes where no other process holds the pipes.
+_CLOSED_S = 0.1
+_GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
+
+
+class Crew:
+    """Processes of ranks; a context manager that leaves none. Made before the process has threads.
+
+    Args:
+        on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
+        on_end: called with rank and status (negative for a signal) when a rank has ended and its output is read.
+    """
+
+    def __init__(
+        self, on_line: Callable[[int, str, bytes], None], on_end: Callable[[int, int], None]
+    ) -> None:
+        self._on_line = on_line
+        self._on_end = on_end
+        self._mark = secrets.token_hex(8)
+        self._guard = Guard(self._mark)
+        # Guards the processes: no signal may go to a number that has been given to another one.
+        self._lock = threading.Lock()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: list[threading.Thread] = []
+
+    def start(self, given: HandedOver, command: Sequence[str]) -> None:
+        """Start a rank with what it is given, whose place is closed behind the rank's end.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        try:
+            self._start(given, command)
+        except BaseException:
+            given.place.close()
+            raise
+
+    def _start(self, given: HandedOver, command: Sequence[str]) -> None:
+        rank = given.rank
+        # It begins when the guard knows of it: if this process is killed before, its standard input ends without a line.
+        process = subprocess.Popen(
+            [*_GATE, *command],
+            env=marked(given.variables, f"{self._mark}.{rank}"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=given.descriptors,
+            start_new_session=True,
+        )
+        self._guard.add(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(b"\n")
+        with self._lock:
+            self._running[rank] = process
+        readers = [
+            _thread(self._read, rank, name, pipe)
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        self._waiting.append(_thread(self._wait, given, process, readers))
+
+    def send(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to the groups of all ranks that run, or of one; SIGKILL goes to all that they have started."""
+        with self._lock:
+            for each, process in self._running.items():
+                if rank in (None, each):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+        if number == signal.SIGKILL:  # the guard may have been killed
+            kill(self._mark if rank is None else f"{self._mark}.{rank}")
+
+    def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            LineReader(
+                pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
+            ).run()
+
+    def _wait(
+        self,
+        given: HandedOver,
+        process: subprocess.Popen[bytes],
+        readers: Sequence[threading.Thread],
+    ) -> None:
+        rank = given.rank
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        given.place.close()  # to the other ranks the rank is gone
+        with self._lock:
+            del self._running[rank]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
+            self._guard.remove(process.pid)
+            status = process.wait()
+        if not _join(readers, _CLOSED_S):
+            # Something in a session of its own holds the pipes. What has let go of them ends with the launch.
+            kill(f"{self._mark}.{rank}")
+            _join(readers, _DRAIN_S)
+        self._on_end(rank, status)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        for thread in self._waiting:
+            thread.join()
+        self._guard.__exit__()
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for the end of threads; return True if all have ended in time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,164 @@
+"""Loggers of `run(fn)`: lines of `log_metrics` in the ranks' output go to them, the others where they would go without. Each rank logs its load, too.
+
+Threads: the stream is written by one thread at a time. Failure: a line that cannot be read is shown as it is; see `observe.loggers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.loggers.base import Fit, Logger, Metric
+from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.system import METRICS as SYSTEM_METRICS
+from sparkhvd.observe.system import Gpu, Sample, Sampler
+from sparkhvd.rank_messages import METRICS, log_metrics
+from sparkhvd.topology import RankContext, context
+
+# ----------------------------------------------------------------------------------------------------
+# Load of the ranks of `run(fn, loggers=[...])`: each tells the driver once per second what its process uses.
+# Threads: one in each rank while `fn` runs, see `observe.system`. Failure: none reaches `fn`.
+
+
+class WithLoad:
+    """A function that tells the load of its rank while it runs."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        """Wrap a function; names and code are still those of the function, for messages."""
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the function."""
+        place, began = context(), time.time()
+        fn: Callable[..., Any] = vars(self)["__wrapped__"]
+        if place is None:
+            return fn(*args, **kwargs)
+        node = f"{socket.gethostname()}-rank-{place.rank}"
+
+        def tell(sample: Sample) -> None:
+            numbers = {
+                f"system/{node}/{name}": value
+                for key, name in SYSTEM_METRICS.items()
+                if not math.isnan(value := getattr(sample, key))
+            }
+            log_metrics(numbers, int(sample.time - began))
+
+        sampler = Sampler(_OwnGpu(place), tell)
+        sampler.start()
+        with contextlib.closing(sampler):
+            return fn(*args, **kwargs)
+
+
+class _OwnGpu:
+    """The GPU of this rank, from the moment when torch has begun to use one."""
+
+    def __init__(self, place: RankContext) -> None:
+        self._index = place.local_rank if place.gpu is None else place.gpu
+        self._found: Gpu | None = None
+        self._has_looked = False
+
+    def __call__(self) -> tuple[float, float]:
+        """Return percent and megabytes in use; NaN where they are not known."""
+        torch = sys.modules.get("torch")
+        if not self._has_looked and torch is not None and torch.cuda.is_initialized():
+            self._has_looked = True
+            with contextlib.suppress(Exception):  # of torch, or of a device that is not there
+                uuid = torch.cuda.get_device_properties(self._index).uuid
+                self._found = Gpu.find(f"GPU-{uuid}")
+        return (math.nan, math.nan) if self._found is None else self._found()
+
+
+_LINE = re.compile(r"(?m)^(?:\S+ )?\[\d+\] " + METRICS + r"(\{.*\})\n")
+
+
+class LineSplitter:
+    """Stream of the ranks' output that takes lines of `log_metrics` out of it."""
+
+    def __init__(self, take: Callable[[list[Metric]], None], rest: TextIO | None) -> None:
+        """Split what is written.
+
+        Args:
+            take: gets the numbers.
+            rest: gets the other lines; None for nobody.
+        """
+        self._take, self._rest = take, rest
+
+    def write(self, text: str) -> int:
+        """Write whole lines."""
+        rest = _LINE.sub(self._taken, text)
+        if self._rest is not None and rest:
+            self._rest.write(rest)
+        return len(text)
+
+    def _taken(self, match: re.Match[str]) -> str:
+        try:
+            entry = json.loads(match[1])
+            step, moment = int(entry["step"]), float(entry["time"])
+            metrics = [Metric(name, float(v), step, moment) for name, v in entry["values"].items()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return match[0]
+        self._take(metrics)
+        return ""
+
+    def flush(self) -> None:
+        """Flush the rest."""
+        if self._rest is not None:
+            self._rest.flush()
+
+
+@contextlib.contextmanager
+def following(
+    loggers: Sequence[Logger] | None,
+    fn: Callable[..., object],
+    params: Mapping[str, object],
+    stream: TextIO | None,
+    verbose: int,
+) -> Iterator[tuple[TextIO | None, Callable[..., Any]]]:
+    """Let loggers follow a call on ranks; yield the stream for its output, and the function that the ranks should call.
+
+    Args:
+        loggers: of the call; none: the stream is as given.
+        fn: the function, whose name the run gets.
+        params: of the run; None for what is not known.
+        stream: that the user gave, or None for stderr.
+        verbose: 0 prints nothing on stderr.
+
+    Raises:
+        InvalidArgumentError: `loggers` are none.
+    """
+    if not loggers:
+        yield stream, fn
+        return
+    found = [loggers] if isinstance(loggers, Logger) else list(loggers)
+    if not all(isinstance(each, Logger) for each in found):
+        raise InvalidArgumentError(
+            f"loggers is {loggers!r:.200}; it must be a list such as [sparkhvd.MLflowLogger()]."
+        )
+    name = str(getattr(fn, "__name__", type(fn).__name__)).strip("<>")
+    run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    texts = {key: str(value) for key, value in params.items() if value is not None}
+
+    def say(line: str) -> None:
+        if verbose:
+            sys.stderr.write(f"{line}\n")
+
+    followers = Followers(found, lambda: Fit(run_id, params=texts), say)
+    rest = sys.stderr if stream is None and verbose else stream
+    try:
+        # What cannot be called is an error of the launch.
+        called = WithLoad(fn) if callable(fn) else fn
+        yield cast("TextIO", LineSplitter(followers.put, rest)), called
+    except BaseException as e:
+        followers.failed(e, {})
+        raise
+    followers.finished(None, {})

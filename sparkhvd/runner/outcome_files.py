@@ -1,0 +1,84 @@
+"""Outcomes of ranks as files of the run's folder, which tell ranks and the driver of each other's failures."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection
+
+from sparkhvd.runner.outcomes import Kind, Outcome, root_cause
+from sparkhvd.runner.preflight import SharedFiles, outcome_path
+
+# A rank that failed as a consequence lets the rank with the cause end the stage first.
+_CONSEQUENCE_WAIT_S = 5.0
+_CRASH_WAIT_S = 0.5
+_POLL_S = 0.25
+# Longest wait of the driver for an outcome that a rank says it has written.
+_LATE_S = 3.0
+
+
+def write(files: SharedFiles | None, run_dir: str, outcome: Outcome) -> bool:
+    """Write an outcome into the run's folder; return False if there is none, or it cannot be written."""
+    if files is None or not run_dir or outcome.rank is None:
+        return False
+    # Without the file the outcome travels in the exception, cut to what that can hold.
+    with contextlib.suppress(Exception):
+        path = outcome_path(run_dir, outcome.attempt, outcome.rank)
+        files.write_bytes(path, outcome.to_json().encode())
+        return True
+    return False
+
+
+def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome) -> Outcome:
+    """Give a rank with the cause time to end the stage; return the best known cause.
+
+    When this task raises, Spark kills the other tasks of the stage and drops their errors. An
+    exception of the user's function is raised at once, a crash soon, a lost peer last.
+    """
+    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(own.kind, 0.0)
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        known = [own, *read_outcomes(files, run_dir, own.attempt, own.job_id, size)]
+        cause = root_cause(known)
+        if cause is not None and cause.kind != own.kind:
+            return cause
+    return own
+
+
+def read_outcomes(
+    files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
+) -> list[Outcome]:
+    """Return the outcomes that ranks of this launch have written so far; none without a shared store.
+
+    An earlier fit with the same run_id, which counted its attempts from 0 too, may have left others there.
+    """
+    outcomes: list[Outcome] = []
+    if files is None or not run_dir:
+        return outcomes
+    for rank in range(size):
+        path = outcome_path(run_dir, attempt, rank)
+        # A report about a failure must not fail: an unreadable file counts as missing.
+        with contextlib.suppress(Exception):
+            if files.exists(path):
+                outcome = Outcome.from_json(files.read_bytes(path).decode())
+                if outcome.job_id == job_id:
+                    outcomes.append(outcome)
+    return outcomes
+
+
+def await_outcomes(
+    files: SharedFiles | None,
+    run_dir: str,
+    attempt: int,
+    job_id: str,
+    size: int,
+    ranks: Collection[int | None],
+) -> list[Outcome]:
+    """Return the outcomes as `read_outcomes`, when those of `ranks` are there: a file of another host may be seen late."""
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        outcomes = read_outcomes(files, run_dir, attempt, job_id, size)
+        if {o.rank for o in outcomes}.issuperset(ranks) or time.monotonic() > deadline:
+            return outcomes
+        time.sleep(_POLL_S)

@@ -1,0 +1,49 @@
+"""Run the user's command on ranks of this host.
+
+The listeners are bound here and inherited, so no port is free for another program in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+from collections.abc import Mapping, Sequence
+
+from sparkhvd.interfaces import LOOPBACK
+from sparkhvd.rendezvous import Job, Listener
+from sparkhvd.runner import launching
+from sparkhvd.runner.local_processes import Crew, hand_over
+from sparkhvd.runner.watch import Ended, Events, Output, Screen, signals, watch
+from sparkhvd.settings import Settings
+
+
+def run_script(
+    command: Sequence[str], num_proc: int, env: Mapping[str, str], output: Output
+) -> int:
+    """Run a command on every rank; return the exit status for the shell, see `watch`.
+
+    Args:
+        command: program and arguments.
+        num_proc: number of ranks.
+        env: variables of the ranks, all of them.
+        output: where their output goes.
+    """
+    events: Events = queue.SimpleQueue()
+    settings = Settings.resolve(env)
+    with contextlib.ExitStack() as stack:
+        screen = stack.enter_context(Screen(output, num_proc))
+        crew = stack.enter_context(
+            Crew(screen.show, lambda rank, status: events.put(Ended(rank, status)))
+        )
+        stack.enter_context(signals(events))
+        port = stack.enter_context(launching.reserved_port(LOOPBACK))
+        listeners = [
+            stack.enter_context(Listener.bind(LOOPBACK, settings)) for _ in range(num_proc)
+        ]
+        endpoints = tuple(each.endpoint() for each in listeners)
+        key = secrets.token_bytes(32)
+        job = Job(key, secrets.token_hex(8), 0, 0, num_proc, endpoints)
+        for each in hand_over(listeners, job, env, (LOOPBACK, port)):
+            crew.start(each, command)
+        return watch(events, num_proc, crew.send, screen)

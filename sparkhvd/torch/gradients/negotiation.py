@@ -1,0 +1,363 @@
+"""Agreement of all ranks on the gradients that are reduced, before the first reduction.
+
+**Parameters and options** are compared when the first backward pass ends (`agreement`). Where strides differ, gradients are
+sent row-major.
+
+**Layouts**: which gradients are sparse is seen when they arrive, and a rank that did not use the layer has none. So the ranks
+vote (`sparse`) before anything is submitted; a parameter that no rank gave a gradient is in no bucket, and in the votes of
+later cycles until it has one (*late* parameters).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine.work import Work
+from sparkhvd.errors import MismatchError
+from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.collectives.broadcasts import start_broadcast
+from sparkhvd.torch.collectives.tensors import Operation
+from sparkhvd.torch.context import Context
+from sparkhvd.torch.gradients.buckets import Buckets
+from sparkhvd.torch.gradients.dense import Entry, Parked, ReduceOptions
+from sparkhvd.torch.gradients.plan import BucketPlanner
+from sparkhvd.torch.gradients.powersgd import describe
+from sparkhvd.torch.gradients.sparse import LayoutVote
+
+# ----------------------------------------------------------------------------------------------------
+# Comparison of parameters and options between ranks; strides may differ, and then are not used.
+
+_DIGEST_BYTES = 32
+
+_T = TypeVar("_T")
+
+
+class Agreement:
+    """Compares parameters and options with those of the other ranks, without waiting for them until `check`.
+
+    Every rank of the process set makes one. Two digests are compared; the texts follow only where digests differ.
+
+    Args:
+        context: whose engine compares.
+        label: of the optimizer.
+        process_set: the engine's number of the ranks.
+        ranks: their global ranks, ascending.
+        description: the options, then a sentence per parameter; must be equal on all ranks.
+        strides: of every parameter's gradient.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        label: str,
+        process_set: int,
+        ranks: Sequence[int],
+        description: list[str],
+        strides: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._context = context
+        self._label = label
+        self._process_set = process_set
+        self._ranks = ranks
+        self._description = description
+        self._strides = [list(each) for each in strides]
+        digests = _digest(description) + _digest(self._strides)
+        self._digests = torch.tensor(list(digests), dtype=torch.uint8)
+        self._work: Work = start_allgather(context, f"{label}.digest", self._digests, process_set)
+        self._difference: str | None = None
+
+    def check(self) -> None:
+        """Wait for the other ranks' digests, which they send when they build the optimizer.
+
+        Raises:
+            MismatchError: parameters or options differ; on every rank, with the first difference.
+        """
+        if not bool(self._is_equal()[:, :_DIGEST_BYTES].all()):
+            if self._difference is None:  # every rank exchanges once, however often it looks
+                texts = self._exchange("description", self._description)
+                self._difference = _difference(self._label, self._ranks, texts)
+            raise MismatchError(self._difference)
+
+    @property
+    def has_equal_strides(self) -> bool:
+        """Return True if all strides are the same on every rank, after `check`; on every rank the same answer."""
+        return bool(self._is_equal().all())
+
+    def differing_strides(self) -> list[int]:
+        """Find strides that differ, after `check`; if there are any, every rank must call this.
+
+        Returns:
+            Numbers of the parameters whose strides differ between ranks; on every rank the same list.
+        """
+        if self.has_equal_strides:
+            return []
+        strides = self._exchange("strides", self._strides)
+        return [
+            i
+            for i, each in enumerate(zip(*strides, strict=True))
+            if any(s != each[0] for s in each)
+        ]
+
+    def _is_equal(self) -> Tensor:
+        self._work.wait()
+        digests = self._digests
+        by_rank = gathered(self._work, digests.dtype, digests.shape)[0].view(-1, len(digests))
+        return by_rank == digests
+
+    def _exchange(self, what: str, value: _T) -> list[_T]:
+        """Return the values of all ranks, in the order of ranks."""
+        text: Tensor = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        work = start_allgather(self._context, f"{self._label}.{what}", text, self._process_set)
+        work.wait()
+        joined, rows = gathered(work, text.dtype, text.shape)
+        return [json.loads(bytes(part.tolist())) for part in joined.split(list(rows))]
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(json.dumps(value).encode()).digest()
+
+
+def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]]) -> str:
+    """Say where the first rank that differs from the set's first differs."""
+    first = descriptions[0]
+    place = next(place for place, texts in enumerate(descriptions) if texts != first)
+    differing, rank = descriptions[place], ranks[place]
+    advice = "Build the same model and the same optimizer, in the same order, on every rank."
+    for number, (ours, theirs) in enumerate(zip(first, differing, strict=False)):
+        if ours != theirs:
+            what = "the options" if number == 0 else f"parameter {number - 1}"
+            return f"{label}: ranks disagree on {what}. Rank {ranks[0]} has {ours}; rank {rank} has {theirs}. {advice}"
+    return (
+        f"{label}: ranks disagree on the number of parameters. Rank {ranks[0]} has {len(first) - 1}, "
+        f"rank {rank} has {len(differing) - 1}. {advice}"
+    )
+
+
+class Settlement:
+    """Settles with all ranks which gradients there are to reduce. Every rank of the process set makes one.
+
+    Args:
+        context: whose engine compares.
+        label: of the reducer.
+        planner: of the reducer, with its parameters.
+
+    Attributes:
+        is_settled: whether hooks may submit: all ranks have agreed on what there is to reduce.
+        undecided: parameters of which it is not known yet whether their gradients are sparse.
+    """
+
+    def __init__(self, context: Context, label: str, planner: BucketPlanner) -> None:
+        options = planner.options
+        self._context = context
+        self._label = label
+        self._entries = planner.entries
+        self._options = options
+        self._is_flagged = planner.is_flagged
+        self._is_on_gpu = planner.device is not None
+        self.undecided: list[Entry] = []
+        if not (options.as_views or options.sparse_as_dense or options.sharded):
+            self.undecided = list(self._entries)
+        self._vote: LayoutVote | None = None
+        self.is_settled = False
+        # Looked at when the first backward ends.
+        self._agreement: Agreement | None = Agreement(
+            context,
+            label,
+            options.process_set,
+            options.ranks,
+            _description(context, planner),
+            [entry.stride for entry in self._entries],
+        )
+
+    @property
+    def parked(self) -> set[int]:
+        """Numbers of the parameters that are in no bucket; before it is settled every one counts as dense."""
+        return {entry.index for entry in self.undecided} if self.is_settled else set()
+
+    def settle_views(self) -> None:
+        """Settle at once, where gradients are dense views: what is allocated follows from parameters and strides.
+
+        Raises:
+            MismatchError: ranks have different parameters or options.
+        """
+        self._check_agreement()
+        self.is_settled = True
+
+    def begin(self) -> bool:
+        """Begin to settle when the first backward ends, without waiting for what other ranks submit in their `wait`.
+
+        Returns:
+            True if `settle` will wait for other ranks.
+        """
+        if self._agreement is not None:
+            self._agreement.check()  # every rank has sent its part when it built the optimizer
+        if self.undecided and self._vote is None:
+            self.start_vote()
+        # On a GPU the memory is made first, for which all ranks wait.
+        return bool(self.undecided) or self._is_on_gpu
+
+    def settle(self) -> bool:
+        """Wait for the other ranks, before anything is submitted for the first time.
+
+        Returns:
+            True if the gradients must be divided anew.
+        """
+        self._check_agreement()
+        decided: list[Entry] = []
+        if self.undecided:
+            vote, self._vote = self._vote or self._new_vote(), None
+            votes = vote.wait()
+            if not votes.is_complete:
+                return False  # a rank has joined and does not learn of it; all vote again in the next cycle
+            decided = self._decide(votes.layouts)
+        self.is_settled = True
+        return bool(self.undecided) or any([entry.sparse_dim for entry in decided])
+
+    def start_vote(self) -> None:
+        """Start to vote on the layouts of the undecided parameters."""
+        self._vote = self._new_vote()
+
+    def wait_for_vote(self) -> None:
+        """Wait until no vote is in flight."""
+        if self._vote is not None:
+            self._vote.wait()
+
+    def reduce_late(self, buckets: Buckets) -> None:
+        """Reduce gradients that are the first of their parameter, if this cycle had a vote on them.
+
+        Args:
+            buckets: of the reducer; late parameters get buckets of their own, which stay.
+        """
+        if self._vote is None:
+            return
+        votes = self._vote.wait()
+        if votes.is_complete:
+            late = self._decide(votes.layouts)
+            if late:
+                buckets.reduce_late([entry.index for entry in late])
+            return
+        # A rank has joined and does not learn of the layouts, so they hold for this cycle only.
+        layouts = zip(self.undecided, votes.layouts, strict=True)
+        late = [entry for entry, layout in layouts if layout is not None]
+        buckets.reduce_once({f"{self._label}.late.{entry.index}": entry for entry in late})
+        for entry in late:
+            entry.bucket = Parked()
+
+    def reset(self) -> None:
+        """Get ready for the next cycle."""
+        self._vote = None
+        for entry in self.undecided:
+            entry.grad = None
+
+    def _new_vote(self) -> LayoutVote:
+        return LayoutVote(self._context, self._label, self._options, self.undecided)
+
+    def _decide(self, layouts: Sequence[int | None]) -> list[Entry]:
+        """Adopt the layouts that all ranks have together; return the parameters that are decided now."""
+        voted = list(zip(self.undecided, layouts, strict=True))
+        if not self._is_flagged:  # a rank without a gradient sends zeros
+            voted = [(entry, layout or 0) for entry, layout in voted]
+        self.undecided = [entry for entry, layout in voted if layout is None]
+        for entry, layout in voted:
+            entry.sparse_dim = layout or 0
+        return [entry for entry, layout in voted if layout is not None]
+
+    def _check_agreement(self) -> None:
+        if self._agreement is not None:
+            self._agreement.check()
+            if not self._agreement.has_equal_strides:
+                self._forget_strides(self._agreement)
+            self._agreement = None
+
+    def _forget_strides(self, agreement: Agreement) -> None:
+        if self._options.sharded:
+            name = self._entries[agreement.differing_strides()[0]].name
+            raise MismatchError(
+                f"{self._label}: ranks disagree on the memory layout (strides) of {name!r}, and sharded=True divides "
+                "memory. Use the same memory format on every rank, or leave sharded out."
+            )
+        # Of all parameters, so that no rank asks which differ: a rank that has joined would not answer.
+        for entry in self._entries:
+            entry.forget_stride()
+
+
+def _description(context: Context, planner: BucketPlanner) -> list[str]:
+    """Describe the options, then each parameter; ranks with different descriptions cannot reduce together."""
+    options, entries = planner.options, planner.entries
+    groups = f"groups {options.groups}" if options.groups else "no groups"
+    states = [""] * len(entries)
+    if planner.low_rank is not None:
+        states = planner.low_rank.fingerprint(entries)
+    tuning = context.engine.settings.tuning
+    device_bytes = f", device_bucket_bytes {options.device_bucket_bytes}" if planner.device else ""
+    return [
+        f"op {options.op.name.title()}, predivide factor {options.predivide}, "
+        f"{describe(options.compression)}, bucket_bytes {options.bucket_bytes}, {groups}"
+        f"{', gradients as views' if options.as_views else ''}"
+        f"{', sharded' if options.sharded else ''}"
+        f"{', sparse as dense' if options.sparse_as_dense else ''}"
+        f"{f', autotune {tuning}' if tuning else ''}"
+        f"{device_bytes}",
+        *[
+            f"{entry.name!r} with shape {entry.shape}, {entry.dtype}"
+            f"{'' if entry.param.is_cpu else ' on a GPU'}{state}"
+            for entry, state in zip(entries, states, strict=True)
+        ],
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Order in which gradients become ready, observed by the first rank and followed by all.
+
+
+class ReadyOrder:
+    """Observes the order of a cycle's gradients and gives the first rank's to every rank. Every rank makes one.
+
+    Args:
+        context: whose engine sends the order.
+        label: of the reducer.
+        options: of the reducer.
+        count: of its parameters.
+
+    Attributes:
+        seen: numbers of the parameters whose gradients became ready in this cycle, in their order.
+    """
+
+    def __init__(self, context: Context, label: str, options: ReduceOptions, count: int) -> None:
+        self._context = context
+        self._label = label
+        self._options = options
+        self._count = count
+        self.seen: list[int] = []
+        self._offered: tuple[Tensor, Operation] | None = None
+
+    def offer(self) -> None:
+        """Start to send the first rank's order to every rank, once per cycle."""
+        if self._offered is not None:
+            return
+        late = set(range(self._count)).difference(self.seen)
+        numbers = [*dict.fromkeys(self.seen), *sorted(late, reverse=True)]
+        order = torch.tensor(numbers, dtype=torch.int64)
+        name, options = f"{self._label}.order", self._options
+        work = start_broadcast(
+            self._context, name, order, order, options.ranks[0], options.process_set
+        )
+        self._offered = (order, work)
+
+    def agreed(self) -> list[int] | None:
+        """Wait for the order that was offered and return it; None if there is none in this cycle."""
+        if self._offered is None:
+            return None
+        order, work = self._offered
+        self._offered = None
+        try:
+            work.wait()
+        except MismatchError:
+            return None  # a rank has joined and missed this cycle; all try again in the next
+        return order.tolist()

@@ -1,0 +1,171 @@
+"""Meaning of `init(comm=...)`: a rendezvous, ranks of the launcher's job, or a communicator of MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import cast
+
+import torch
+
+from sparkhvd import launchers
+from sparkhvd import topology as rank_context
+from sparkhvd.elastic import ElasticRendezvous
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers import mpi as communicator
+from sparkhvd.rendezvous import Rendezvous, SingleRendezvous, SocketRendezvous
+from sparkhvd.settings import Settings
+from sparkhvd.topology import context as own_context
+from sparkhvd.topology import topology
+from sparkhvd.torch.arguments import to_integers, to_list
+from sparkhvd.torch.context import context
+
+Comm = Rendezvous | communicator.Communicator | Sequence[int]
+# Gets what ends with the job.
+Join = Callable[[ExitStack], Rendezvous]
+
+
+def way_to_join(comm: Comm | None) -> Join:
+    """Return the function that meets the ranks.
+
+    Raises:
+        InvalidArgumentError: `comm` is none of what `init` takes.
+    """
+    if comm is None:
+        return lambda _: _launched()
+    if communicator.is_communicator(comm):
+        return lambda cleanup: communicator.join(comm, cleanup)
+    if hasattr(comm, "connect"):
+        rendezvous = cast("Rendezvous", comm)
+        return lambda _: rendezvous
+    ranks = _ranks(cast("Sequence[int]", comm))  # or refused there
+    return lambda cleanup: _among(ranks, cleanup)
+
+
+def check_joined(comm: Comm | None) -> None:
+    """Refuse a communicator or ranks that are not those of the job that this process has joined already.
+
+    Raises:
+        InvalidArgumentError: size or rank differ.
+    """
+    place = context().engine.topology
+    joined = f"this process is rank {place.rank} of a job of {place.size} ranks already"
+    remedy = "Call shutdown() first, on every rank, or init() once."
+    if communicator.is_communicator(comm):
+        rank, size = communicator.place_of("init(comm=...)", comm)
+        if (rank, size) != (place.rank, place.size):
+            raise InvalidArgumentError(
+                f"init(comm=...): this process is rank {rank} of {size} in the communicator, and {joined}. {remedy}"
+            )
+    elif comm is not None and not hasattr(comm, "connect"):
+        ranks = _ranks(cast("Sequence[int]", comm))
+        if len(ranks) != place.size:
+            raise InvalidArgumentError(
+                f"init(comm={ranks}): these are {len(ranks)} ranks, and {joined}. {remedy}"
+            )
+
+
+def _launched() -> Rendezvous:
+    return launchers.find() or SingleRendezvous(Settings.resolve())
+
+
+def _ranks(comm: Sequence[int]) -> list[int]:
+    items = to_list(f"init(comm={comm!r})", comm, "ranks")
+    ranks = to_integers(items)
+    if ranks is None:
+        raise InvalidArgumentError(
+            f"init(comm={items!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
+        )
+    return ranks
+
+
+def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
+    """Return the rendezvous of some ranks of the launcher's job, as a job of their own."""
+    world = _launched()
+    what = f"init(comm={ranks})"
+    if isinstance(world, ElasticRendezvous):
+        raise InvalidArgumentError(
+            f"{what}: the ranks of an elastic job change. Leave comm out: all of them take part."
+        )
+    if ranks == list(range(world.size)):
+        return world
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world.size:
+        raise InvalidArgumentError(
+            f"{what}: the launcher's ranks are 0 to {world.size - 1}. Give each rank that takes part once, or leave comm out."
+        )
+    if world.rank not in ranks:
+        raise InvalidArgumentError(
+            f"{what}: this process is rank {world.rank} of the launcher, and is not in the list. Call init() with a list "
+            "that has it, or not at all."
+        )
+    if not isinstance(world, SocketRendezvous):
+        raise InvalidArgumentError(
+            f"{what}: these ranks cannot be a job of their own. Leave comm out, and give process_sets for operations "
+            "among some of them."
+        )
+    chosen = world.among(ranks)
+    before = rank_context.context()
+    if before is not None:
+        hosts = [e.host_key or e.address for e in chosen.job.endpoints]
+        place = topology(chosen.rank, hosts)
+        made = rank_context.RankContext(
+            chosen.rank,
+            chosen.size,
+            place.local_rank,
+            before.attempt,
+            before.num_threads,
+            before.gpu,
+        )
+        rank_context.install(made)
+        cleanup.callback(rank_context.install, before)
+    return chosen
+
+
+# ----------------------------------------------------------------------------------------------------
+# Selection of the GPU that the launcher gave this rank as torch's current device.
+
+
+def make_current() -> None:
+    """Let "cuda" mean this rank's GPU in the calling thread, if the launcher gave it one.
+
+    The process may see the GPUs of all ranks of its host, and without this all ranks' tensors would be on the first. Like
+    `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is left out where it
+    changes nothing: for the first one. A device that the script has chosen already stays.
+    """
+    place = own_context()
+    own = None if place is None else place.gpu
+    if not own or not torch.cuda.is_available() or own >= torch.cuda.device_count():
+        return
+    if torch.cuda.is_initialized() and torch.cuda.current_device() != 0:
+        return
+    torch.cuda.set_device(own)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Questions of Horovod's programs about frontends and numbers of ranks.
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return True for the framework that sparkhvd has, "torch", and False for others ("tensorflow", "mxnet")."""
+    del verbose
+    return ext_base_name == "torch"
+
+
+def check_extension(
+    ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: object
+) -> None:
+    """Raise an ImportError unless a framework is there, by its module such as "horovod.torch"."""
+    del ext_env_var, pkg_path, args
+    framework = ext_name.rpartition(".")[2]
+    if not extension_available(framework):
+        raise ImportError(f"sparkhvd has no frontend for {framework}. It has one for torch.")
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return True if the framework sees a GPU."""
+    return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return True for 1, 2, 4, 8, ... ranks, which Adasum needs."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0

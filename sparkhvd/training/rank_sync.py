@@ -1,0 +1,29 @@
+"""Seeds of an epoch, and errors that all ranks raise together."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+
+
+def seed_everything(seed: int, epoch: int, rank: int) -> None:
+    """Seed torch, numpy and random for an epoch on a rank: a resumed epoch draws what it drew before."""
+    state = np.random.SeedSequence([seed & (2**64 - 1), epoch, rank]).generate_state(3)
+    torch.manual_seed(int(state[0]))
+    np.random.seed(int(state[1]))
+    random.seed(int(state[2]))
+
+
+def fail_together(message: str, cause: Exception | None = None) -> NoReturn:
+    """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
+    # A rank that ended now would take the message from a slower one, which would see only its loss.
+    with contextlib.suppress(CollectiveError):
+        hvd.barrier()
+    raise InvalidArgumentError(message) from cause
