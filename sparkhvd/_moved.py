@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -97,7 +96,6 @@ estimator.params.training estimator.params.groups
 estimator.predictor estimator.predictors
 estimator.regression estimator.predictors
 estimator.saving.decoding estimator.saving.encoding
-estimator.saving.local_pipeline estimator.saving.persistence
 estimator.summary estimator.evaluation
 estimator.trained estimator.model
 estimator.transform.columns estimator.transform.binding
@@ -161,7 +159,6 @@ runner.elastic.coordinators runner.elastic.job
 runner.elastic.discovery runner.elastic.options
 runner.elastic.ends runner.elastic.coordinator
 runner.elastic.entry runner.elastic.coordinator
-runner.elastic.function runner.elastic.job
 runner.elastic.host_group runner.elastic.function_hosts
 runner.elastic.hosts runner.elastic.processes
 runner.elastic.report runner.elastic.launcher
@@ -171,14 +168,14 @@ runner.elastic.tasks runner.elastic.coordinator
 runner.forwarding runner.host_names
 runner.frames runner.protocol
 runner.gpu.profiles runner.gpu.decide
-runner.guard runner.local_processes
+runner.guard runner.orphans
 runner.hosts.channel runner.hosts.protocol
 runner.hosts.function runner.hosts.run
 runner.hosts.function_members runner.hosts.agent
 runner.hosts.members runner.hosts.agent
 runner.hosts.order runner.hosts.protocol
 runner.hosts.script runner.hosts.run
-runner.leftovers runner.local_processes
+runner.leftovers runner.orphans
 runner.lines runner.output
 runner.live.backlog runner.live.sender
 runner.live.display runner.live.receiver
@@ -254,11 +251,9 @@ training.metric_states training.metrics
 training.modules.attached training.modules.copies
 training.modules.output_widths training.modules.fitted
 training.others training.loss_state
-training.precision training.device
 training.progress training.profile
 training.run_timeline training.profile
 training.schedulers training.schedule
-training.to_device training.device
 training.together training.rank_sync
 training.user_code.context training.user_code.callbacks
 training.user_code.logs training.user_code.callbacks
@@ -277,13 +272,13 @@ def present_name(dotted: str) -> str:
     return f"{MOVED.get(home, home)}.{name}" if home else name
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder:  # not of importlib.abc, which would load `tempfile`
     """Import of a former name: the module that has its content now."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in MOVED else None
+        return ModuleSpec(fullname, self) if fullname in MOVED else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(MOVED[spec.name])

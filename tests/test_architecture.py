@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/doctor.py": "Java's and CUDA's own",
     "sparkhvd/runner/hosts/agent.py": "the ranks of an agent inherit a login's environment; sshd's, with this host's address",
     "sparkhvd/runner/hosts/connection.py": "Python's own path, which agents need",
-    "sparkhvd/runner/local_processes.py": "what a Python needs that ends leftovers",
+    "sparkhvd/runner/orphans.py": "what a Python needs that ends leftovers",
     "sparkhvd/runner/launching.py": "ranks of sparkhvdrun inherit the shell's environment, on other hosts some of it",
     "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment; what the trainer process inherits of its parent",
@@ -95,7 +95,7 @@ LAZY = {
     "sparkhvd/estimator/model.py": (1, "Spark ML's classes of Connect need a client's packages"),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (11, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/elastic/job.py": (2, "likewise"),
+    "sparkhvd/runner/elastic/function.py": (5, "likewise"),
     "sparkhvd/runner/command.py": (
         6,
         "ranks start without what the doctor, other hosts and elastic jobs need",
@@ -176,11 +176,13 @@ class Import:
         module: the importing one.
         target: the imported one.
         is_lazy: whether a function imports it.
+        is_typing: whether only type checkers see it.
     """
 
     module: str
     target: str
     is_lazy: bool
+    is_typing: bool = False
 
 
 def module_name(path: Path) -> str:
@@ -189,7 +191,7 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Return every import between modules of this package that runs, without those for type checkers."""
+    """Return every import between modules of this package, but for those of names that a facade loads at their first use."""
     return tuple(find_imports())
 
 
@@ -197,14 +199,14 @@ def find_imports() -> Iterator[Import]:
     modules = {module_name(path) for path in SOURCES}
     for path in SOURCES:
         tree = parsed(path)
-        skipped, lazy = set(), set()
+        typing, lazy = set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                skipped |= {id(child) for child in ast.walk(node)}
+                typing |= {id(child) for child in ast.walk(node)}
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lazy |= {id(child) for child in ast.walk(node)}
         for node in ast.walk(tree):
-            if id(node) in skipped:
+            if id(node) in typing and path.name == "__init__.py":
                 continue
             if isinstance(node, ast.Import):
                 found = [alias.name for alias in node.names]
@@ -215,7 +217,7 @@ def find_imports() -> Iterator[Import]:
                 continue
             for target in found:
                 if target in modules and target != module_name(path):
-                    yield Import(module_name(path), target, id(node) in lazy)
+                    yield Import(module_name(path), target, id(node) in lazy, id(node) in typing)
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

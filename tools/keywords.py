@@ -2,8 +2,7 @@
 
     .venv/bin/python -m tools.keywords
 
-`keywords.py` is read by type checkers and editors alone; `options.py` has the values of one fit or transform. A test compares both with
-the table.
+Type checkers and editors read the keywords; the options have the values of one fit or transform. A test compares the file with the table.
 """
 
 from __future__ import annotations
@@ -14,39 +13,23 @@ from pathlib import Path
 from sparkhvd.estimator.params.groups import PredictParams, TrainParams
 from sparkhvd.estimator.params.table import GROUPS, Row, rows_of
 
-FOLDER = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "params"
+FILE = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "params" / "generated.py"
 KEYWORDS = {"ModelKeywords": PredictParams, "EstimatorKeywords": TrainParams}
 OPTIONS = {"PredictOptions": PredictParams, "FitOptions": TrainParams}
 
-_KEYWORDS = '''"""Types of keyword arguments, for type checkers. Written by `python -m tools.keywords` from the table of Params."""
+_HEADER = '''"""Types of keyword arguments, and values of one fit or transform.
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from typing import Any, TypedDict
-
-from pyspark.sql import DataFrame
-from torch import nn
-from torch.optim import Optimizer
-
-from sparkhvd.data.store.store import Store
-from sparkhvd.observe.loggers.base import Logger
-from sparkhvd.settings import Settings
-from sparkhvd.training.user_code.callbacks import Callback
-
-__all__ = [{names}]
-'''
-
-_OPTIONS = '''"""Values of the Params of one fit or transform. Written by `python -m tools.keywords` from the table of Params."""
+Written by `python -m tools.keywords` from the table of Params.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+# Workers of a transform load this too, and need nothing of `sparkhvd.torch`.
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
@@ -56,14 +39,17 @@ if TYPE_CHECKING:
     from sparkhvd.observe.loggers.base import Logger
     from sparkhvd.settings import Settings
     from sparkhvd.training.user_code.callbacks import Callback
-
-__all__ = [{names}]
 '''
 
 
-def keywords_source(classes: Mapping[str, type] = KEYWORDS) -> str:
-    """Give Python source with a `TypedDict` of the keyword arguments of each class, by its name there."""
-    parts = [_with_names(_KEYWORDS, classes)]
+def source() -> str:
+    """Return the generated file."""
+    return _HEADER + keyword_types() + option_types()
+
+
+def keyword_types(classes: Mapping[str, type] = KEYWORDS) -> str:
+    """Return a `TypedDict` of the keyword arguments of each class, by its name there."""
+    parts = []
     for name, cls in classes.items():
         rows = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
         lines = [
@@ -81,9 +67,9 @@ def keywords_source(classes: Mapping[str, type] = KEYWORDS) -> str:
     return "".join(parts)
 
 
-def options_source(classes: Mapping[str, type] = OPTIONS) -> str:
-    """Give Python source with a dataclass of the values of each class's Params, by its name there; the first is the others' base."""
-    parts = [_with_names(_OPTIONS, classes)]
+def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
+    """Return a dataclass of the values of each class's Params, by its name there; the first is the others' base."""
+    parts = []
     base, *_ = classes
     known: set[str] = set()
     for name, cls in classes.items():
@@ -121,12 +107,5 @@ def _literal(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _with_names(header: str, classes: Mapping[str, type]) -> str:
-    return header.replace("{names}", ", ".join(f'"{name}"' for name in sorted(classes)))
-
-
-FILES = {FOLDER / "keywords.py": keywords_source, FOLDER / "options.py": options_source}
-
 if __name__ == "__main__":
-    for file, source in FILES.items():
-        file.write_text(source())
+    FILE.write_text(source())

@@ -26,7 +26,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.rendezvous.handshake import KEY_BYTES
 from sparkhvd.settings import Settings
 from sparkhvd.torch import context
-from sparkhvd.torch.process_sets import add_process_set
+from sparkhvd.torch.process_sets import ProcessSets, add_process_set
 from sparkhvd.torch.startup import way_to_join
 
 # ----------------------------------------------------------------------------------------------------
@@ -255,7 +255,8 @@ class Teams:
         process_set = world.process_set
         if ranks != world.ranks:
             try:
-                known = context.context().process_sets.get(ranks) or add_process_set(ranks)
+                registered = context.context().part(ProcessSets).by_ranks
+                known = registered.get(ranks) or add_process_set(ranks)
             except CollectiveError as error:
                 raise as_torch(error) from None
             process_set = known.process_set_id or 0

@@ -17,8 +17,8 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.metrics import RESERVED
 from sparkhvd.training.types import History
-from sparkhvd.training.user_code.callbacks import RESERVED
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -640,7 +640,7 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
         """Return what MLflow's flavour `spark` can save in this session."""
         if not is_connect(active_session()):
             return self
-        from sparkhvd.estimator.saving.persistence import LocalPipeline
+        from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
 
         return LocalPipeline(self)
 

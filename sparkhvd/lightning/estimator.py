@@ -17,7 +17,7 @@ from sparkhvd.estimator.params.generated import FitOptions
 from sparkhvd.estimator.params.table import at_least, one_of, param
 from sparkhvd.lightning.loop import LightningLoop, RowFunction
 from sparkhvd.lightning.strategy import package_of
-from sparkhvd.training.device import PRECISIONS
+from sparkhvd.training.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from sparkhvd.training.train_fn import TrainFnContext

@@ -26,7 +26,7 @@ Failure: a rank's result, exception or signal comes to the driver as data (`outc
 lost process, executor or host is relaunched. What can be known before ranks start is checked by `preflight`.
 
 Shutdown: a trainer ends with its task, whose pipe it watches, and takes the processes of its group along; `run_local` and `run_hosts` also
-end those in sessions of their own (`leftovers`). After Ctrl-C the function has 5 s to save.
+end those in sessions of their own (`orphans`). After Ctrl-C the function has 5 s to save.
 
 Each module imports only those above it:
 
@@ -34,6 +34,7 @@ Each module imports only those above it:
     driver_port        a port of the driver for tasks, and the proof of both ends
     host_names         hosts, their slots, and who runs where
     loggers            load of the ranks of `run(fn)`, for its loggers
+    orphans            processes that ranks have started and left behind, also in sessions of their own: found by a mark in their variables
     output             lines of a rank's output, with or without an end
     processes          fresh and forked processes of trainers
     protocol           frames on the pipe from a task to its trainer
@@ -76,7 +77,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from sparkhvd.runner.elastic.job import run_elastic
+from sparkhvd.runner.elastic.function import run_elastic
 from sparkhvd.topology import RankContext, context
 
 if TYPE_CHECKING:

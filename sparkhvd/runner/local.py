@@ -21,7 +21,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.horovod_arguments import check_hosts
-from sparkhvd.runner.local_processes import Leftovers
+from sparkhvd.runner.orphans import Leftovers
 from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.protocol import Prologue
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt

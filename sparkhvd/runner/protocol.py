@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.spark import SparkShim
-
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
 # Begin frames for the driver: a part of a message, its end, and progress. The report, which follows the last, is JSON.
@@ -251,6 +249,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from pyspark import Broadcast, SparkContext
+
+    from sparkhvd.spark import SparkShim
 
     Payload: TypeAlias = bytes | Broadcast[bytes]
 

@@ -23,8 +23,7 @@ from functools import partial
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.runner import allocator
-from sparkhvd.runner import local_processes as leftovers
+from sparkhvd.runner import allocator, orphans
 from sparkhvd.runner import zygote_client as nurseries
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.output import LineReader, Tail
@@ -169,7 +168,7 @@ class Trainer:
             program: `dump_program(...)`.
             log: called with each line of its output from a thread of this trainer.
             on_end: called once when it has ended, from a thread of this trainer.
-            mark: in its variables, for `leftovers`; "" for none.
+            mark: in its variables, for `orphans`; "" for none.
             tell: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
             progress: called with each line on the progress of the training, from the same thread.
         """
@@ -223,7 +222,7 @@ class Trainer:
 
     def _begin(self, start: Start) -> None:
         frames = [start.prologue.to_bytes(), start.program]
-        environ = leftovers.marked(start.environ, self._mark)  # not the nursery's
+        environ = orphans.marked(start.environ, self._mark)  # not the nursery's
         try:
             process: Process | None = None
             if start.is_late:
@@ -454,7 +453,7 @@ def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:
     for pump in pumps:
         pump.join(_CLOSED_S if mark else _DRAIN_S)
     if mark and any(pump.is_alive() for pump in pumps):
-        leftovers.kill(mark)
+        orphans.kill(mark)
         for pump in pumps:
             pump.join(_DRAIN_S)
 

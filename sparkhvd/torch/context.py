@@ -16,9 +16,9 @@ import socket
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
@@ -27,20 +27,7 @@ from sparkhvd.rendezvous import SingleRendezvous
 from sparkhvd.topology import Topology, horovod_variables
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sparkhvd.rendezvous import Rendezvous
-    from sparkhvd.torch.collectives.cuda import GatherThread
-    from sparkhvd.torch.cuda import Device
-    from sparkhvd.torch.gradients.reducer import Reducer
-    from sparkhvd.torch.process_sets import ProcessSet
-
-
-class _Ended(threading.local):
-    """Reducers whose backward pass has ended on this thread, which are about to wait (see `gradients`)."""
-
-    def __init__(self) -> None:
-        self.reducers: list[Reducer] = []
 
 
 class Follower(Protocol):
@@ -51,6 +38,16 @@ class Follower(Protocol):
 
     def follow(self, current: Context) -> None:
         """Use another engine from now on; every rank calls this, for what it has built in the same order."""
+
+
+class ContextPart:
+    """State that another module keeps per context, such as the rank's GPU; `Context.part` makes it at its first use."""
+
+    def retire(self) -> None:
+        """Stop using the context, which has closed."""
+
+
+_Part = TypeVar("_Part", bound=ContextPart)
 
 
 class Context:
@@ -79,18 +76,17 @@ class Context:
         self.followers: list[weakref.ref[Follower]] = []
         self.cleanup = cleanup or contextlib.ExitStack()  # what ends with the engine
         self.is_open = True
-        # The reducer that listens to a parameter, weakly (made and used by `optimizer`).
-        self.owners: MutableMapping[Tensor, Callable[[], Reducer | None]] | None = None
-        # The registered process sets by their ranks (made and used by `process_sets.py`).
-        self.process_sets: dict[tuple[int, ...], ProcessSet] = {}
         self.joins = 0  # how often all ranks have joined
-        self.ended = _Ended()
-        # This rank's GPU, from its first tensor there, and the function that opens it (used by `cuda.py`).
-        self.device: Device | None = None
-        self.opener: Callable[[Engine, int], Device] | None = None
-        # Advances gathers on it whose callers do not wait (of `collectives/cuda_gathers.py`).
-        self.gathers: GatherThread | None = None
+        self._parts: dict[type[ContextPart], ContextPart] = {}
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+
+    def part(self, kind: type[_Part]) -> _Part:
+        """Return this context's state of a kind."""
+        part = self._parts.get(kind)
+        if part is None:
+            # Of two threads, the first one's stays.
+            part = self._parts.setdefault(kind, kind())
+        return cast("_Part", part)
 
     def number(self, kind: str, process_set: int = 0) -> int:
         """Count the operations of a kind in the process set: 0, 1, ..."""
@@ -133,12 +129,8 @@ class Context:
     def retire(self) -> None:
         """Close this context, but not its engine."""
         self.is_open = False
-        self.process_sets.clear()
-        owners, self.owners = self.owners, None
-        for find in (owners or {}).values():
-            reducer = find()
-            if reducer is not None:
-                reducer.detach()
+        for part in tuple(self._parts.values()):
+            part.retire()
 
 
 class _Process:

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.work import Buffer
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import Context, ContextPart
 
 # Folders of NCCL in the packages of pip, under the directories of `sys.path`.
 _PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")
@@ -175,6 +175,19 @@ def refuse_capture() -> NoReturn:
     )
 
 
+class RankGpu(ContextPart):
+    """GPU of this rank.
+
+    Attributes:
+        device: of the rank's first tensor on a GPU; None before it.
+        opener: opens the device; None for `open_cuda`.
+    """
+
+    def __init__(self) -> None:
+        self.device: Device | None = None
+        self.opener: Callable[[Engine, int], Device] | None = None
+
+
 def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
     """Return the rank's device; its first tensor there opens it.
 
@@ -182,7 +195,7 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
         InvalidArgumentError: the tensor lies elsewhere, or a library or the device cannot be used.
     """
     ordinal = tensor.device.index if tensor.is_cuda else None
-    device = ctx.device
+    device = ctx.part(RankGpu).device
     if device is not None and device.ordinal == ordinal:
         return device
     if ordinal is None:
@@ -201,8 +214,9 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
 
 def open_device(ctx: Context, ordinal: int) -> Device:
     """Open the rank's device."""
-    ctx.device = (ctx.opener or open_cuda)(ctx.engine, ordinal)
-    return ctx.device
+    gpu = ctx.part(RankGpu)
+    gpu.device = (gpu.opener or open_cuda)(ctx.engine, ordinal)
+    return gpu.device
 
 
 def open_cuda(engine: Engine, ordinal: int) -> Device:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.mpi import Communicator, is_communicator
 from sparkhvd.torch.arguments import to_integers, to_list
-from sparkhvd.torch.context import Context, context, is_initialized
+from sparkhvd.torch.context import Context, ContextPart, context, is_initialized
 
 
 class ProcessSet:
@@ -102,6 +102,17 @@ def _make_global() -> ProcessSet:
     return made
 
 
+class ProcessSets(ContextPart):
+    """Process sets that are registered, by their ranks."""
+
+    def __init__(self) -> None:
+        self.by_ranks: dict[tuple[int, ...], ProcessSet] = {}
+
+    def retire(self) -> None:
+        """Forget them."""
+        self.by_ranks.clear()
+
+
 global_process_set = _make_global()
 """All ranks: the default of every operation."""
 
@@ -128,7 +139,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     work.wait()
     added._number = work.output().rows[0]
     added._context = weakref.ref(current)
-    current.process_sets[tuple(added.ranks or ())] = added
+    current.part(ProcessSets).by_ranks[tuple(added.ranks or ())] = added
     return added
 
 
@@ -148,7 +159,7 @@ def check_new(current: Context, added: ProcessSet) -> None:
         raise InvalidArgumentError(f"{what}: with {size} ranks they must be from 0 to {size - 1}.")
     if added.process_set_id is not None:
         raise InvalidArgumentError(f"{what}: {added} is registered already. Use it as it is.")
-    same = current.process_sets.get(tuple(ranks))
+    same = current.part(ProcessSets).by_ranks.get(tuple(ranks))
     if same is None and len(ranks) == size:
         same = global_process_set
     if same is not None:
@@ -177,7 +188,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     name = current.name("remove_process_set", None)
     current.engine.remove_process_set(number, name=name).wait()
-    current.process_sets.pop(tuple(process_set.ranks or ()), None)
+    current.part(ProcessSets).by_ranks.pop(tuple(process_set.ranks or ()), None)
     process_set._number = process_set._context = None
     return True
 
@@ -213,5 +224,5 @@ def num_members(ctx: Context, number: int) -> int:
     """Return the number of ranks of a registered set, by the engine's number."""
     if number == 0:
         return ctx.engine.topology.size
-    sizes = [len(ranks) for ranks, each in ctx.process_sets.items() if each._number == number]
-    return sizes[0]
+    sets = ctx.part(ProcessSets).by_ranks
+    return next(len(ranks) for ranks, each in sets.items() if each._number == number)

@@ -14,7 +14,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer, to_integers, to_list
 from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.context import Context, context
-from sparkhvd.torch.cuda import Device, open_device
+from sparkhvd.torch.cuda import Device, RankGpu, open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 _MAX_BYTES = (1 << 63) - 1  # torch counts in signed 64 bits
@@ -84,7 +84,7 @@ def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
         raise InvalidArgumentError(
             f"registered_empty: device={asked!r}, and memory is registered on CPUs and NVIDIA's GPUs. Give None or 'cuda'."
         )
-    device = ctx.device
+    device = ctx.part(RankGpu).device
     if device is None:
         return open_device(ctx, torch.cuda.current_device() if place.index is None else place.index)
     if place.index not in (None, device.ordinal):

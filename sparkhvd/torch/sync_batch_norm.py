@@ -13,13 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives import Sum, allreduce
 from sparkhvd.torch.context import context, is_initialized
-from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
+from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_set, members, set_id
 
 # Layers are numbered when they are made, or, where that is impossible, at their first batch.
 MADE = "sync_batch_norm"
 LATE = "sync_batch_norm.late"
 
 HALVES = (torch.float16, torch.bfloat16)
+
+# Programs import it from here.
+__all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -345,7 +348,7 @@ def _find(process_set: ProcessSet) -> ProcessSet:
     """Return the registered set of the same ranks, if there is one: a copy and a new `init()` make new objects."""
     if process_set is global_process_set:
         return process_set
-    return context().process_sets.get(tuple(process_set.ranks or ()), process_set)
+    return context().part(ProcessSets).by_ranks.get(tuple(process_set.ranks or ()), process_set)
 
 
 def _convert(

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.user_code.callbacks import Callback, check_callbacks
 from sparkhvd.training.user_code.transformations import Transformations, resolve_transformations
 from sparkhvd.training.user_step import StepFunction, check_signature, check_step_function
-
-if TYPE_CHECKING:  # it imports this
-    from sparkhvd.training.train_fn import TrainFnContext
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class UserCode:
 
     train_step: StepFunction | None = None
     validation_step: StepFunction | None = None
-    train_fn: Callable[[TrainFnContext], object] | None = None
+    train_fn: Callable[..., object] | None = None
     callbacks: tuple[Callback, ...] = ()
     transformation_fn: Callable[..., object] | None = None
     batch_transform_fn: Callable[..., object] | None = None

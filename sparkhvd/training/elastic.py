@@ -37,7 +37,7 @@ from sparkhvd.training.checkpoints.resume import (
     take,
 )
 from sparkhvd.training.checkpoints.saver import Cadence, Saver, snapshot
-from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of, move_losses
+from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.model import build_model
 from sparkhvd.training.profile import Profile
@@ -45,6 +45,7 @@ from sparkhvd.training.program import load_program
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
+from sparkhvd.training.to_device import move_losses
 from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
 from sparkhvd.training.types import History

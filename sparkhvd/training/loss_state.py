@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.device import to_cpu
 from sparkhvd.training.metrics import AnyMetric, Metric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
+from sparkhvd.training.modules.attributes import unreadable_type
 from sparkhvd.training.references import is_of_users_class, references
+from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import State, Stateful
-from sparkhvd.training.user_code.callbacks import unreadable
 
 
 class Others:
@@ -307,7 +307,7 @@ class Others:
 
 
 def _readable(name: str, state: State) -> State:
-    if kind := unreadable(state):
+    if kind := unreadable_type(state):
         raise InvalidArgumentError(
             f"The {name} has a {kind} in its state_dict(), which a checkpoint cannot be read with. It may hold numbers, texts, "
             "lists, dicts and tensors."

@@ -23,15 +23,15 @@ from sparkhvd.data.reading.reader import Batch
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState
-from sparkhvd.training.device import Mover, autocast, widened
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
-from sparkhvd.training.metrics import AnyMetric, Forward, Totals, no_broadcast
+from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
+from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
 from sparkhvd.training.rank_sync import fail_together
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.to_device import Mover
 from sparkhvd.training.types import Columns
-from sparkhvd.training.user_code.callbacks import Logs
 from sparkhvd.training.user_step import UserStep, sample_weights
 
 

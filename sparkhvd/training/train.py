@@ -45,35 +45,28 @@ from sparkhvd.training.checkpoints.resume import (
     resume,
 )
 from sparkhvd.training.checkpoints.saver import Saver
-from sparkhvd.training.device import (
-    Mover,
-    agree,
-    choose_device,
-    compile_model,
-    gpu_of,
-    loss_scaler,
-    move_losses,
-    move_optimizer,
-)
+from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
 from sparkhvd.training.host_memory import share_frozen
 from sparkhvd.training.loss_state import Others
 from sparkhvd.training.losses import check_weights
-from sparkhvd.training.metrics import Totals
+from sparkhvd.training.metrics import Logs, Totals
 from sparkhvd.training.model import build_model
 from sparkhvd.training.modules.fitted import output_widths
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import build_optimizer
+from sparkhvd.training.precision import loss_scaler
 from sparkhvd.training.profile import Profile, Progress, RunTimeline
 from sparkhvd.training.program import Program, load_program
 from sparkhvd.training.rank_sync import fail_together, seed_everything
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
+from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import History, Record
-from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Logs, Moment
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Moment
 from sparkhvd.training.user_step import StepContext, UserStep
 
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from sparkhvd.data.columns.binding import Argument
 from sparkhvd.data.columns.schema import DataSchema, stored_dtype
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-from sparkhvd.training.device import moved
-from sparkhvd.training.metrics import Forward
+from sparkhvd.training.metrics import Forward, Logs
+from sparkhvd.training.to_device import moved
 from sparkhvd.training.types import Columns, TensorBatch
-from sparkhvd.training.user_code.callbacks import Context, Logs, Moment
+from sparkhvd.training.user_code.callbacks import Context, Moment
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState

@@ -20,7 +20,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.engine.engine import Engine
 from sparkhvd.settings import Settings
 from sparkhvd.torch.context import _process, context, use_engine
-from sparkhvd.torch.cuda import find_nccl, nccl_version
+from sparkhvd.torch.cuda import RankGpu, find_nccl, nccl_version
 from sparkhvd.torch.optimizer.distributed import Distributed
 
 # Set where the checks run on the stand-in.
@@ -226,7 +226,7 @@ class StandIn:
         from tests.harness.fake_cuda import open_fake
 
         hvd.init()
-        context().opener = open_fake
+        context().part(RankGpu).opener = open_fake
 
     def handle(self) -> int:
         return self.device.current

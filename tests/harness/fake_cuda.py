@@ -31,6 +31,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.work import Buffer
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.context import use_engine as use_plain_engine
+from sparkhvd.torch.cuda import RankGpu
 from tests.harness.paths import ROOT
 
 BUILD = ROOT / "build" / "native"
@@ -623,5 +624,5 @@ def open_fake(engine: Engine, ordinal: int) -> FakeDevice:
 def use_engine(engine: Engine) -> Iterator[Context]:
     """Use an engine as `sparkhvd.torch.context.use_engine` does, with GPUs of the stand-in."""
     with use_plain_engine(engine) as made:
-        made.opener = open_fake
+        made.part(RankGpu).opener = open_fake
         yield made

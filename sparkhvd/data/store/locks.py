@@ -14,17 +14,27 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sparkhvd.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from sparkhvd.data.store.store import Store
-
 
 LEASE_NAME = "_lease.json"
 # An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
 LEASE_S = 24 * 3600.0
+
+
+class _Store(Protocol):
+    """What leases and locks need of a store; paths are relative to its folder."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def is_seen(self) -> bool: ...
+    def read_bytes(self, path: str) -> bytes: ...
+    def write_bytes(self, path: str, data: bytes) -> None: ...
+    def last_change(self, path: str) -> float | None: ...
+    def delete(self, path: str) -> None: ...
+    def delete_if_empty(self, path: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Lease:
             return None
 
 
-def lease_of(store: Store, data_dir: str) -> Lease | None:
+def lease_of(store: _Store, data_dir: str) -> Lease | None:
     """Return the lease of a data directory, or None if it has none (yet)."""
     try:
         return Lease.parse(store.read_bytes(f"{data_dir}/{LEASE_NAME}"))
@@ -63,7 +73,7 @@ def lease_of(store: Store, data_dir: str) -> Lease | None:
         return None
 
 
-def write_lease(store: Store, data_dir: str, lease: Lease) -> None:
+def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
     """Write the lease of a data directory."""
     store.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
 
@@ -73,7 +83,7 @@ def is_owners(data_dir: str) -> bool:
     return data_dir.count("/") == 2
 
 
-def is_abandoned(store: Store, data_dir: str, now: float) -> bool:
+def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
     """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
     lease = lease_of(store, data_dir)
     if lease is not None:
@@ -243,7 +253,7 @@ _held: set[str] = set()
 class Held:
     """A run that this process holds; a context manager that releases it."""
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    def __init__(self, store: _Store, run_id: str) -> None:
         """Hold the run; `hold` has checked that no other fit does."""
         self._store = store
         self._run_id = run_id
@@ -305,7 +315,7 @@ class Held:
         self._store.write_bytes(self._path, dump_sealed(values))
 
 
-def hold(store: Store, run_id: str, *, verbose: int = 1) -> Held:
+def hold(store: _Store, run_id: str, *, verbose: int = 1) -> Held:
     """Hold a run, if no other fit does.
 
     Args:
@@ -325,7 +335,7 @@ def hold(store: Store, run_id: str, *, verbose: int = 1) -> Held:
     return Held(store, run_id)
 
 
-def holder_of(store: Store, run_id: str) -> Holder | None:
+def holder_of(store: _Store, run_id: str) -> Holder | None:
     """Return the holder of a run, alive or not; None if there is none, or its file is damaged."""
     try:
         values = load_sealed(store.read_bytes(_path(run_id)))
@@ -347,7 +357,7 @@ def _path(run_id: str) -> str:
     return f"runs/{run_id}/{HOLDER_NAME}"
 
 
-def _changes(store: Store, run_id: str, holder: Holder, verbose: int) -> bool:
+def _changes(store: _Store, run_id: str, holder: Holder, verbose: int) -> bool:
     """Watch a holder on another machine; return True if it renews its file."""
     if verbose:
         sys.stdout.write(
@@ -365,7 +375,7 @@ def _changes(store: Store, run_id: str, holder: Holder, verbose: int) -> bool:
     return False
 
 
-def _refusal(store: Store, run_id: str, holder: Holder) -> InvalidArgumentError:
+def _refusal(store: _Store, run_id: str, holder: Holder) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"The run {run_id!r} in {store.url} is held by another fit: {holder}. Wait until it has ended, or end it; or give "
         "this fit another run_id."

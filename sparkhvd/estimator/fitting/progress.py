@@ -21,7 +21,7 @@ from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.observe.loggers.followers import Followers
 from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.user_code.callbacks import RESERVED
+from sparkhvd.training.metrics import RESERVED
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25

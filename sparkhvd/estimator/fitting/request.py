@@ -34,7 +34,6 @@ from sparkhvd.estimator.params.groups import changed_options, train_fn_effects
 from sparkhvd.runner import preflight
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
-from sparkhvd.training.device import check_precision
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.loss_state import Others
@@ -44,6 +43,7 @@ from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import fitted_widths, trial_outputs, zeros
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.precision import check_precision
 from sparkhvd.training.program import Program, dump_program
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.types import Loss

@@ -1,4 +1,7 @@
-"""Types of keyword arguments, for type checkers. Written by `python -m tools.keywords` from the table of Params."""
+"""Types of keyword arguments, and values of one fit or transform.
+
+Written by `python -m tools.keywords` from the table of Params.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from pyspark.sql import DataFrame
-from torch import nn
-from torch.optim import Optimizer
-
-from sparkhvd.data.store.store import Store
-from sparkhvd.observe.loggers.base import Logger
-from sparkhvd.settings import Settings
-from sparkhvd.training.user_code.callbacks import Callback
-
+# Workers of a transform load this too, and need nothing of `sparkhvd.torch`.
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from torch import nn
@@ -166,10 +161,6 @@ class EstimatorKeywords(TypedDict, total=False):
     seed: int | None
     backward_passes_per_step: int | None
     numTrainWorkers: int | tuple[int, int] | None
-
-
-# ----------------------------------------------------------------------------------------------------
-# Values of the Params of one fit or transform. Written by `python -m tools.keywords` from the table of Params.
 
 
 @dataclass(frozen=True, kw_only=True)

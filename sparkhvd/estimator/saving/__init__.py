@@ -4,8 +4,9 @@ What JSON and weights cannot hold is pickled, and a pickle runs only where someb
 
 Each module imports only those above it:
 
-    trust        which files may run code
-    encoding     values of Params as JSON and files
-    persistence  Spark ML's writers and readers
-    run_model    model of a run in the store
+    trust           which files may run code
+    encoding        values of Params as JSON and files
+    persistence     Spark ML's writers and readers
+    local_pipeline  a pipeline of one model in a folder of this host, for MLflow over Spark Connect
+    run_model       model of a run in the store
 """

@@ -26,9 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyspark.ml import PipelineModel
-from pyspark.ml.connect.base import Model
-from pyspark.ml.pipeline import PipelineSharedReadWrite
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
 from sparkhvd._moved import present_name
@@ -39,7 +36,7 @@ from sparkhvd.errors import InvalidArgumentError, UntrustedError
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
-from sparkhvd.spark import active_session, is_connect, is_dataframe, ml_context
+from sparkhvd.spark import is_connect, is_dataframe, ml_context
 from sparkhvd.training.loss_state import Others
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import Fitted
@@ -303,29 +300,3 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
         run_id=content["run_id"],
         loss=loss,
     )
-
-
-# ----------------------------------------------------------------------------------------------------
-# A pipeline of one model in a folder of this host, for MLflow over Spark Connect.
-# MLflow lets Spark save a model and copies the files to this host with the driver's JVM, which a Connect client does not have.
-# Models of `pyspark.ml.connect` it asks to write the files themselves; what they hold is loaded by the class in the metadata.
-
-
-class LocalPipeline(Model):
-    """Pipeline of one model, which writes itself without a JVM; `PipelineModel.load` reads it."""
-
-    def __init__(self, model: TorchParams) -> None:
-        super().__init__()
-        self.model = model
-
-    def saveToLocal(self, path: str) -> None:  # noqa: N802 - MLflow's name
-        """Write below a folder of this host, which does not exist, what `PipelineModel.save` writes where Spark resolves it."""
-        spark = active_session()
-        metadata = DefaultParamsWriter._get_metadata_to_save(
-            PipelineModel([]),
-            ml_context(spark),
-            paramMap={"stageUids": [self.model.uid], "language": "Python"},
-        )
-        write_metadata(path, metadata)
-        stage = PipelineSharedReadWrite.getStagePath(self.model.uid, 0, 1, f"{path}/stages")
-        ModelWriter(self.model).session(spark).save_on_this_host(stage)

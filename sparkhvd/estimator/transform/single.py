@@ -23,8 +23,8 @@ from sparkhvd.estimator.transform.binding import (
     source_names,
 )
 from sparkhvd.estimator.transform.worker import Computation, Output, features, run, to_arrow
-from sparkhvd.training.device import Mover
 from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.to_device import Mover
 
 Array = npt.NDArray[np.float64]
 Row: TypeAlias = Vector | Sequence[float] | npt.NDArray[Any]

@@ -36,10 +36,11 @@ from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.protocol import bytes_of
-from sparkhvd.training.device import Mover, autocast, widened
 from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.weights import Weights
+from sparkhvd.training.precision import autocast, widened
+from sparkhvd.training.to_device import Mover
 from sparkhvd.training.torch_settings import TorchSettings, as_on_driver
 
 if TYPE_CHECKING:

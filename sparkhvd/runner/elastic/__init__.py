@@ -20,5 +20,6 @@ Each module imports only those above it:
     coordinator     results and failures of a function's processes; pure
     function_hosts  a function on this host or on several
     job             driver's side of a job on Spark
+    function        elastic training of a function on Spark: `sparkhvd.runner.run_elastic`
     script          the user's command on ranks that come and go
 """

@@ -16,9 +16,9 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sparkhvd import spark as connect
 from sparkhvd.errors import ElasticError, InvalidArgumentError, PreflightError, SparkhvdError
@@ -64,17 +64,13 @@ from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
 from sparkhvd.spark import (
     SparkShim,
-    active_session,
     cancel_until_over,
     job_thread,
     plain_interrupts,
 )
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from pyspark.sql import DataFrame, SparkSession
-
-    from sparkhvd.settings import Settings
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -534,98 +530,6 @@ class _Attempt:
                 raise error
             return from_spark_failure(str(error), self._plan.shim.worker_python())
         return root_cause(Outcome.from_json(bytes(row["data"]).decode()) for row in future.result())
-
-
-# ----------------------------------------------------------------------------------------------------
-# A function on ranks that come and go, under Spark: `sparkhvd.runner.run_elastic`.
-
-
-def run_elastic(
-    fn: Callable[..., R],
-    args: Sequence[object] = (),
-    kwargs: Mapping[str, object] | None = None,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    start_timeout: float | None = None,
-    elastic_timeout: float | None = None,
-    reset_limit: int | None = None,
-    env: Mapping[str, str] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    verbose: int = 1,
-    nics: Iterable[str] | str | None = None,
-    prefix_output_with_timestamp: bool = False,
-    *,
-    spark: SparkSession | None = None,
-    settings: Settings | None = None,
-    max_retries: int = 2,
-    use_gpu: bool | None = None,
-    profile: ResourceProfile | None = None,
-    store: SharedStore | None = None,
-) -> list[R]:
-    """Call `fn(*args, **kwargs)` on ranks that come and go, in one Spark stage; return results by rank.
-
-    `fn` trains with `hvd.elastic.run` (docs/elastic.md). The stage has `max_num_proc` tasks, and is no barrier stage: each begins when a slot is
-    free, and its rank joins the others at their next commit. A rank that dies is replaced; those of an executor that is lost go on elsewhere
-    as soon as Spark has a slot. Executors may be allocated dynamically. A line on the driver tells of each change. An exception of `fn` before the
-    ranks have met ends the job.
-
-    Output, Ctrl-C, and arguments that are not here are those of `run`.
-
-    Args:
-        fn: any function that pickles.
-        args: positional arguments of `fn`.
-        kwargs: keyword arguments of `fn`.
-        num_proc: ranks to begin with. None means as many as the configuration has slots, within the next two.
-        min_num_proc: ranks without which the training waits; None means `num_proc`.
-        max_num_proc: ranks that are never exceeded; None means `num_proc`.
-        start_timeout: longest wait in seconds for `min_num_proc` ranks at the beginning; None means `Settings.start_timeout_s`. It begins as
-            soon as those are there for which there are slots.
-        elastic_timeout: longest wait for them later; None means 600.
-        reset_limit: changes of the ranks after the first, of which one more ends the job; None means any number.
-        env: of `run`.
-        stdout: of `run`.
-        stderr: of `run`.
-        verbose: of `run`.
-        nics: of `run`.
-        prefix_output_with_timestamp: of `run`.
-        spark: of `run`.
-        settings: of `run`.
-        max_retries: how often the job begins anew after all of its ranks were lost, or its Spark stage.
-        use_gpu: of `run`.
-        profile: of `run`.
-        store: a `sparkhvd.Store` that the executors share. Over Spark Connect they then need not reach this client: the task that comes first decides
-            who the ranks are, and the others find it there. What is written there is deleted at the end. Classic Spark needs none.
-
-    Returns:
-        The results of `fn` on the ranks of the last generation that have ended well, by rank.
-
-    Raises:
-        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: the cluster cannot run this job. `fn` has not started.
-        ElasticError: there were too few ranks for too long, or they have changed too often.
-        RankError: every rank has failed: which was first, where, and its traceback or signal.
-    """
-    from sparkhvd.runner import horovod_arguments
-    from sparkhvd.runner.elastic.options import RankRange
-
-    interfaces = horovod_arguments.join_interfaces(nics)
-    options = LaunchOptions(
-        env={**(env or {}), **({"SPARKHVD_INTERFACES": interfaces} if interfaces else {})},
-        settings=settings,
-        start_timeout_s=start_timeout,
-        max_retries=max_retries,
-        verbose=verbose,
-        use_gpu=use_gpu,
-        profile=profile,
-        timestamps=prefix_output_with_timestamp,
-        stream=horovod_arguments.choose_stream(stdout, stderr),
-    )
-    ranks = RankRange(num_proc, min_num_proc, max_num_proc, elastic_timeout, reset_limit)
-    shim = SparkShim(active_session() if spark is None else spark)
-    with sharing(options, store, shim) as options:
-        return launch_elastic(shim, fn, args, kwargs or {}, ranks, options).results
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 from sparkhvd.elastic import Invitation, Limits
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint
-from sparkhvd.runner import local_processes as leftovers
+from sparkhvd.runner import orphans
 from sparkhvd.runner.host_names import Host, parse_hosts
 from sparkhvd.settings import check_seconds, is_number
 
@@ -259,7 +259,7 @@ class DiscoveryScript:
     def __init__(self, path: str, slots: int | None, env: Mapping[str, str]) -> None:
         self._path = path
         self._slots = slots
-        self._env = leftovers.marked(env, "")
+        self._env = orphans.marked(env, "")
         self._closing = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None

@@ -18,7 +18,7 @@ from sparkhvd.runner.host_names import Place
 from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
 from sparkhvd.runner.hosts.protocol import Message, Order
-from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.orphans import Guard
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.watch import Ended, Lost
 

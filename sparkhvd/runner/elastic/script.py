@@ -19,7 +19,8 @@ from sparkhvd.runner.host_names import Host, merged
 from sparkhvd.runner.hosts.agent import Members
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.protocol import Order
-from sparkhvd.runner.local_processes import Crew, Guard
+from sparkhvd.runner.local_processes import Crew
+from sparkhvd.runner.orphans import Guard
 from sparkhvd.runner.watch import Ended, Output, Screen, first_cause, signals, tell
 from sparkhvd.settings import JobSettings, Settings
 

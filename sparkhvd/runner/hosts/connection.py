@@ -19,7 +19,7 @@ from sparkhvd import __version__
 from sparkhvd.runner.host_names import PLAIN_SSH, Place, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.protocol import Channel, Message
-from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.orphans import Guard
 
 # How long a host may take to answer by ssh and start a Python: all of them are told of within 10 s.
 CONNECT_S = 9.5

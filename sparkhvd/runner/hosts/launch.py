@@ -20,7 +20,7 @@ from sparkhvd.runner.host_names import Place
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
 from sparkhvd.runner.hosts.protocol import Message, Order
-from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.orphans import Guard
 from sparkhvd.settings import JobSettings
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import Hosts
 from sparkhvd.runner.hosts.protocol import Message
 from sparkhvd.runner.local import check_num_proc, collect, results_of
-from sparkhvd.runner.local_processes import Guard
+from sparkhvd.runner.orphans import Guard
 from sparkhvd.runner.outcomes import Kind, Outcome
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.runner.watch import Ended, Events, Lost, Output, Screen, signals, watch

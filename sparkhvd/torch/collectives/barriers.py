@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparkhvd.torch.context import Context, context
-from sparkhvd.torch.cuda import open_device
-from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+from sparkhvd.torch.cuda import RankGpu, open_device
+from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_set, set_id
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -38,7 +38,9 @@ def join(device: int = -1) -> int:
     ctx = context()
     _open_device(ctx, device)
     rank = ctx.engine.topology.rank
-    sets = [each for each in list(ctx.process_sets.values()) if rank in (each.ranks or ())]
+    sets = [
+        each for each in list(ctx.part(ProcessSets).by_ranks.values()) if rank in (each.ranks or ())
+    ]
     work = ctx.engine.join()
     # They last as long as the join of all ranks, which work outside of a set keeps alive.
     others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
@@ -52,9 +54,10 @@ def join(device: int = -1) -> int:
 
 def _open_device(ctx: Context, device: int) -> None:
     """Open this rank's GPU, on which it takes part, with zeros, in operations of ranks that have not joined."""
-    if ctx.device is not None:
+    gpu = ctx.part(RankGpu)
+    if gpu.device is not None:
         return
     if device < 0 and torch.cuda.is_initialized():
         device = torch.cuda.current_device()
-    if device >= 0 and (ctx.opener is not None or torch.cuda.is_available()):
+    if device >= 0 and (gpu.opener is not None or torch.cuda.is_available()):
         open_device(ctx, device)

@@ -26,7 +26,7 @@ from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.engine.work import Work
 from sparkhvd.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError
 from sparkhvd.torch.collectives.tensors import DTYPES, as_sent, engine_dtype, lend, view
-from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.cuda import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
 
@@ -441,7 +441,7 @@ class DeviceGather:
             raise self._error
 
 
-class GatherThread:
+class GatherThread(ContextPart):
     """Thread that begins second steps of asynchronous gathers."""
 
     def __init__(self) -> None:
@@ -475,9 +475,7 @@ class GatherThread:
 
 
 def _advanced_by_thread(ctx: Context, gather: DeviceGather) -> DeviceGather:
-    if ctx.gathers is None:
-        ctx.gathers = GatherThread()
-    ctx.gathers.add(gather)
+    ctx.part(GatherThread).add(gather)
     return gather
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compressors import BUILT_IN, NoneCompressor
-from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.cuda import Device, opened
 from sparkhvd.torch.gradients.cuda import DeviceBucket, ShardedDeviceBucket, give_memory
 from sparkhvd.torch.gradients.dense import (
@@ -120,6 +122,27 @@ def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
             f"DistributedOptimizer: {name!r} is {param.dtype}, and {problem}, or keep its real and imaginary parts as a "
             "parameter, and join them in forward with torch.view_as_complex()."
         )
+
+
+class _Detachable(Protocol):
+    def detach(self) -> None: ...
+
+
+class ParameterOwners(ContextPart):
+    """Reducers by the parameters whose gradients they average; both are held weakly."""
+
+    def __init__(self) -> None:
+        self.reducers: MutableMapping[Tensor, Callable[[], _Detachable | None]] = (
+            WeakIdKeyDictionary()
+        )
+
+    def retire(self) -> None:
+        """Stop averaging gradients."""
+        reducers, self.reducers = self.reducers, WeakIdKeyDictionary()
+        for find in reducers.values():
+            reducer = find()
+            if reducer is not None:
+                reducer.detach()
 
 
 class BucketPlanner:
@@ -298,4 +321,4 @@ class BucketPlanner:
 
 
 def _reduced_parameters(context: Context) -> Iterable[Tensor]:
-    return list(context.owners or ())
+    return list(context.part(ParameterOwners).reducers)

@@ -46,7 +46,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import leave_untraced
-from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.gradients.buckets import Buckets
 from sparkhvd.torch.gradients.cuda import DeviceBucket
 from sparkhvd.torch.gradients.dense import Bucket, Entry, Parked, ReduceOptions
@@ -463,7 +463,7 @@ class Reducer:
             self.submit_all()
         if self.options.wait_in_backward:
             # Behind the ends of all other reducers, which so have submitted.
-            self._context.ended.reducers.append(self)
+            self._context.part(_EndedPasses).reducers.append(self)
             after_backward(_finish_all(self._context))
 
     def _begin_anew(self, entry: Entry) -> None:
@@ -605,6 +605,13 @@ class Reducer:
             self._plan_anew()
 
 
+class _EndedPasses(ContextPart, threading.local):
+    """Reducers whose backward pass has ended on this thread, which are about to wait."""
+
+    def __init__(self) -> None:
+        self.reducers: list[Reducer] = []
+
+
 def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
     def leave(end: BackwardEnd) -> None:
         target = reducer()
@@ -616,7 +623,7 @@ def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
 
 def _finish_all(context: Context) -> Callable[[], None]:
     def finish() -> None:
-        ended: list[Reducer] = context.ended.reducers
+        ended = context.part(_EndedPasses).reducers
         # An earlier pass may have ended in an exception before these were waited for.
         waiting = {reducer for reducer in ended if reducer.cycle.is_open}
         ended.clear()

@@ -31,6 +31,7 @@ from sparkhvd.torch.collectives.allgathers import gathered, joined_by, start_all
 from sparkhvd.torch.collectives.cuda import divide_, start_device_allgather
 from sparkhvd.torch.collectives.tensors import Operation, view
 from sparkhvd.torch.context import Context
+from sparkhvd.torch.cuda import RankGpu
 from sparkhvd.torch.gradients.cuda import await_streams
 from sparkhvd.torch.gradients.dense import (
     Entry,
@@ -211,8 +212,9 @@ class SparseBucket:
     def start(self, engine: Engine) -> None:
         """Submit this rank's entries; without a gradient there are none."""
         if self._gpu is not None:
-            assert self._gpu.device is not None  # opened for the parameters
-            await_streams(self._gpu.device, self.entries)
+            device = self._gpu.part(RankGpu).device
+            assert device is not None  # opened for the parameters
+            await_streams(device, self.entries)
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
         if self._gpu is not None:
             self.work = start_device_allgather(

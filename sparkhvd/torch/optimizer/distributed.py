@@ -11,7 +11,6 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.observe.autotune import Tuner, knobs
@@ -19,6 +18,7 @@ from sparkhvd.torch.arguments import leave_untraced
 from sparkhvd.torch.collectives import Average, allreduce
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.gradients.dense import ReduceOptions
+from sparkhvd.torch.gradients.plan import ParameterOwners
 from sparkhvd.torch.gradients.reducer import Reducer, wait_for_all
 from sparkhvd.torch.optimizer.arguments import (
     Configuration,
@@ -378,9 +378,7 @@ def plain_optimizer(
 
 def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None:
     """Give parameters to the newest reducer; which one reduces must not depend on garbage collection."""
-    owners = ctx.owners
-    if owners is None:
-        owners = ctx.owners = WeakIdKeyDictionary()
+    owners = ctx.part(ParameterOwners).reducers
     for parameter in parameters:
         older = owners[parameter]() if parameter in owners else None
         if older is not None:

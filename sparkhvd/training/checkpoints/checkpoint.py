@@ -24,9 +24,9 @@ from typing_extensions import NotRequired
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.checkpoints.frozen import Frozen
-from sparkhvd.training.device import to_cpu
 from sparkhvd.training.metrics import TotalsState
 from sparkhvd.training.modules.weights import HashingWriter, sha256_of
+from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
 # ----------------------------------------------------------------------------------------------------

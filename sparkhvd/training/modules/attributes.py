@@ -585,3 +585,15 @@ def _set(owners: Mapping[str, object], key: Key, value: Any) -> None:
 def _device(owners: Mapping[str, object]) -> torch.device:
     tensors = (owner for owner in owners.values() if isinstance(owner, Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def unreadable_type(value: object) -> str:
+    """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        return next((kind for v in value if (kind := unreadable_type(v))), "")
+    if isinstance(value, bytes) and not value:
+        return "bytes object of length 0"
+    plain = (type(None), bool, int, float, complex, str, bytes, Tensor, np.number, np.bool_)
+    return "" if isinstance(value, plain) else type(value).__name__

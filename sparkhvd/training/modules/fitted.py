@@ -20,10 +20,11 @@ from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.device import Mover, autocast, widened
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
+from sparkhvd.training.precision import autocast, widened
+from sparkhvd.training.to_device import Mover
 from sparkhvd.training.types import Columns, History
 
 

@@ -13,20 +13,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
-from sparkhvd.observe.report.page import OF_EPOCH
+from sparkhvd.training.metrics import Logs, combined
+from sparkhvd.training.modules.attributes import unreadable_type
 from sparkhvd.training.types import History, Record, State
 from sparkhvd.training.user_code.watch import Watch
 
 if TYPE_CHECKING:
-    from sparkhvd.training.checkpoints.resume import TrainingState
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from sparkhvd.data.store.store import Store
+    from sparkhvd.torch.optimizer.distributed import Distributed
     from sparkhvd.training.loss_state import Others
-    from sparkhvd.training.spec import TrainSpec
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -39,6 +41,28 @@ class Moment:
 
     epoch: int = 0
     step: int = 0
+
+
+class _Spec(Protocol):
+    """Description of a run; `TrainSpec`, whose user code has these contexts."""
+
+    @property
+    def store(self) -> Store: ...
+    @property
+    def run_dir(self) -> str: ...
+    @property
+    def epochs(self) -> int: ...
+
+
+class _State(Protocol):
+    """Objects that training changes; `TrainingState`, which holds these contexts' callbacks."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> Distributed | None: ...
+    @property
+    def scheduler(self) -> LRScheduler | None: ...
 
 
 class Context:
@@ -57,7 +81,7 @@ class Context:
         moment: epoch and step of the training; the loop moves it.
     """
 
-    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+    def __init__(self, spec: _Spec, state: _State, moment: Moment) -> None:
         """Take the objects of a run."""
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
@@ -82,63 +106,6 @@ class Context:
         return self.moment.step
 
 
-# ----------------------------------------------------------------------------------------------------
-# Numbers that user code reports with `ctx.log`: summed on each rank, combined over ranks once per epoch.
-
-# Names in an epoch's record that the loop writes.
-RESERVED = ("loss", *OF_EPOCH)
-
-
-class Logs:
-    """Numbers that user code reports during an epoch: each rank's are summed by rows, then combined."""
-
-    def __init__(self) -> None:
-        # Sum of values times weights, and of weights. A sum of tensors stays one, so that a GPU is not waited for.
-        self._sums: dict[str, tuple[Tensor | float, float]] = {}
-
-    def add(self, name: str, value: object, weight: float) -> None:
-        """Add a value with a weight, in rows.
-
-        Raises:
-            InvalidArgumentError: the name is no text or taken, or the value is not one number.
-        """
-        if not isinstance(name, str) or not name or name in RESERVED or name.startswith("val_"):
-            raise InvalidArgumentError(
-                f"ctx.log({name!r}, ...): the name is taken or no text. Give a text other than "
-                f"{', '.join(RESERVED)} that does not begin with 'val_'."
-            )
-        number: Tensor | float
-        if isinstance(value, Tensor) and value.numel() == 1:
-            number = value.detach().double().reshape(())
-        elif isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
-            number = float(value)
-        else:
-            raise InvalidArgumentError(
-                f"ctx.log({name!r}, ...): the value is {value!r:.100}; it must be one number, or a tensor with one "
-                "element."
-            )
-        total, weights = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total + number * weight, weights + weight)
-
-    def load(self, sums: dict[str, tuple[float, float]]) -> None:
-        """Continue from the sums of `sums`."""
-        self._sums = dict(sums)
-
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """Return by name the sum of the values times their weights, and of the weights, on this rank."""
-        return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
-
-
-def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
-    """Combine each rank's (sum, weight) by name to means; a name need not be on every rank."""
-    result = {}
-    for name in dict.fromkeys(name for sums in by_rank for name in sums):
-        pairs = [sums[name] for sums in by_rank if name in sums]
-        weight = sum(w for _, w in pairs)
-        result[f"{prefix}{name}"] = sum(t for t, _ in pairs) / weight if weight else float("nan")
-    return result
-
-
 # Methods outside an epoch, with no record for a number, and the advice of the error.
 _OUTSIDE = {
     "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
@@ -150,7 +117,7 @@ _OUTSIDE = {
 class CallbackContext(Context):
     """The `ctx` of callbacks: a `Context` that can log and stop."""
 
-    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+    def __init__(self, spec: _Spec, state: _State, moment: Moment) -> None:
         """Begin without numbers and without a request to stop."""
         super().__init__(spec, state, moment)
         self.logs = Logs()
@@ -379,7 +346,7 @@ class Callbacks:
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
         for key, state in states.items():
-            if kind := unreadable(state):
+            if kind := unreadable_type(state):
                 raise InvalidArgumentError(
                     f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), which a checkpoint cannot "
                     "be read with. It may hold numbers, texts, lists, dicts and tensors."
@@ -401,18 +368,6 @@ def _overrides(hook: str, callbacks: Sequence[Callback]) -> bool:
 
 def _key(index: int, callback: Callback) -> str:
     return f"{index}:{type(callback).__qualname__}"
-
-
-def unreadable(value: object) -> str:
-    """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple)):
-        return next((kind for v in value if (kind := unreadable(v))), "")
-    if isinstance(value, bytes) and not value:
-        return "bytes object of length 0"
-    plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
-    return "" if isinstance(value, plain) else type(value).__name__
 
 
 def _check_record(record: Record) -> None:

@@ -19,8 +19,8 @@ from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, feature, predict, to_arrow
-from sparkhvd.training.device import autocast, widened
 from sparkhvd.training.modules.fitted import Fitted, output_widths
+from sparkhvd.training.precision import autocast, widened
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.engine import engine, library
+from sparkhvd.engine import library
 from sparkhvd.errors import EngineUnavailableError
 from sparkhvd.rendezvous import handshake
 from sparkhvd.settings import ISAS

@@ -25,9 +25,9 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.check_user_code import check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.device import autocast, widened
 from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program, dump_program, store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train

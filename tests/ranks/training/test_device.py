@@ -21,18 +21,11 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import RankContext
 from sparkhvd.torch.context import use_engine
-from sparkhvd.training import device as to_device
+from sparkhvd.training import to_device
 from sparkhvd.training.checkpoints.checkpoint import load_rng
-from sparkhvd.training.device import (
-    Mover,
-    agree,
-    choose_device,
-    move_losses,
-    move_optimizer,
-    moved,
-    to_cpu,
-)
+from sparkhvd.training.device import agree, choose_device
 from sparkhvd.training.loss_functions import ClassMean
+from sparkhvd.training.to_device import Mover, move_losses, move_optimizer, moved, to_cpu
 from sparkhvd.training.user_step import batch_tensors
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.ranks.training.ranks import Case

@@ -59,7 +59,7 @@ print("WEIGHTS", digest(model.getModel()))
 # A summary of classes, of a model that no fit has trained; files of a pipeline that Spark only reads, as MLflow has them.
 CLASSES = """
 from pyspark.ml import PipelineModel
-from sparkhvd.estimator.saving.persistence import LocalPipeline
+from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
 
 LocalPipeline(model).saveToLocal(FOLDER + "/pipeline")
 (stage,) = PipelineModel.load(FOLDER + "/pipeline").stages

@@ -25,7 +25,7 @@ from sparkhvd.data.store.locks import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.device import autocast
+from sparkhvd.training.precision import autocast
 from tests.harness.by_value import by_value
 from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers

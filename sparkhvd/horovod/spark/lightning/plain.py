@@ -14,8 +14,8 @@ from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import Argument, quoted
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.lightning.strategy import NAMES, find
-from sparkhvd.training.device import move_losses
 from sparkhvd.training.metrics import AnyMetric, Metric
+from sparkhvd.training.to_device import move_losses
 from sparkhvd.training.train_fn import TrainFnContext
 from sparkhvd.training.types import Loss
 
