@@ -126,6 +126,7 @@ lint: $(PACKAGES)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/codespell
 	find native -name '*.h' -o -name '*.cc' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: $(PACKAGES)
