@@ -18,7 +18,7 @@ Each module imports only those above it:
     work           errors of the engine as torch's
     launch         tensors as flat memory of the engine's types
     engines        ranks find each other through torch's store
-    process_group  torch's reductions as plans of the engine's
+    process_group  the group that torch calls: its collectives and messages as operations of the engine
     hooks          communication hooks of DDP
 """
 
