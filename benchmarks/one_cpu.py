@@ -28,7 +28,7 @@ from common import ROOT, Report, median_and_quartiles
 
 sys.path.insert(0, str(ROOT))
 from sparkhvd.engine.engine import Engine  # noqa: E402 - of the checkout
-from sparkhvd.rendezvous import rendezvous as in_process  # noqa: E402
+from sparkhvd.rendezvous import in_process  # noqa: E402
 from sparkhvd.settings import Settings  # noqa: E402
 from tests.harness.rank_process import rank_processes  # noqa: E402
 

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from sparkhvd.engine.engine import Engine
-from sparkhvd.rendezvous import Rendezvous
-from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous import Rendezvous, in_process
 from sparkhvd.settings import Settings
 
 DEADLINE_S = 60.0

@@ -18,7 +18,7 @@ import numpy as np
 from sparkhvd import rendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError
-from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous import in_process
 from sparkhvd.rendezvous import rendezvous as sockets
 from sparkhvd.settings import Settings
 from tests.harness.rank_process import Talk

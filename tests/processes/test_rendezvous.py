@@ -31,9 +31,9 @@ from sparkhvd.rendezvous import (
     SocketRendezvous,
     current,
     handshake,
+    in_process,
     install,
 )
-from sparkhvd.rendezvous import rendezvous as in_process
 from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED, unix_address
 from sparkhvd.rendezvous.meeting import Meeting, check_memory

@@ -20,8 +20,14 @@ from sparkhvd.errors import (
     MismatchError,
     PeerLostError,
 )
-from sparkhvd.rendezvous import Connections, Job, SingleRendezvous, SocketRendezvous, handshake
-from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous import (
+    Connections,
+    Job,
+    SingleRendezvous,
+    SocketRendezvous,
+    handshake,
+    in_process,
+)
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED
 from sparkhvd.rendezvous.meeting import Link, Meeting, agree_on_hosts
 from sparkhvd.settings import Settings

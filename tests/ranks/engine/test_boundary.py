@@ -108,16 +108,16 @@ def test_functions_that_may_block_release_the_gil() -> None:
 
 
 def test_every_constant_has_the_same_value() -> None:
-    def values(prefix: str, members: type[engine.IntEnum]) -> dict[str, int]:
+    def values(prefix: str, members: type[library.IntEnum]) -> dict[str, int]:
         return {prefix + member.name: member.value for member in members}
 
     mirrored = {
-        "ABI_VERSION": engine.ABI_VERSION,
-        "WIRE_VERSION": engine.WIRE_VERSION,
+        "ABI_VERSION": library.ABI_VERSION,
+        "WIRE_VERSION": library.WIRE_VERSION,
         "DEVICE_CPU": library.DEVICE_CPU,
         **values("", library.Status),
-        **values("", engine.DType),
-        **values("", engine.ReduceOp),
+        **values("", library.DType),
+        **values("", library.ReduceOp),
         **values("", library.Collective),
         **values("", library.Loss),
         **values("ISA_", library.Isa),
@@ -128,8 +128,8 @@ def test_every_constant_has_the_same_value() -> None:
     assert mirrored == header_constants()
     assert tuple(isa.name.lower() for isa in library.Isa) == ISAS
     assert (handshake.ABI_VERSION, handshake.WIRE_VERSION) == (
-        engine.ABI_VERSION,
-        engine.WIRE_VERSION,
+        library.ABI_VERSION,
+        library.WIRE_VERSION,
     )
 
 
@@ -154,7 +154,7 @@ def test_layout_is_what_a_c_compiler_makes_of_the_header(tmp_path: Path) -> None
 
 def test_only_the_functions_of_the_header_are_exported() -> None:
     symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", engine.library_path()],
+        ["nm", "-D", "--defined-only", library.library_path()],
         check=True,
         capture_output=True,
         text=True,
@@ -190,7 +190,7 @@ def test_library_of_another_abi_version_is_refused(tmp_path: Path, source: str, 
     with pytest.raises(EngineUnavailableError) as caught:
         library.Library(path)
     assert str(caught.value) == (
-        f"Engine(): {path} has ABI version {found}, this Python package needs {engine.ABI_VERSION}. In a "
+        f"Engine(): {path} has ABI version {found}, this Python package needs {library.ABI_VERSION}. In a "
         "checkout run `make env` to build the library again; otherwise reinstall sparkhvd."
     )
 

@@ -27,8 +27,7 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.rendezvous import SingleRendezvous
-from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous import SingleRendezvous, in_process
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import rank_outcomes, run_ranks

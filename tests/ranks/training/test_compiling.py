@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from sparkhvd.data.store.store import Store
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rendezvous import rendezvous as in_process
+from sparkhvd.rendezvous import in_process
 from sparkhvd.settings import Settings
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.device import missing_tools
