@@ -11,7 +11,6 @@ reference to the engine and its works is gone, or when the interpreter exits.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import json
@@ -45,7 +44,7 @@ from sparkhvd.engine.library import (
     to_exception,
 )
 from sparkhvd.engine.work import WAIT_SLICE_MS, Buffer, Work
-from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import ISAS, Settings
 from sparkhvd.topology import Topology, topology
 
@@ -394,49 +393,6 @@ class Engine:
         numbers = (num_bytes, 1) if one_piece else (num_bytes,)
         call = Call(Collective.REGISTER, process_set=process_set, numbers=numbers, device=device)
         work = self.start(call, name or self._number("allocate", process_set))
-        work.wait()
-        return work.buffer()
-
-    def adopt(
-        self,
-        buffer: Buffer,
-        former: Engine,
-        former_ranks: Sequence[int],
-        *,
-        name: str | None = None,
-    ) -> Buffer:
-        """Register memory of an engine that has ended, with its contents; every rank calls this, with its piece of the same memory.
-
-        No page is made and nothing is copied: tensors in it stay where they are.
-
-        Args:
-            buffer: of `former`, made by `allocate` with a piece per rank.
-            former: the engine that made it; shut down.
-            former_ranks: by rank of this engine, its rank there.
-            name: None numbers these calls.
-
-        Raises:
-            InvalidArgumentError: `former` still works; a rank of `former` that is not here may still write into the memory, because it is neither
-                dead nor has left; the memory is no such; or this rank was another one there.
-            MismatchError, CollectiveTimeoutError, PeerLostError: as for any operation.
-        """
-        with contextlib.suppress(CollectiveError):
-            former.check()
-            raise InvalidArgumentError(
-                "adopt(): the former engine still works, and may write into the memory. Shut it down on every rank first."
-            )
-        losses = former.losses()
-        here = set(former_ranks)
-        others = [rank for rank in range(former.size) if rank not in here]
-        if alive := [rank for rank in others if losses.get(rank, Loss.SILENT) == Loss.SILENT]:
-            raise InvalidArgumentError(
-                f"adopt(): rank {alive[0]} of the former engine is not here, and is not known to have ended: it may still write "
-                "into the memory. Allocate new memory."
-            )
-        numbers = (buffer.num_bytes, 0, *former_ranks)
-        call = Call(Collective.REGISTER, numbers=numbers)
-        call.request.adopted = buffer.handle
-        work = self.start(call, name or self._number("adopt"), keep=buffer)
         work.wait()
         return work.buffer()
 
