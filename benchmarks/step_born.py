@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Born", "zero_grad"]
-
 
 class _Linear(torch.autograd.Function):
     """x W^T + b, whose backward leaves the weight's gradient in `weight.grad`."""

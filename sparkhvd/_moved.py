@@ -74,10 +74,10 @@ elastic.messages elastic.membership
 elastic.service elastic.coordinator
 engine.call engine.calls
 engine.memfd engine.library
-engine.session engine.calls
+engine.session engine.engine
 engine.state engine.library
 engine.status engine.library
-engine.submission engine.calls
+engine.submission engine.engine
 estimator.classification estimator.predictors
 estimator.fitting.loop estimator.fitting.request
 estimator.fitting.trial estimator.fitting.request

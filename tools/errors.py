@@ -16,8 +16,6 @@ from pathlib import Path
 
 from sparkhvd import errors
 
-__all__ = ["page"]
-
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "errors.md"
 

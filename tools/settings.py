@@ -12,8 +12,6 @@ from pathlib import Path
 
 from sparkhvd.settings import markdown_table
 
-__all__ = ["page"]
-
 FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
 

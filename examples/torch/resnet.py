@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "ResNet"]
-
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)

@@ -208,11 +208,6 @@ typedef struct sparkhvd_request {
   uint32_t num_splits;
   uint32_t reserved; /* 0 */
   double timeout_s;  /* longest wait for the slowest rank; negative = stall_shutdown_s */
-  /* REGISTER: memory that a former engine of this process has registered, a piece per rank, in place of new
-   * memory; NULL else. Its contents stay, and no page is made. `splits` then has two numbers and behind them, by rank of
-   * the process set, each one's rank in the former engine. Only where no rank that is left out can write there any more:
-   * its process has ended, or it has left. */
-  sparkhvd_buffer* adopted;
 } sparkhvd_request;
 
 /* Result of a finished operation that allocates it. Valid until sparkhvd_work_release. */

@@ -9,7 +9,6 @@
 #include <span>
 #include <string>
 
-#include "buffer.h"
 #include "crc32.h"
 #include "engine/engine.h"
 #include "engine/farewell.h"
@@ -31,6 +30,12 @@ struct sparkhvd_work {
   sparkhvd::Engine* engine;
   std::shared_ptr<sparkhvd::Operation> operation;
   sparkhvd::Rank rank;
+};
+
+struct sparkhvd_buffer {
+  std::shared_ptr<sparkhvd::Segment> segment;
+  sparkhvd::Rank rank;
+  std::shared_ptr<sparkhvd::nccl::DeviceBuffer> device;  // instead of a segment
 };
 
 namespace {

@@ -119,7 +119,6 @@ struct Operation {
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;
   std::shared_ptr<Segment> segment;  // registration of memory: what was registered
-  std::shared_ptr<Segment> adopted;  // and of a former engine, if it was that
   /// Set if the tensors lie on the device; then `pieces` only tells how many bytes they have.
   std::shared_ptr<nccl::OnDevice> on_device;
 

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "buffer.h"
 #include "collectives/spec.h"
 #include "nccl/calls.h"
 #include "point_to_point/matching.h"
@@ -279,11 +278,6 @@ class RequestReader {
     if (raw_.num_splits > 0 && raw_.splits == nullptr) refuse("splits is NULL.");
     auto& numbers = descriptor_.numbers;
     if (raw_.num_splits > 0) numbers.assign(raw_.splits, raw_.splits + raw_.num_splits);
-    if (raw_.adopted != nullptr) {
-      read_adopted();
-    } else if (descriptor_.collective == Collective::kRegister && numbers.size() > 2) {
-      refuse("former ranks are given, and no memory of theirs.");
-    }
     const auto& options = engine_.world_options();
     spec_.check({.descriptor = descriptor_,
                  .process_set = raw_.process_set,
@@ -294,32 +288,6 @@ class RequestReader {
                  .streams = options.streams,
                  .has_numbers = raw_.splits != nullptr,
                  .label = label_});
-  }
-
-  /// Memory of a former engine: which one, that all ranks mean the same.
-  void read_adopted() {
-    auto& numbers = descriptor_.numbers;
-    const auto& segment = raw_.adopted->segment;
-    if (descriptor_.collective != Collective::kRegister || operation_.on_device || !segment ||
-        segment->is_one_piece()) {
-      refuse("only registered memory of the CPU, a piece per rank, can be adopted.");
-    }
-    const std::size_t members = members_->size();
-    if (numbers.size() != members + 2 || numbers[1] != 0 ||
-        numbers[0] != static_cast<std::int64_t>(segment->bytes())) {
-      refuse("memory of " + std::to_string(segment->bytes()) +
-             " bytes is adopted with that size, 0, and the former ranks of all " +
-             std::to_string(members) + " ranks.");
-    }
-    const auto own = std::ranges::find(*members_, engine_.rank()) - members_->begin();
-    if (numbers[static_cast<std::size_t>(own) + 2] != index_of(raw_.adopted->rank)) {
-      refuse(rank_text(engine_.rank()) + " was " + rank_text(raw_.adopted->rank) +
-             " where the memory comes from, and not rank " +
-             std::to_string(numbers[static_cast<std::size_t>(own) + 2]) + ".");
-    }
-    numbers.push_back(segment->key().process_set);
-    numbers.push_back(static_cast<std::int64_t>(segment->key().sequence));
-    operation_.adopted = segment;
   }
 
   /// What is agreed on travels in one frame: this description, and rows.

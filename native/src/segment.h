@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <map>
-#include <memory>
 #include <utility>
 
 #include "transport/memfd.h"
@@ -43,11 +42,7 @@ class Segment {
   std::size_t bytes() const noexcept { return bytes_; }
   void add(Rank rank, Mapping mapping) {
     if (kind_ == Kind::kWorkspace) mapping.hide_from_children();
-    pieces_.insert_or_assign(rank, std::make_shared<Mapping>(std::move(mapping)));
-  }
-  /// The piece of a rank of another segment, as a rank's of this one. It is unmapped with the last of both.
-  void adopt(Rank rank, const Segment& former, Rank as) {
-    pieces_.emplace(rank, former.pieces_.at(as));
+    pieces_.insert_or_assign(rank, std::move(mapping));
   }
   bool is_one_piece() const noexcept { return kind_ == Kind::kOnePiece; }
   bool has(Rank rank) const noexcept {
@@ -56,7 +51,7 @@ class Segment {
   std::size_t num_pieces() const noexcept { return pieces_.size(); }
   /// The piece of a rank that has one.
   std::byte* data(Rank rank) const {
-    return is_one_piece() ? pieces_.begin()->second->data() : pieces_.at(rank)->data();
+    return is_one_piece() ? pieces_.begin()->second.data() : pieces_.at(rank).data();
   }
   /// Keeps this rank's own piece only (mapping others failed somewhere).
   void keep_only(Rank rank) {
@@ -67,7 +62,7 @@ class Segment {
   SegmentKey key_;
   std::size_t bytes_;
   Kind kind_;
-  std::map<Rank, std::shared_ptr<Mapping>> pieces_;
+  std::map<Rank, Mapping> pieces_;
 };
 
 }  // namespace sparkhvd

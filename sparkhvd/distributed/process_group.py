@@ -7,6 +7,7 @@ Methods have torch's names; docs/torch_distributed.md has the table of who calls
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,9 +67,6 @@ from sparkhvd.errors import (
 from sparkhvd.torch.arguments import leave_untraced
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
-# ----------------------------------------------------------------------------------------------------
-# `Reducing`: torch's reductions as plans of the engine's.
-
 if TYPE_CHECKING:
 
     class _ProcessGroup:  # torch's stub says how to call a group, not how to be one
@@ -82,454 +80,6 @@ if TYPE_CHECKING:
 
 else:
     _ProcessGroup = dist.ProcessGroup
-
-
-class Reducing(_ProcessGroup):
-    """A process group whose reductions run on the engine."""
-
-    def __init__(self, rank: int, size: int, launcher: Launcher) -> None:
-        super().__init__(rank, size)  # the form that lets C++ find the methods of this class
-        self._rank, self._size = rank, size
-        self.launcher = launcher
-
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
-    getRank, getSize = rank, size  # noqa: N815 - C++'s names
-
-    # Reductions
-
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce one tensor in place, dense or sparse."""
-        tensor = tensors[0]
-        kind, dtype = SIMPLE_BY_HASH.get(hash(opts.reduceOp)), DTYPES.get(tensor.dtype)
-        if kind is None or dtype is None or len(tensors) > 1 or not is_plain(tensor):
-            if only("all_reduce", tensors).is_sparse:
-                return self._allreduce_sparse(tensor, opts)
-            return self._allreduce_each("all_reduce", tensors, opts)
-        # What training does most, in the least time.
-        address = tensor.data_ptr()
-        view = tuple.__new__(TensorView, (address, address, tensor.shape))
-        if not getattr(opts, "asyncOp", True):
-            self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
-            return FINISHED
-        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
-        return self.launcher.launch_one(plan, opts, tensors)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce tensors in place, those of one type as one operation."""
-        return self._allreduce_each("all_reduce_coalesced", tensors, opts)
-
-    def _allreduce_each(self, what: str, tensors: Sequence[Tensor], opts: Any) -> Work:
-        if not tensors:
-            return Work(())
-        flats = [reduced(what, tensor) for tensor in tensors]
-        reduction = reduction_of(what, opts.reduceOp, tensors[0])
-        plans = [
-            Plan(
-                Collective.ALLREDUCE, [each.shaped for each in part], dtype, owners(part), reduction
-            )
-            for dtype, part in by_dtype(flats)
-        ]
-        return self.launcher.launch(plans, opts, tensors, restoring(flats))
-
-    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
-        if opts.reduceOp.op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise InvalidArgumentError(
-                f"all_reduce of a sparse tensor: op is {opts.reduceOp.op.name}; its entries are joined and add up. Use SUM "
-                "or AVG, or .to_dense()."
-            )
-        own = tensor.detach().coalesce()
-        dims, size = own.sparse_dim(), self._size
-        # One operation, so that a rank with a dense tensor is told at once.
-        kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
-        parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
-
-        def finish(works: Sequence[Operation]) -> None:
-            received = received_numbers(works[0], torch.uint8)
-            pieces = received.split(list(works[0].output().rows))
-            kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
-            # An index outside of another rank's tensor must not be written there.
-            check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
-            indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
-            values = torch.cat(pieces[2 * size :]).view(own.dtype)
-            values = values.view(-1, *own.values().shape[1:])
-            if opts.reduceOp.op == dist.ReduceOp.AVG:
-                values = values / size
-            whole = torch.sparse_coo_tensor(indices, values, own.size(), check_invariants=False)
-            with torch.no_grad():
-                tensor.copy_(whole.coalesce())
-
-        views = [reading(part) for part in parts]
-        plan = Plan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
-        return self.launcher.launch([plan], opts, [tensor], finish, needs_rows=True)
-
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce a tensor in place on the root; elsewhere it stays."""
-        tensor = only("reduce", tensors)
-        flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
-        view = flat.shaped if is_root else flat.shaped._replace(output=0)
-        reduction = reduction_of("reduce", opts.reduceOp, tensor)
-        plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
-        return self.launcher.launch([plan], opts, tensors, restoring([flat] if is_root else []))
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        """Reduce tensors; every rank gets its equal part of each."""
-        what = "reduce_scatter_tensor"
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_parts(what, output, tensor, self._size)
-        if not inputs:
-            return Work(())
-        sources = [reduced(what, tensor) for tensor in inputs]
-        targets = [reduced(what, tensor) for tensor in outputs]
-        reduction = reduction_of(what, opts.reduceOp, inputs[0])
-        parts: dict[DType, list[tuple[Tensor, Tensor]]] = {}
-        for source, target in zip(sources, targets, strict=True):
-            parts.setdefault(source.dtype, []).append((source.numbers, target.numbers))
-        plans = [
-            Plan(
-                Collective.REDUCESCATTER,
-                [reading_into(*pair) for pair in pairs],
-                dtype,
-                [lend(*pair) for pair in pairs],
-                reduction,
-            )
-            for dtype, pairs in parts.items()
-        ]
-        return self.launcher.launch(plans, opts, outputs, restoring(targets))
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # before torch 2.13
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Reduce a tensor; every rank gets its equal part."""
-        return Reducing.reduce_scatter_single_coalesced(self, [output], [input], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
-    ) -> Work:
-        """Reduce a list with a tensor for each rank, which may differ in size; every rank gets its own."""
-        what = "reduce_scatter"
-        output, tensors = only(what, outputs), only(what, inputs)
-        check_count(what, tensors, self._size)
-        if (
-            all([tensor.numel() == output.numel() for tensor in tensors])
-            and len({tensor.numel() for tensor in tensors}) == 1
-        ):
-            whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            return Reducing.reduce_scatter_single_coalesced(self, outputs, [whole], opts)
-        copies = [tensor.detach().clone() for tensor in tensors]
-        flats = [reduced(what, copy) for copy in copies]
-        own, target = flats[self._rank], moved(output)
-        check_same(what, output, tensors[self._rank])
-        flats[self._rank] = Flat(own.numbers, lambda: write(target, own.numbers))
-        reduction = reduction_of(what, opts.reduceOp, output)
-        views = [each.view for each in flats]
-        plan = Plan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)
-        return self.launcher.launch([plan], opts, outputs, restoring(flats))
-
-
-# ----------------------------------------------------------------------------------------------------
-# `Collectives`: torch's collectives as plans of the engine's.
-
-
-class Collectives(Reducing):
-    """A process group whose collectives run on the engine."""
-
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Copy the root's tensor to every rank."""
-        tensor = only("broadcast", tensors)
-        flat = moved(tensor)
-        plan = Plan(
-            Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
-        )
-        return self.launcher.launch([plan], opts, tensors, restoring([flat]))
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        """Join equal tensors of all ranks, one after the other."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            check_parts("all_gather_into_tensor", tensor, output, self._size)
-        if not inputs:
-            return Work(())
-        targets = [moved(tensor) for tensor in outputs]
-        for target, tensor in zip(targets, inputs, strict=True):
-            own, source = target.numbers.view(self._size, -1)[self._rank], moved(tensor).numbers
-            if own.data_ptr() != source.data_ptr():
-                own.copy_(source)
-        plans = [
-            Plan(Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part))
-            for dtype, part in by_dtype(targets)
-        ]
-        return self.launcher.launch(plans, opts, outputs, restoring(targets))
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # before torch 2.13
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Join equal tensors of all ranks in one."""
-        return Collectives.all_gather_single_coalesced(self, [output], [input], opts)
-
-    _allgather_base = all_gather_single
-
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        """Copy every rank's tensor to each place of a list; sizes may differ."""
-        targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
-        return self._allgather_each("all_gather", [[each] for each in targets], [tensor], opts)
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        """Copy every rank's tensors to each rank's list."""
-        return self._allgather_each("all_gather_coalesced", outputs, inputs, opts)
-
-    def _allgather_each(
-        self,
-        what: str,
-        outputs: Sequence[Sequence[Tensor]],
-        inputs: Sequence[Tensor],
-        opts: Any,
-    ) -> Work:
-        check_count(what, outputs, self._size)
-        columns = [
-            [outputs[rank][index] for rank in range(self._size)] for index in range(len(inputs))
-        ]
-        for tensor, column in zip(inputs, columns, strict=True):
-            check_same(what, column[self._rank], tensor)
-        flats = [moved(tensor) for tensor in inputs]
-        wholes = [
-            room_for(flat.numbers, column) for flat, column in zip(flats, columns, strict=True)
-        ]
-        plans = [
-            Plan(
-                Collective.ALLGATHER,
-                [reading_into(flat.numbers, whole)],
-                flat.dtype,
-                lend(flat.numbers, whole),
-            )
-            for flat, whole in zip(flats, wholes, strict=True)
-        ]
-
-        def finish(works: Sequence[Operation]) -> None:
-            for work, whole, column in zip(works, wholes, columns, strict=True):
-                check_rows(what, work, column)
-                split_flat(whole, column)
-
-        flat_outputs = [tensor for column in columns for tensor in column]
-        return self.launcher.launch(plans, opts, flat_outputs, finish, needs_rows=True)
-
-    def gather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        """Copy every rank's tensor to a list of the root; sizes may differ."""
-        tensor, is_root = only("gather", inputs), self._rank == opts.rootRank
-        targets = only("gather", outputs) if is_root else []
-        if is_root:
-            check_count("gather", targets, self._size)
-        flat = moved(tensor)
-        whole = room_for(flat.numbers, targets)
-        view = reading_into(flat.numbers, whole) if is_root else reading(flat.numbers)
-        keep = lend(flat.numbers, whole)
-        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
-
-        def finish(works: Sequence[Operation]) -> None:
-            check_rows("gather", works[0], targets)
-            split_flat(whole, targets)
-
-        return self.launcher.launch(
-            [plan], opts, targets, finish if is_root else None, needs_rows=is_root
-        )
-
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Join equal tensors of all ranks in one of the root."""
-        is_root = self._rank == opts.rootRank
-        if is_root:
-            check_parts("gather_single", input, output, self._size)
-        flat, target = moved(input), moved(output)
-        view = reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
-        keep = lend(flat.numbers, target.numbers)
-        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
-
-        def finish(works: Sequence[Operation]) -> None:
-            check_received("gather_single", works[0], (flat.numbers.numel(),) * self._size)
-            restore(target)
-
-        return self.launcher.launch(
-            [plan], opts, [output], finish if is_root else None, needs_rows=is_root
-        )
-
-    gather_into_tensor = gather_single
-
-    def scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
-    ) -> Work:
-        """Copy each tensor of the root's list to its rank."""
-        output, is_root = only("scatter", outputs), self._rank == opts.rootRank
-        tensors = only("scatter", inputs) if is_root else []
-        if is_root:
-            check_count("scatter", tensors, self._size)
-            check_same("scatter", output, tensors[self._rank])
-        target = moved(output)
-        whole = joined(tensors) if is_root else target.numbers.new_empty(0)
-        counts = tuple([tensor.numel() * width(tensor) for tensor in tensors])
-        plan = Plan(
-            Collective.SCATTER,
-            [reading_into(whole, target.numbers)],
-            target.dtype,
-            lend(whole, target.numbers),
-            root=opts.rootRank,
-            numbers=counts,
-        )
-
-        def finish(works: Sequence[Operation]) -> None:
-            check_received("scatter", works[0], (target.numbers.numel(),))
-            restore(target)
-
-        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - torch's
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any,
-    ) -> Work:
-        """Send rows to every rank and join those that come; without splits in equal parts."""
-        target, source = moved(output), moved(input)
-        sent = self._counts(input, input_splits)
-        received = self._counts(output, output_splits)
-        plan = Plan(
-            Collective.ALLTOALL,
-            [reading_into(source.numbers, target.numbers)],
-            source.dtype,
-            lend(source.numbers, target.numbers),
-            numbers=sent,
-        )
-
-        def finish(works: Sequence[Operation]) -> None:
-            check_received("all_to_all_single", works[0], received)
-            restore(target)
-
-        return self.launcher.launch([plan], opts, [output], finish, needs_rows=True)
-
-    alltoall_base = all_to_all_single
-
-    def _counts(self, tensor: Tensor, splits: Sequence[int]) -> tuple[int, ...]:
-        rows = tensor.size(0) if tensor.dim() else 1
-        if not splits:
-            if rows % self._size:
-                raise InvalidArgumentError(
-                    f"all_to_all_single: {rows} rows for {self._size} ranks are not equal parts. Give the split sizes."
-                )
-            splits = [rows // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != rows:
-            raise InvalidArgumentError(
-                f"all_to_all_single: split sizes {list(splits)} for {rows} rows and {self._size} ranks. Give one per rank; "
-                "they add up to the rows."
-            )
-        row = width(tensor) * (tensor.numel() // rows if rows else 0)
-        return tuple([split * row for split in splits])
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
-        """Send a tensor to every rank; sizes may differ."""
-        check_count("all_to_all", inputs, self._size)
-        check_count("all_to_all", outputs, self._size)
-        source = joined(inputs)
-        whole = room_for(source, outputs)
-        sent = tuple([tensor.numel() * width(tensor) for tensor in inputs])
-        received = tuple([tensor.numel() * width(tensor) for tensor in outputs])
-        view, keep = reading_into(source, whole), lend(source, whole)
-        plan = Plan(Collective.ALLTOALL, [view], DTYPES[source.dtype], keep, numbers=sent)
-
-        def finish(works: Sequence[Operation]) -> None:
-            check_received("all_to_all", works[0], received)
-            split_flat(whole, outputs)
-
-        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
-
-    def barrier(self, opts: Any = None) -> Work:
-        """Wait for every rank."""
-        return self.launcher.launch([Plan(Collective.BARRIER, (), DType.UINT8, None)], opts, ())
-
-
-# ----------------------------------------------------------------------------------------------------
-# `Messages`: torch's send and receive as the engine's.
-
-_ANY_RANK = -1
-
-
-class Messages(Collectives):
-    """A process group with collectives, and messages from rank to rank."""
-
-    def __init__(self, rank: int, size: int, launcher: Launcher) -> None:
-        super().__init__(rank, size, launcher)
-        self._messages = Scope(f"{launcher.name}.message")
-
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
-        """Send a tensor to a rank of the group."""
-        tensor = moved(only("send", tensors))
-        return self.launcher.noted(
-            Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
-        )
-
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Receive a tensor of a rank of the group."""
-        return self._receive(tensors, self._global(source), tag)
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        """Receive the next tensor that any rank sends; `source_rank()` of the work tells whose it was."""
-        return self._receive(tensors, _ANY_RANK, tag)
-
-    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        target = moved(only("recv", tensors))
-        operation = self._start(Collective.RECEIVE, target, source, tag)
-
-        def finish() -> None:
-            restore(target)
-            work.source = self.launcher.team.ranks.index(operation.output().rows[0])
-
-        work = self.launcher.noted(Work([operation], tensors, finish))
-        return work
-
-    def _global(self, rank: int) -> int:
-        if not 0 <= rank < self._size:
-            raise InvalidArgumentError(
-                f"send/recv: rank {rank} is not in the group of {self._size} ranks. Give one from 0 to {self._size - 1}."
-            )
-        return self.launcher.team.ranks[rank]
-
-    def _start(self, collective: Collective, flat: Flat, peer: int, tag: int) -> Operation:
-        if not 0 <= tag < 1 << TAG_BITS:
-            raise InvalidArgumentError(
-                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
-            )
-        team = self.launcher.team
-        numbers = ((team.generation << NUMBER_BITS | team.number) << TAG_BITS | tag,)
-        engine, views = team.engine, [flat.view]
-        call = engine.prepare(
-            collective,
-            views,
-            flat.dtype,
-            process_set=team.process_set,
-            root_rank=peer,
-            numbers=numbers,
-        )
-        timeout_s = self.launcher.timeout_s
-        try:
-            return engine.start(call, self._messages.name(), lend(flat.numbers), timeout_s)
-        except (CollectiveError, MismatchError) as error:
-            raise as_torch(error) from None
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -645,58 +195,14 @@ FORMS: dict[str, Form] = {
 """All that takes tensors, and the barrier, by the names of every version of torch."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# `Routed`: collectives and messages by device: ours for tensors on the CPU, torch's own backends for others.
-
-
-class Routed(Messages):
-    """A process group whose operations go to the backend of their tensors' device.
+def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """Make a method that takes arguments of either form, and runs on the backend of their tensors' device.
 
     Args:
-        inner: torch's own backends of this group.
+        own: runs it on the engine, for tensors on the CPU; takes lists and options.
+        name: another name of the method, under which torch's own groups have it, too.
     """
-
-    _allreduce: Callable[..., Any]
-
-    def __init__(self, rank: int, size: int, launcher: Launcher, inner: Inner) -> None:
-        super().__init__(rank, size, launcher)
-        self.inner = inner
-
-    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
-        """Reduce one tensor in place."""
-        # What training does most, in the least time.
-        if (
-            type(opts) is AllreduceOptions
-            and type(tensors) is list
-            and self.inner.cpu_is_ours
-            and tensors[0].is_cpu
-            and not is_profiled()
-        ):
-            return Messages.allreduce(self, tensors, opts)
-        given = (tensors,) if opts is None else (tensors, opts, *rest)
-        return self._allreduce(*given, **named)
-
-    allreduce_sparse = allreduce
-
-    def _start_coalescing(self, device_type: torch.device) -> None:
-        group = self.inner.of(torch.device(device_type).type)
-        if group is None:
-            self.launcher.start_coalescing()
-        else:
-            group._start_coalescing(device_type)
-
-    def _end_coalescing(self, device_type: torch.device) -> Any:
-        group = self.inner.of(torch.device(device_type).type)
-        if group is None:
-            return self.launcher.end_coalescing()
-        return group._end_coalescing(device_type)
-
-    # Functional collectives of torch 2.14 and newer call these names from C++.
-    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
-
-
-def _routed(name: str) -> Callable[..., Any]:
-    own: Callable[..., Any] = getattr(Messages, name)
+    name, own = name or own.__name__, inspect.unwrap(own)
     form = FORMS[name]
     count = len(form.depths) + form.more + (1 if form.options else len(form.rest))
     last = type(form.options()) if form.options else int
@@ -704,7 +210,7 @@ def _routed(name: str) -> Callable[..., Any]:
     find = _device_of_barrier if name == "barrier" else _device_of_tensors
 
     @functools.wraps(own)
-    def routed(self: Routed, *args: Any, **named: Any) -> Any:
+    def routed(self: Group, *args: Any, **named: Any) -> Any:
         if named or len(args) != count or type(args[-1]) is not last:
             args = tuple(form.full(args, named))
         inner = self.inner
@@ -720,6 +226,9 @@ def _routed(name: str) -> Callable[..., Any]:
     return routed
 
 
+_ANY_RANK = -1  # the engine's
+
+
 def _device_of_tensors(_: Inner, args: Sequence[Any]) -> str:
     return device_of(args) or "cpu"
 
@@ -729,10 +238,6 @@ def _device_of_barrier(inner: Inner, args: Sequence[Any]) -> str:
     if isinstance(device, torch.device) and device.type in types:
         return device.type
     return "cpu" if "cpu" in types else types[0]
-
-
-for _name in FORMS:
-    setattr(Routed, "_allreduce" if _name == "allreduce" else _name, _routed(_name))
 
 
 # Torch before 2.14 has no backends in Python.
@@ -746,7 +251,7 @@ if hasattr(c10d.Backend, "supports_reconfigure"):
             return OURS
 
 
-class Group(Routed):
+class Group(_ProcessGroup):
     """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
 
     Args:
@@ -781,8 +286,11 @@ class Group(Routed):
         options: object = None,
     ) -> None:
         size = len(team.ranks)
-        inner = Inner(self, Request(store, rank, size, timeout, name, options))
-        super().__init__(rank, size, Launcher(team, name, timeout), inner)
+        super().__init__(rank, size)  # the form that lets C++ find the methods of this class
+        self._rank, self._size = rank, size
+        self.launcher = Launcher(team, name, timeout)
+        self.inner = Inner(self, Request(store, rank, size, timeout, name, options))
+        self._messages = Scope(f"{name}.message")
         self._teams = teams
         self._store = store
         self._name = name
@@ -793,6 +301,16 @@ class Group(Routed):
             kind = c10d.ProcessGroup.BackendType.CUSTOM
             self._register_backend(torch.device("cpu"), kind, self._default_backend)
             self._set_default_backend(kind)
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    getRank, getSize = rank, size  # noqa: N815 - C++'s names
 
     # Names, which C++ asks for by the names of its own methods
 
@@ -831,6 +349,483 @@ class Group(Routed):
     def group_desc(self) -> str:
         """Torch's description of this group."""
         return self._description
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
+        """Reduce one tensor in place, dense or sparse."""
+        # What training does most, in the least time.
+        if (
+            type(opts) is AllreduceOptions
+            and type(tensors) is list
+            and self.inner.cpu_is_ours
+            and tensors[0].is_cpu
+            and not is_profiled()
+        ):
+            return self._allreduce_on_engine(tensors, opts)
+        given = (tensors,) if opts is None else (tensors, opts, *rest)
+        return self._allreduce(*given, **named)
+
+    allreduce_sparse = allreduce
+
+    def _allreduce_on_engine(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        tensor = tensors[0]
+        kind, dtype = SIMPLE_BY_HASH.get(hash(opts.reduceOp)), DTYPES.get(tensor.dtype)
+        if kind is None or dtype is None or len(tensors) > 1 or not is_plain(tensor):
+            if only("all_reduce", tensors).is_sparse:
+                return self._allreduce_sparse(tensor, opts)
+            return self._allreduce_each("all_reduce", tensors, opts)
+        # What training does most, in the least time.
+        address = tensor.data_ptr()
+        view = tuple.__new__(TensorView, (address, address, tensor.shape))
+        if not getattr(opts, "asyncOp", True):
+            self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
+            return FINISHED
+        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
+        return self.launcher.launch_one(plan, opts, tensors)
+
+    _allreduce = _routed(_allreduce_on_engine, "allreduce")
+
+    @_routed
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce tensors in place, those of one type as one operation."""
+        return self._allreduce_each("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce_each(self, what: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if not tensors:
+            return Work(())
+        flats = [reduced(what, tensor) for tensor in tensors]
+        reduction = reduction_of(what, opts.reduceOp, tensors[0])
+        plans = [
+            Plan(
+                Collective.ALLREDUCE, [each.shaped for each in part], dtype, owners(part), reduction
+            )
+            for dtype, part in by_dtype(flats)
+        ]
+        return self.launcher.launch(plans, opts, tensors, restoring(flats))
+
+    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
+        if opts.reduceOp.op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise InvalidArgumentError(
+                f"all_reduce of a sparse tensor: op is {opts.reduceOp.op.name}; its entries are joined and add up. Use SUM "
+                "or AVG, or .to_dense()."
+            )
+        own = tensor.detach().coalesce()
+        dims, size = own.sparse_dim(), self._size
+        # One operation, so that a rank with a dense tensor is told at once.
+        kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
+        parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
+
+        def finish(works: Sequence[Operation]) -> None:
+            received = received_numbers(works[0], torch.uint8)
+            pieces = received.split(list(works[0].output().rows))
+            kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
+            # An index outside of another rank's tensor must not be written there.
+            check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
+            indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
+            values = torch.cat(pieces[2 * size :]).view(own.dtype)
+            values = values.view(-1, *own.values().shape[1:])
+            if opts.reduceOp.op == dist.ReduceOp.AVG:
+                values = values / size
+            whole = torch.sparse_coo_tensor(indices, values, own.size(), check_invariants=False)
+            with torch.no_grad():
+                tensor.copy_(whole.coalesce())
+
+        views = [reading(part) for part in parts]
+        plan = Plan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
+        return self.launcher.launch([plan], opts, [tensor], finish, needs_rows=True)
+
+    @_routed
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Reduce a tensor in place on the root; elsewhere it stays."""
+        tensor = only("reduce", tensors)
+        flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
+        view = flat.shaped if is_root else flat.shaped._replace(output=0)
+        reduction = reduction_of("reduce", opts.reduceOp, tensor)
+        plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
+        return self.launcher.launch([plan], opts, tensors, restoring([flat] if is_root else []))
+
+    @_routed
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Reduce tensors; every rank gets its equal part of each."""
+        return self._reduce_scatter_each(outputs, inputs, opts)
+
+    def _reduce_scatter_each(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        what = "reduce_scatter_tensor"
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_parts(what, output, tensor, self._size)
+        if not inputs:
+            return Work(())
+        sources = [reduced(what, tensor) for tensor in inputs]
+        targets = [reduced(what, tensor) for tensor in outputs]
+        reduction = reduction_of(what, opts.reduceOp, inputs[0])
+        parts: dict[DType, list[tuple[Tensor, Tensor]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            parts.setdefault(source.dtype, []).append((source.numbers, target.numbers))
+        plans = [
+            Plan(
+                Collective.REDUCESCATTER,
+                [reading_into(*pair) for pair in pairs],
+                dtype,
+                [lend(*pair) for pair in pairs],
+                reduction,
+            )
+            for dtype, pairs in parts.items()
+        ]
+        return self.launcher.launch(plans, opts, outputs, restoring(targets))
+
+    reduce_scatter_tensor_coalesced = _routed(
+        reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced"
+    )  # before torch 2.13
+
+    @_routed
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Reduce a tensor; every rank gets its equal part."""
+        return self._reduce_scatter_each([output], [input], opts)
+
+    _reduce_scatter_base = _routed(reduce_scatter_single, "_reduce_scatter_base")
+
+    @_routed
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Reduce a list with a tensor for each rank, which may differ in size; every rank gets its own."""
+        what = "reduce_scatter"
+        output, tensors = only(what, outputs), only(what, inputs)
+        check_count(what, tensors, self._size)
+        if (
+            all([tensor.numel() == output.numel() for tensor in tensors])
+            and len({tensor.numel() for tensor in tensors}) == 1
+        ):
+            whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            return self._reduce_scatter_each(outputs, [whole], opts)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        flats = [reduced(what, copy) for copy in copies]
+        own, target = flats[self._rank], moved(output)
+        check_same(what, output, tensors[self._rank])
+        flats[self._rank] = Flat(own.numbers, lambda: write(target, own.numbers))
+        reduction = reduction_of(what, opts.reduceOp, output)
+        views = [each.view for each in flats]
+        plan = Plan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)
+        return self.launcher.launch([plan], opts, outputs, restoring(flats))
+
+    # Collectives
+
+    @_routed
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """Copy the root's tensor to every rank."""
+        tensor = only("broadcast", tensors)
+        flat = moved(tensor)
+        plan = Plan(
+            Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
+        )
+        return self.launcher.launch([plan], opts, tensors, restoring([flat]))
+
+    @_routed
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Join equal tensors of all ranks, one after the other."""
+        return self._gather_each(outputs, inputs, opts)
+
+    def _gather_each(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_parts("all_gather_into_tensor", tensor, output, self._size)
+        if not inputs:
+            return Work(())
+        targets = [moved(tensor) for tensor in outputs]
+        for target, tensor in zip(targets, inputs, strict=True):
+            own, source = target.numbers.view(self._size, -1)[self._rank], moved(tensor).numbers
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
+        plans = [
+            Plan(Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part))
+            for dtype, part in by_dtype(targets)
+        ]
+        return self.launcher.launch(plans, opts, outputs, restoring(targets))
+
+    allgather_into_tensor_coalesced = _routed(
+        all_gather_single_coalesced, "allgather_into_tensor_coalesced"
+    )  # before torch 2.13
+
+    @_routed
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Join equal tensors of all ranks in one."""
+        return self._gather_each([output], [input], opts)
+
+    _allgather_base = _routed(all_gather_single, "_allgather_base")
+
+    @_routed
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensor to each place of a list; sizes may differ."""
+        targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
+        return self._gather_lists("all_gather", [[each] for each in targets], [tensor], opts)
+
+    @_routed
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensors to each rank's list."""
+        return self._gather_lists("all_gather_coalesced", outputs, inputs, opts)
+
+    def _gather_lists(
+        self,
+        what: str,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        opts: Any,
+    ) -> Work:
+        check_count(what, outputs, self._size)
+        columns = [
+            [outputs[rank][index] for rank in range(self._size)] for index in range(len(inputs))
+        ]
+        for tensor, column in zip(inputs, columns, strict=True):
+            check_same(what, column[self._rank], tensor)
+        flats = [moved(tensor) for tensor in inputs]
+        wholes = [
+            room_for(flat.numbers, column) for flat, column in zip(flats, columns, strict=True)
+        ]
+        plans = [
+            Plan(
+                Collective.ALLGATHER,
+                [reading_into(flat.numbers, whole)],
+                flat.dtype,
+                lend(flat.numbers, whole),
+            )
+            for flat, whole in zip(flats, wholes, strict=True)
+        ]
+
+        def finish(works: Sequence[Operation]) -> None:
+            for work, whole, column in zip(works, wholes, columns, strict=True):
+                check_rows(what, work, column)
+                split_flat(whole, column)
+
+        flat_outputs = [tensor for column in columns for tensor in column]
+        return self.launcher.launch(plans, opts, flat_outputs, finish, needs_rows=True)
+
+    @_routed
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensor to a list of the root; sizes may differ."""
+        tensor, is_root = only("gather", inputs), self._rank == opts.rootRank
+        targets = only("gather", outputs) if is_root else []
+        if is_root:
+            check_count("gather", targets, self._size)
+        flat = moved(tensor)
+        whole = room_for(flat.numbers, targets)
+        view = reading_into(flat.numbers, whole) if is_root else reading(flat.numbers)
+        keep = lend(flat.numbers, whole)
+        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_rows("gather", works[0], targets)
+            split_flat(whole, targets)
+
+        return self.launcher.launch(
+            [plan], opts, targets, finish if is_root else None, needs_rows=is_root
+        )
+
+    @_routed
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
+        """Join equal tensors of all ranks in one of the root."""
+        is_root = self._rank == opts.rootRank
+        if is_root:
+            check_parts("gather_single", input, output, self._size)
+        flat, target = moved(input), moved(output)
+        view = reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
+        keep = lend(flat.numbers, target.numbers)
+        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("gather_single", works[0], (flat.numbers.numel(),) * self._size)
+            restore(target)
+
+        return self.launcher.launch(
+            [plan], opts, [output], finish if is_root else None, needs_rows=is_root
+        )
+
+    gather_into_tensor = _routed(gather_single, "gather_into_tensor")
+
+    @_routed
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Copy each tensor of the root's list to its rank."""
+        output, is_root = only("scatter", outputs), self._rank == opts.rootRank
+        tensors = only("scatter", inputs) if is_root else []
+        if is_root:
+            check_count("scatter", tensors, self._size)
+            check_same("scatter", output, tensors[self._rank])
+        target = moved(output)
+        whole = joined(tensors) if is_root else target.numbers.new_empty(0)
+        counts = tuple([tensor.numel() * width(tensor) for tensor in tensors])
+        plan = Plan(
+            Collective.SCATTER,
+            [reading_into(whole, target.numbers)],
+            target.dtype,
+            lend(whole, target.numbers),
+            root=opts.rootRank,
+            numbers=counts,
+        )
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("scatter", works[0], (target.numbers.numel(),))
+            restore(target)
+
+        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
+
+    @_routed
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - torch's
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> Work:
+        """Send rows to every rank and join those that come; without splits in equal parts."""
+        target, source = moved(output), moved(input)
+        sent = self._counts(input, input_splits)
+        received = self._counts(output, output_splits)
+        plan = Plan(
+            Collective.ALLTOALL,
+            [reading_into(source.numbers, target.numbers)],
+            source.dtype,
+            lend(source.numbers, target.numbers),
+            numbers=sent,
+        )
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("all_to_all_single", works[0], received)
+            restore(target)
+
+        return self.launcher.launch([plan], opts, [output], finish, needs_rows=True)
+
+    alltoall_base = _routed(all_to_all_single, "alltoall_base")
+
+    def _counts(self, tensor: Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+        rows = tensor.size(0) if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise InvalidArgumentError(
+                    f"all_to_all_single: {rows} rows for {self._size} ranks are not equal parts. Give the split sizes."
+                )
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise InvalidArgumentError(
+                f"all_to_all_single: split sizes {list(splits)} for {rows} rows and {self._size} ranks. Give one per rank; "
+                "they add up to the rows."
+            )
+        row = width(tensor) * (tensor.numel() // rows if rows else 0)
+        return tuple([split * row for split in splits])
+
+    @_routed
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+        """Send a tensor to every rank; sizes may differ."""
+        check_count("all_to_all", inputs, self._size)
+        check_count("all_to_all", outputs, self._size)
+        source = joined(inputs)
+        whole = room_for(source, outputs)
+        sent = tuple([tensor.numel() * width(tensor) for tensor in inputs])
+        received = tuple([tensor.numel() * width(tensor) for tensor in outputs])
+        view, keep = reading_into(source, whole), lend(source, whole)
+        plan = Plan(Collective.ALLTOALL, [view], DTYPES[source.dtype], keep, numbers=sent)
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("all_to_all", works[0], received)
+            split_flat(whole, outputs)
+
+        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
+
+    @_routed
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for every rank."""
+        return self.launcher.launch([Plan(Collective.BARRIER, (), DType.UINT8, None)], opts, ())
+
+    # Messages
+
+    @_routed
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
+        """Send a tensor to a rank of the group."""
+        tensor = moved(only("send", tensors))
+        return self.launcher.noted(
+            Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
+        )
+
+    @_routed
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        """Receive a tensor of a rank of the group."""
+        return self._receive(tensors, self._global(source), tag)
+
+    @_routed
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        """Receive the next tensor that any rank sends; `source_rank()` of the work tells whose it was."""
+        return self._receive(tensors, _ANY_RANK, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        target = moved(only("recv", tensors))
+        operation = self._start(Collective.RECEIVE, target, source, tag)
+
+        def finish() -> None:
+            restore(target)
+            work.source = self.launcher.team.ranks.index(operation.output().rows[0])
+
+        work = self.launcher.noted(Work([operation], tensors, finish))
+        return work
+
+    def _global(self, rank: int) -> int:
+        if not 0 <= rank < self._size:
+            raise InvalidArgumentError(
+                f"send/recv: rank {rank} is not in the group of {self._size} ranks. Give one from 0 to {self._size - 1}."
+            )
+        return self.launcher.team.ranks[rank]
+
+    def _start(self, collective: Collective, flat: Flat, peer: int, tag: int) -> Operation:
+        if not 0 <= tag < 1 << TAG_BITS:
+            raise InvalidArgumentError(
+                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
+            )
+        team = self.launcher.team
+        numbers = ((team.generation << NUMBER_BITS | team.number) << TAG_BITS | tag,)
+        engine, views = team.engine, [flat.view]
+        call = engine.prepare(
+            collective,
+            views,
+            flat.dtype,
+            process_set=team.process_set,
+            root_rank=peer,
+            numbers=numbers,
+        )
+        timeout_s = self.launcher.timeout_s
+        try:
+            return engine.start(call, self._messages.name(), lend(flat.numbers), timeout_s)
+        except (CollectiveError, MismatchError) as error:
+            raise as_torch(error) from None
+
+    # Operations that torch joins to one
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        group = self.inner.of(torch.device(device_type).type)
+        if group is None:
+            self.launcher.start_coalescing()
+        else:
+            group._start_coalescing(device_type)
+
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        group = self.inner.of(torch.device(device_type).type)
+        if group is None:
+            return self.launcher.end_coalescing()
+        return group._end_coalescing(device_type)
+
+    # Functional collectives of torch 2.14 and newer call these names from C++.
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
     # What torch asks of a group and its backend
 
@@ -997,5 +992,4 @@ class Group(Routed):
             self.launcher.team.engine.shutdown()
 
 
-_OURS = [kind for kind in Group.__mro__ if kind.__module__.startswith("sparkhvd.")]
-leave_untraced(*_OURS, Work, Future)
+leave_untraced(Group, Work, Future)

@@ -57,8 +57,6 @@ class ElasticRendezvous:
         joins_later: whether the others run already, and this one has not joined them yet.
     """
 
-    can_meet_again = True  # after a rank was lost in the making of an engine
-
     def __init__(
         self,
         invitation: Invitation,

@@ -13,7 +13,7 @@ Each module imports only those above it:
     counters  counters of an engine, as a table and in Prometheus' text format
     library   the C header in ctypes
     stacks    the stacks of this process's threads, on another rank's request
-    work      operations in flight and their results: `Work`, `GatherOutput`, `Buffer`
     calls     operations before they are submitted: `Call`, `Reduction`, `TensorView`
+    work      operations in flight and their results: `Work`, `GatherOutput`, `Buffer`
     engine    `Engine`
 """

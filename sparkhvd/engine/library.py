@@ -236,7 +236,6 @@ class Request(ctypes.Structure):
         ("num_splits", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("timeout_s", ctypes.c_double),
-        ("adopted", ctypes.c_void_p),
     ]
 
 

@@ -74,11 +74,6 @@ class Buffer:
         self.is_shared = bool(library.buffer_is_shared(handle))
         self.device: int = library.buffer_device(handle)
 
-    @property
-    def handle(self) -> int:
-        """Return the library's handle; it lives as long as this object."""
-        return self._handle
-
     def __repr__(self) -> str:
         if self.device != DEVICE_CPU:
             return f"<Buffer of {self.num_bytes} bytes on device {self.device}>"

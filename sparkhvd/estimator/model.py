@@ -14,7 +14,7 @@ from dataclasses import replace
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from pyspark.ml import Model
@@ -66,10 +66,6 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.params.generated import ModelKeywords
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a model tells of its training: history, summary, report, curves, importance of features.
-
-
 class Report:
     """Report of a fit: a notebook shows it, `save` writes it.
 
@@ -96,293 +92,6 @@ class Report:
         Path(path).write_text(self.html, encoding="utf-8")
 
 
-class Trained:
-    """Mixin of `TorchModel`: what it tells of its training."""
-
-    if TYPE_CHECKING:
-
-        def _require_fitted(self) -> Fitted: ...
-
-        def _get(self, name: str) -> Any: ...
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Records of the epochs, in order."""
-        return self._records()
-
-    def _records(self) -> list[dict[str, Any]]:
-        """Return `history`, which is a Param in the classes under Horovod's name."""
-        return [dict(record) for record in self._require_fitted().history]
-
-    def history_frame(self) -> pd.DataFrame:
-        """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
-        import pandas as pd
-
-        frame = pd.DataFrame(self._require_fitted().history)
-        return frame.set_index("epoch") if "epoch" in frame else frame
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds of the fit's phases: materialize, launch, train."""
-        return dict(self._require_fitted().timings)
-
-    @property
-    def summary(self) -> TrainingSummary:
-        """Summary of the training, with the names of Spark ML's summaries."""
-        fitted = self._require_fitted()
-        return TrainingSummary(self._records(), self.timings, fitted.run_id)
-
-    def report(self) -> Report:
-        """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/report.md).
-
-        Of a model that was loaded it is read from the run's folder in the store; where that is not there, it has history and timings alone.
-        """
-        fitted = self._require_fitted()
-        return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
-
-    def _stored_report(self, fitted: Fitted) -> Document:
-        store = self._get("store")
-        if not fitted.run_id or not hasattr(store, "read_bytes"):
-            return {}
-        path = f"runs/{fitted.run_id}/{JSON_NAME}"
-        with contextlib.suppress(OSError, SparkhvdError):
-            return loads(store.read_bytes(path), store.full_url(path))
-        return {}
-
-    def permutation_importance(
-        self,
-        dataset: DataFrame,
-        evaluator: Evaluator,
-        *,
-        num_rows: int = 2000,
-        repeats: int = 3,
-        seed: int = 0,
-    ) -> list[Importance]:
-        """Tell how much worse the predictions are when one feature has the values of other rows; the greatest first.
-
-        Each scalar column is a feature, and each element of a vector or list of numbers, which Spark ML's metadata may name. Correlated features share
-        their importance.
-
-        Args:
-            dataset: rows with the columns that the model reads, and what the evaluator reads; best such that it was not trained with.
-            evaluator: of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
-            num_rows: at most so many rows, chosen at random; the driver holds them.
-            repeats: permutations of each feature.
-            seed: of the choice and the permutations.
-
-        Raises:
-            InvalidArgumentError: there are fewer than two rows, or a number is too small.
-        """
-        columns = self._get("feature_cols") or [c.name for c in self._require_fitted().columns]
-        transform = cast("Any", self).transform
-        return permutation_importance(
-            transform,
-            columns,
-            dataset,
-            evaluator,
-            num_rows=num_rows,
-            repeats=repeats,
-            seed=seed,
-        )
-
-    def plot(self, names: Sequence[str] | None = None) -> Figure:
-        """Draw curves over the epochs with matplotlib, validation beside training.
-
-        Args:
-            names: losses, metrics or other keys of `history`, without "val_"; None: all losses and metrics.
-
-        Returns:
-            The figure, with one plot per name; a notebook shows it.
-
-        Raises:
-            InvalidArgumentError: matplotlib is not installed, there is no history, or it has no such key.
-        """
-        history = self._records()
-        known = measured(history)
-        chosen = known if names is None else list(names)
-        keys = {key for record in history for key in record}
-        if wrong := [n for n in chosen if not {n, f"train_{n}", f"val_{n}"} & keys]:
-            raise InvalidArgumentError(
-                f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
-            )
-        if not chosen:
-            raise InvalidArgumentError("plot: the model has no history. It comes from a fit.")
-        try:
-            return draw_curves(history, chosen)
-        except ImportError:
-            raise InvalidArgumentError(
-                "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
-            ) from None
-
-
-def _short_document(fitted: Fitted) -> Document:
-    phases = [{"name": name, "seconds": seconds} for name, seconds in fitted.timings.items()]
-    return {"run_id": fitted.run_id, "history": list(fitted.history), "phases": phases}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Export of a model as a file of ONNX: the trained module, and the columns that `transform` adds.
-
-_PACKAGES = ("onnx", "onnxscript")
-
-
-class OnnxExport:
-    """Mixin of `TorchModel`: its export as ONNX."""
-
-    if TYPE_CHECKING:
-
-        def _require_fitted(self) -> Fitted: ...
-
-        def _check_outputs(self, fitted: Fitted) -> None: ...
-
-        _read_options: Any  # of `TorchParams`
-
-    def to_onnx(self, path: str | PathLike[str], *, dataset: DataFrame | None = None) -> None:
-        """Write the model to a file of ONNX, over one that is there; weights beyond 1.5 GB go into a second file beside it.
-
-        Inputs are the arguments of the module's `forward`, with any number of rows; outputs are the columns that `transform` adds, in the
-        module's dtype, classes as int64. Decoders and `handle_invalid` are no part of it: inputs are what the module gets.
-
-        Args:
-            path: file as a path or URL, such as "model.onnx" or "s3://bucket/model.onnx".
-            dataset: of a model that no fit has trained: a DataFrame with its columns, which tell the types.
-
-        Raises:
-            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot export the module.
-        """
-        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
-            raise InvalidArgumentError(
-                f"to_onnx needs the package {missing[0]}. Install it: pip install 'sparkhvd[onnx]'."
-            )
-        fitted, options = self._require_fitted(), self._read_options(PredictOptions)
-        if not fitted.columns:
-            if dataset is None:
-                raise InvalidArgumentError(
-                    "to_onnx: no fit has trained this model, so the types of its columns are not known. Give dataset=, a DataFrame with them."
-                )
-            fitted, options = bind_module(fitted, options, dataset.schema)
-        self._check_outputs(fitted)
-        _check_columns(fitted)
-        module = in_mode(copy.deepcopy(fitted.module), is_training=False)
-        _save(_exported(module, fitted, options), fspath(path))
-
-
-class _OutputColumns(nn.Module):
-    """A module whose outputs are the columns of a transform."""
-
-    def __init__(self, module: nn.Module, spec: Computation) -> None:
-        super().__init__()
-        self.module = module
-        self._spec = spec
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Compute the columns from the arguments of the module, in the order of the binding."""
-        named = list(zip(self._spec.inputs.arguments, values, strict=True))
-        positional = [value for argument, value in named if argument.name is None]
-        keywords = {a.name: value for a, value in named if a.name is not None}
-        outputs = heads.outputs_of(self.module(*positional, **keywords))
-        columns = []
-        for column in self._spec.outputs:
-            tensor = column_tensor(self._spec, column, outputs[column.label])
-            tensor = tensor.long() if tensor.dtype == torch.bool else tensor
-            shape = (tensor.shape[0], -1) if column.is_vector else (-1,)
-            columns.append(tensor.reshape(shape))
-        return tuple(columns)
-
-
-def _check_columns(fitted: Fitted) -> None:
-    """Refuse columns that are no dense tensors."""
-    for column in fitted.columns:
-        if column.kind == "sparse" or column.is_collated or column.row_shape is None:
-            kind = "sparse" if column.kind == "sparse" else "collated, or its rows have any length"
-            raise InvalidArgumentError(
-                f"to_onnx: column {column.name!r} is {kind}, and ONNX gets dense tensors. Give getModel() to torch.onnx.export, with arguments "
-                "of your own."
-            )
-
-
-def _exported(module: nn.Module, fitted: Fitted, options: PredictOptions) -> Any:
-    """Export a module; returns torch's ONNXProgram."""
-    if "dynamic_shapes" not in inspect.signature(torch.onnx.export).parameters:
-        raise InvalidArgumentError(
-            f"to_onnx needs torch 2.6 or newer; this is {torch.__version__}. Upgrade it: pip install 'torch>=2.6'."
-        )
-    outputs = named_outputs(fitted, options)
-    spec = Computation(
-        columns=fitted.columns,
-        sources=(),
-        names=(),
-        inputs=fitted.inputs,
-        links=fitted.links,
-        outputs=outputs,
-        output_fn=options.output_fn,
-        thresholds=options.thresholds,
-    )
-    rows = {column.name: zeros(column) for column in fitted.columns}
-    examples = tuple(argument.tensor(rows) for argument in fitted.inputs.arguments)
-    names = _input_names(module, fitted.inputs)
-    batch = torch.export.Dim("batch")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own code
-            program = torch.onnx.export(
-                _OutputColumns(module, spec).eval(),
-                examples,
-                input_names=names,
-                output_names=[output.name for output in outputs],
-                dynamic_shapes=(tuple({0: batch} for _ in examples),),
-                dynamo=True,
-                verbose=False,
-            )
-    except ImportError as e:
-        raise InvalidArgumentError(
-            f"to_onnx: torch {torch.__version__} wants another onnxscript than the {importlib.metadata.version('onnxscript')} that is installed ({e}). "
-            "Upgrade it: pip install -U onnx onnxscript."
-        ) from e
-    except Exception as e:
-        text = " ".join(str(e).split())
-        raise InvalidArgumentError(
-            f"to_onnx: torch {torch.__version__} cannot export {type(module).__name__}: {type(e).__name__}: {text:.600}. Write its forward so that "
-            "torch.export takes it: no branch on values of tensors, and nothing that holds for one number of rows alone."
-        ) from e
-    assert program is not None  # with dynamo=True
-    for name, argument in zip(names, fitted.inputs.arguments, strict=True):
-        program.model.metadata_props[f"columns of {name}"] = ", ".join(argument.columns)
-    return program
-
-
-def _input_names(module: nn.Module, inputs: InputBinding) -> list[str]:
-    """Name the inputs after the arguments of `forward`."""
-    kinds = inspect.Parameter
-    known = [
-        name
-        for name, each in inspect.signature(module.forward).parameters.items()
-        if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
-    positional = iter(range(len(inputs.arguments)))
-    return [a.name or _nth(known, next(positional)) for a in inputs.arguments]
-
-
-def _nth(names: Sequence[str], index: int) -> str:
-    return names[index] if index < len(names) else f"input_{index}"
-
-
-def _save(program: Any, path: str) -> None:
-    """Write torch's ONNXProgram to a path or URL."""
-    if "://" not in path and not path.startswith("dbfs:"):
-        program.save(path)
-        return
-    folder, _, name = path.rpartition("/")
-    store = Store.create(folder)
-    with tempfile.TemporaryDirectory() as made:
-        program.save(f"{made}/{name}")
-        # The file that names another one comes last.
-        for file in sorted(Path(made).iterdir(), key=lambda file: file.name == name):
-            with store.open_output(file.name) as sink, file.open("rb") as source:
-                while block := source.read(1 << 24):
-                    sink.write(block)
-
-
 # One loss for all outputs, or one per output.
 Losses: TypeAlias = "Callable[..., Any] | str | Sequence[Callable[..., Any] | str]"
 # Horovod's arguments without effect here, and why.
@@ -393,7 +102,7 @@ _NO_EFFECT = {
 
 
 @with_signature
-class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
 
     It comes from `TorchEstimator.fit` or `load`. A module that was trained elsewhere becomes one by `from_module`, or as in Horovod:
@@ -503,6 +212,116 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
         if isinstance(loss, (list, tuple)):
             return [_copy_of(each) for each in loss]
         return _copy_of(loss)
+
+    # -- training ------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Records of the epochs, in order."""
+        return self._records()
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Return `history`, which is a Param in the classes under Horovod's name."""
+        return [dict(record) for record in self._require_fitted().history]
+
+    def history_frame(self) -> pd.DataFrame:
+        """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self._require_fitted().history)
+        return frame.set_index("epoch") if "epoch" in frame else frame
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the fit's phases: materialize, launch, train."""
+        return dict(self._require_fitted().timings)
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """Summary of the training, with the names of Spark ML's summaries."""
+        fitted = self._require_fitted()
+        return TrainingSummary(self._records(), self.timings, fitted.run_id)
+
+    def report(self) -> Report:
+        """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/report.md).
+
+        Of a model that was loaded it is read from the run's folder in the store; where that is not there, it has history and timings alone.
+        """
+        fitted = self._require_fitted()
+        return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
+
+    def _stored_report(self, fitted: Fitted) -> Document:
+        store = self._get("store")
+        if not fitted.run_id or not hasattr(store, "read_bytes"):
+            return {}
+        path = f"runs/{fitted.run_id}/{JSON_NAME}"
+        with contextlib.suppress(OSError, SparkhvdError):
+            return loads(store.read_bytes(path), store.full_url(path))
+        return {}
+
+    def permutation_importance(
+        self,
+        dataset: DataFrame,
+        evaluator: Evaluator,
+        *,
+        num_rows: int = 2000,
+        repeats: int = 3,
+        seed: int = 0,
+    ) -> list[Importance]:
+        """Tell how much worse the predictions are when one feature has the values of other rows; the greatest first.
+
+        Each scalar column is a feature, and each element of a vector or list of numbers, which Spark ML's metadata may name. Correlated features share
+        their importance.
+
+        Args:
+            dataset: rows with the columns that the model reads, and what the evaluator reads; best such that it was not trained with.
+            evaluator: of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
+            num_rows: at most so many rows, chosen at random; the driver holds them.
+            repeats: permutations of each feature.
+            seed: of the choice and the permutations.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two rows, or a number is too small.
+        """
+        columns = self._get("feature_cols") or [c.name for c in self._require_fitted().columns]
+        return permutation_importance(
+            self.transform,
+            columns,
+            dataset,
+            evaluator,
+            num_rows=num_rows,
+            repeats=repeats,
+            seed=seed,
+        )
+
+    def plot(self, names: Sequence[str] | None = None) -> Figure:
+        """Draw curves over the epochs with matplotlib, validation beside training.
+
+        Args:
+            names: losses, metrics or other keys of `history`, without "val_"; None: all losses and metrics.
+
+        Returns:
+            The figure, with one plot per name; a notebook shows it.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed, there is no history, or it has no such key.
+        """
+        history = self._records()
+        known = measured(history)
+        chosen = known if names is None else list(names)
+        keys = {key for record in history for key in record}
+        if wrong := [n for n in chosen if not {n, f"train_{n}", f"val_{n}"} & keys]:
+            raise InvalidArgumentError(
+                f"plot: {wrong[0]!r} is not in the history, which has {', '.join(map(repr, known)) or 'nothing'}."
+            )
+        if not chosen:
+            raise InvalidArgumentError("plot: the model has no history. It comes from a fit.")
+        try:
+            return draw_curves(history, chosen)
+        except ImportError:
+            raise InvalidArgumentError(
+                "plot: matplotlib is not installed. pip install matplotlib, or look at model.report(), which needs none."
+            ) from None
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
@@ -630,6 +449,37 @@ class TorchModel(Trained, OnnxExport, PredictParams, Model, MLWritable, MLReadab
             )
         return self._fitted
 
+    # -- export --------------------------------------------------------------------------------------
+
+    def to_onnx(self, path: str | PathLike[str], *, dataset: DataFrame | None = None) -> None:
+        """Write the model to a file of ONNX, over one that is there; weights beyond 1.5 GB go into a second file beside it.
+
+        Inputs are the arguments of the module's `forward`, with any number of rows; outputs are the columns that `transform` adds, in the
+        module's dtype, classes as int64. Decoders and `handle_invalid` are no part of it: inputs are what the module gets.
+
+        Args:
+            path: file as a path or URL, such as "model.onnx" or "s3://bucket/model.onnx".
+            dataset: of a model that no fit has trained: a DataFrame with its columns, which tell the types.
+
+        Raises:
+            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot export the module.
+        """
+        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+            raise InvalidArgumentError(
+                f"to_onnx needs the package {missing[0]}. Install it: pip install 'sparkhvd[onnx]'."
+            )
+        fitted, options = self._require_fitted(), self._read_options(PredictOptions)
+        if not fitted.columns:
+            if dataset is None:
+                raise InvalidArgumentError(
+                    "to_onnx: no fit has trained this model, so the types of its columns are not known. Give dataset=, a DataFrame with them."
+                )
+            fitted, options = bind_module(fitted, options, dataset.schema)
+        self._check_outputs(fitted)
+        _check_columns(fitted)
+        module = in_mode(copy.deepcopy(fitted.module), is_training=False)
+        _save(_exported(module, fitted, options), fspath(path))
+
     # -- save and load -------------------------------------------------------------------------------
 
     def write(self) -> MLWriter:
@@ -722,3 +572,130 @@ def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> We
         return fitted.weights
     store = default_store(spark, options.store)
     return store_weights(tensors_of(fitted.module), fitted.weights.sha256, store)
+
+
+def _short_document(fitted: Fitted) -> Document:
+    phases = [{"name": name, "seconds": seconds} for name, seconds in fitted.timings.items()]
+    return {"run_id": fitted.run_id, "history": list(fitted.history), "phases": phases}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Export as ONNX: the trained module, and the columns that `transform` adds.
+
+_PACKAGES = ("onnx", "onnxscript")
+
+
+class _OutputColumns(nn.Module):
+    """A module whose outputs are the columns of a transform."""
+
+    def __init__(self, module: nn.Module, spec: Computation) -> None:
+        super().__init__()
+        self.module = module
+        self._spec = spec
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Compute the columns from the arguments of the module, in the order of the binding."""
+        named = list(zip(self._spec.inputs.arguments, values, strict=True))
+        positional = [value for argument, value in named if argument.name is None]
+        keywords = {a.name: value for a, value in named if a.name is not None}
+        outputs = heads.outputs_of(self.module(*positional, **keywords))
+        columns = []
+        for column in self._spec.outputs:
+            tensor = column_tensor(self._spec, column, outputs[column.label])
+            tensor = tensor.long() if tensor.dtype == torch.bool else tensor
+            shape = (tensor.shape[0], -1) if column.is_vector else (-1,)
+            columns.append(tensor.reshape(shape))
+        return tuple(columns)
+
+
+def _check_columns(fitted: Fitted) -> None:
+    """Refuse columns that are no dense tensors."""
+    for column in fitted.columns:
+        if column.kind == "sparse" or column.is_collated or column.row_shape is None:
+            kind = "sparse" if column.kind == "sparse" else "collated, or its rows have any length"
+            raise InvalidArgumentError(
+                f"to_onnx: column {column.name!r} is {kind}, and ONNX gets dense tensors. Give getModel() to torch.onnx.export, with arguments "
+                "of your own."
+            )
+
+
+def _exported(module: nn.Module, fitted: Fitted, options: PredictOptions) -> Any:
+    """Export a module; returns torch's ONNXProgram."""
+    if "dynamic_shapes" not in inspect.signature(torch.onnx.export).parameters:
+        raise InvalidArgumentError(
+            f"to_onnx needs torch 2.6 or newer; this is {torch.__version__}. Upgrade it: pip install 'torch>=2.6'."
+        )
+    outputs = named_outputs(fitted, options)
+    spec = Computation(
+        columns=fitted.columns,
+        sources=(),
+        names=(),
+        inputs=fitted.inputs,
+        links=fitted.links,
+        outputs=outputs,
+        output_fn=options.output_fn,
+        thresholds=options.thresholds,
+    )
+    rows = {column.name: zeros(column) for column in fitted.columns}
+    examples = tuple(argument.tensor(rows) for argument in fitted.inputs.arguments)
+    names = _input_names(module, fitted.inputs)
+    batch = torch.export.Dim("batch")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own code
+            program = torch.onnx.export(
+                _OutputColumns(module, spec).eval(),
+                examples,
+                input_names=names,
+                output_names=[output.name for output in outputs],
+                dynamic_shapes=(tuple({0: batch} for _ in examples),),
+                dynamo=True,
+                verbose=False,
+            )
+    except ImportError as e:
+        raise InvalidArgumentError(
+            f"to_onnx: torch {torch.__version__} wants another onnxscript than the {importlib.metadata.version('onnxscript')} that is installed ({e}). "
+            "Upgrade it: pip install -U onnx onnxscript."
+        ) from e
+    except Exception as e:
+        text = " ".join(str(e).split())
+        raise InvalidArgumentError(
+            f"to_onnx: torch {torch.__version__} cannot export {type(module).__name__}: {type(e).__name__}: {text:.600}. Write its forward so that "
+            "torch.export takes it: no branch on values of tensors, and nothing that holds for one number of rows alone."
+        ) from e
+    assert program is not None  # with dynamo=True
+    for name, argument in zip(names, fitted.inputs.arguments, strict=True):
+        program.model.metadata_props[f"columns of {name}"] = ", ".join(argument.columns)
+    return program
+
+
+def _input_names(module: nn.Module, inputs: InputBinding) -> list[str]:
+    """Name the inputs after the arguments of `forward`."""
+    kinds = inspect.Parameter
+    known = [
+        name
+        for name, each in inspect.signature(module.forward).parameters.items()
+        if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    positional = iter(range(len(inputs.arguments)))
+    return [a.name or _nth(known, next(positional)) for a in inputs.arguments]
+
+
+def _nth(names: Sequence[str], index: int) -> str:
+    return names[index] if index < len(names) else f"input_{index}"
+
+
+def _save(program: Any, path: str) -> None:
+    """Write torch's ONNXProgram to a path or URL."""
+    if "://" not in path and not path.startswith("dbfs:"):
+        program.save(path)
+        return
+    folder, _, name = path.rpartition("/")
+    store = Store.create(folder)
+    with tempfile.TemporaryDirectory() as made:
+        program.save(f"{made}/{name}")
+        # The file that names another one comes last.
+        for file in sorted(Path(made).iterdir(), key=lambda file: file.name == name):
+            with store.open_output(file.name) as sink, file.open("rb") as source:
+                while block := source.read(1 << 24):
+                    sink.write(block)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sparkhvd import __version__
 from sparkhvd import cpus as processors
-from sparkhvd.engine.calls import isa_available
+from sparkhvd.engine.engine import isa_available
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.rendezvous import Listener
 from sparkhvd.rendezvous.listener import most_ranks

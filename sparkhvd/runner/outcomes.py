@@ -72,7 +72,6 @@ class Outcome:
         num_threads: threads it was given.
         started_at: time.time() on its host when the function began; 0.0 if it did not.
         run_s: seconds that the function ran.
-        wall_s: seconds from the start of the process to its end.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
         unsent: numbers, texts and lines of records of live output that the driver may not have shown; see `live.frames.Record`.
@@ -93,7 +92,6 @@ class Outcome:
     num_threads: int = 0
     started_at: float = 0.0
     run_s: float = 0.0
-    wall_s: float = 0.0
     job_id: str = ""
     warnings: tuple[str, ...] = ()
     unsent: tuple[tuple[int, str, int], ...] = ()

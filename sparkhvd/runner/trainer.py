@@ -194,8 +194,6 @@ class Trainer:
         self._is_forced = False
         self._on_end = on_end
         self._mark = mark
-        self._began = time.monotonic()
-        self._wall_s = 0.0
         self._process: Process | None = None
         self._reaper: threading.Thread | None = None
         self._pumps: list[threading.Thread] = []
@@ -362,7 +360,6 @@ class Trainer:
             "pid": self.pid,
             "num_threads": self._num_threads,
             "log_tail": self._tail.lines(),
-            "wall_s": self._wall_s,
             "peak_rss_bytes": self._rss,
         }
         report = self._report
@@ -441,7 +438,6 @@ class Trainer:
         self._end(ended)
 
     def _end(self, ended: Ended) -> None:
-        self._wall_s = time.monotonic() - self._began
         self._status, self._rss = ended.status, ended.peak_rss_bytes
         _drain(self._pumps, self._mark)
         self._ended.set()

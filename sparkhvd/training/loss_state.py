@@ -132,11 +132,6 @@ class Others:
             and name.split(".")[0] in self._of_training
         ]
 
-    @property
-    def has_tensors(self) -> bool:
-        """True if there is a parameter or buffer."""
-        return bool(self.parameters or self.buffers())
-
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules by name, those of the model left out, each once."""
         seen = set(self._of_model)

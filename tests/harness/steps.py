@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["report_of_step"]
-
 
 def report_of_step(
     epoch: int,

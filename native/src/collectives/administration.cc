@@ -1,7 +1,6 @@
 // Collectives about the engine itself: barrier and join, process sets, registered memory, settings. Most are
 // the engine's own doing when their turn comes. And what is no collective: messages from rank to rank.
 #include <cstdint>
-#include <span>
 
 #include "collectives/collectives.h"
 #include "collectives/spec.h"
@@ -38,20 +37,16 @@ void check_old_set(const Submitted& submitted) {
   check_is_global(submitted);
 }
 
-// Behind bytes and kind: ranks in a former engine, by member, and the key of its memory.
-constexpr std::size_t kFormer = 2;
-
 void check_registration(const Submitted& submitted) {
   const auto& numbers = submitted.descriptor.numbers;
-  if (numbers.empty() ||
-      (numbers.size() > 2 && numbers.size() != kFormer + submitted.members.size() + 2) ||
-      numbers[0] < 1 || static_cast<std::uint64_t>(numbers[0]) > kMaxTensorBytes) {
+  if (numbers.empty() || numbers.size() > 2 || numbers[0] < 1 ||
+      static_cast<std::uint64_t>(numbers[0]) > kMaxTensorBytes) {
     submitted.refuse("give a number of bytes from 1 to 64 TiB.");
   }
-  if (numbers.size() >= 2 && numbers[1] != 0 && numbers[1] != 1) {
+  if (numbers.size() == 2 && numbers[1] != 0 && numbers[1] != 1) {
     submitted.refuse("the second number is 1 for one piece per host, or 0.");
   }
-  if (submitted.descriptor.is_on_device && numbers.size() >= 2 && numbers[1] == 1) {
+  if (submitted.descriptor.is_on_device && numbers.size() == 2 && numbers[1] == 1) {
     submitted.refuse("the ranks of a host have no common piece of their devices' memory.");
   }
 }
@@ -93,9 +88,6 @@ void check_message(const Submitted& submitted) {
 
 Task make_memory(Context& context) {
   const auto& numbers = context.operation.descriptor.numbers;
-  if (context.operation.adopted) {
-    return adopt_memory(context, std::span(numbers).subspan(kFormer, context.team.size()));
-  }
   const bool is_one_piece = numbers.size() > 1 && numbers[1] == 1;
   return share_memory(context, static_cast<std::size_t>(numbers.at(0)),
                       is_one_piece ? Segment::Kind::kOnePiece : Segment::Kind::kPieceEach);

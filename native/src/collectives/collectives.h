@@ -91,9 +91,6 @@ Task scatter(Context& context);
 /// the first rank of each island brings memory, and no rank has a segment if one of them could not map it.
 Task share_memory(Context& context, std::size_t bytes,
                   Segment::Kind kind = Segment::Kind::kPieceEach);
-/// The same with the memory of a former engine, `context.operation.adopted`: no new pages, and their contents stay.
-/// `former_ranks`: by member, its rank there.
-Task adopt_memory(Context& context, std::span<const std::int64_t> former_ranks);
 
 // Steps of collectives.
 

@@ -140,23 +140,4 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   }
 }
 
-Task adopt_memory(Context& context, std::span<const std::int64_t> former_ranks) {
-  context.algorithm = "adopt_memory";
-  const Segment& former = *context.operation.adopted;
-  SharedMemory work(context, former.bytes(), Segment::Kind::kPieceEach);
-  bool has_all = true;
-  for (const Rank rank : context.team.island()) {
-    const Rank as{static_cast<std::int32_t>(former_ranks[context.team.index_in(rank)])};
-    if (former.has(as)) {
-      context.segment->adopt(rank, former, as);
-    } else {
-      has_all = false;
-    }
-  }
-  Answers answers(context, work.key());
-  answers.give(has_all);
-  co_await answers.all();
-  divide_islands(context, answers.take_refusals());
-}
-
 }  // namespace sparkhvd

@@ -154,16 +154,6 @@ class Plan:
                 f"Step {step} does not exist: the epoch has {self.num_steps} steps."
             )
 
-    def rank_rows(self, rank: int) -> Rows:
-        """Return all row numbers of a rank, in order."""
-        pieces = [w.row_numbers() for w in self.windows(rank)]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-
-    def batch_rows(self, rank: int, step: int) -> Rows:
-        """Return the row numbers of a rank's batch. Computes the whole epoch: for tests and tools."""
-        start = self.rows_before(rank, step)
-        return self.rank_rows(rank)[start : start + self.rows_per_rank(step)[rank]]
-
     def windows(self, rank: int, start_step: int = 0) -> Iterator[Window]:
         """Yield the rank's rows in order, in pieces of whole batches (but for the end) that fit the memory bound.
 

@@ -29,7 +29,6 @@ class StatusLine:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._texts: dict[object, str] = {}
-        self._is_drawn = False
         self._display_id = ""
 
     def show(self, fit: object, text: str, detail: str = "") -> bool:

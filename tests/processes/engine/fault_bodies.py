@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from sparkhvd import rendezvous
-from sparkhvd.engine.calls import Reduction, TensorView
+from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.engine import Engine
-from sparkhvd.engine.library import Collective, DType, ReduceOp
-from sparkhvd.errors import CollectiveError, InvalidArgumentError, PeerLostError, ResultMemoryError
+from sparkhvd.engine.library import Collective, ReduceOp
+from sparkhvd.errors import CollectiveError, PeerLostError, ResultMemoryError
 from sparkhvd.rendezvous import rendezvous as sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
@@ -104,38 +104,6 @@ def time_until_known(ranks: list[RankProcess], resident_mib: int) -> tuple[float
     known = [ranks[place].expect() for place in (0, 2)]
     assert [each["lost"] for each in known] == [{"1": "dead"}] * 2
     return max(each["at"] for each in known) - began, gone
-
-
-def adopt_after_a_death(engine: Engine, talk: Talk) -> Any:
-    """Register memory; when a rank has died go on in it without that rank, in an engine of those that are left."""
-    count = 1 << 20
-    (meeting,) = sockets._open_rendezvous
-    buffer = engine.allocate(4 * count)
-    memory = (ctypes.c_float * count).from_address(buffer.address)
-    tensor = np.frombuffer(memory, np.float32)
-    tensor[:] = engine.rank + 1
-    talk.say("running")
-    try:
-        while True:
-            engine.barrier().wait()
-    except PeerLostError as error:
-        here = [rank for rank in range(engine.size) if rank not in error.lost]
-    engine.shutdown()
-    again = meeting.among(here)
-    assert again is not None
-    with Engine(again.connect(), again.settings) as left:
-        with pytest.raises(InvalidArgumentError, match="still works"):
-            left.adopt(buffer, left, here)
-        with pytest.raises(InvalidArgumentError, match="is not known to have ended"):
-            left.adopt(buffer, engine, here[1:])
-        adopted = left.adopt(buffer, engine, here)
-        assert adopted.address == buffer.address
-        assert adopted.is_shared
-        view = TensorView(adopted.address, adopted.address, (count,))
-        left.allreduce(
-            [view], name="x", dtype=DType.FLOAT32, reduction=Reduction(ReduceOp.SUM)
-        ).wait()
-        return {"lost": error_kinds(engine), "result": sorted(set(tensor.tolist()))}
 
 
 def error_kinds(engine: Engine) -> dict[int, str]:
@@ -338,7 +306,6 @@ def killed_in_the_middle() -> None:
 
 def drop_capabilities() -> None:
     """Give up the capabilities of this thread and of those that it starts."""
-    import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread

@@ -100,15 +100,6 @@ def test_killed_rank_is_known_on_its_host_before_its_memory_is_freed(resident_mi
     assert statistics.median(took) < statistics.median(gone), (took, gone)
 
 
-def test_ranks_that_are_left_adopt_the_memory_of_the_former_engine() -> None:
-    with rank_processes(f"{BODIES}:adopt_after_a_death", 3) as ranks:
-        for rank in ranks:
-            assert rank.expect() == "running"
-        ranks[1].kill(signal.SIGKILL)
-        for rank in (ranks[0], ranks[2]):
-            assert rank.expect() == {"lost": {"1": "DEAD"}, "result": [4.0]}
-
-
 @pytest.mark.parametrize("host_loss_s", [3, *left_to_soak("3 s, here", Settings().host_loss_s)])
 def test_stopped_rank_is_waited_for_and_goes_on(host_loss_s: float) -> None:
     """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""

@@ -23,6 +23,7 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.saving.encoding import Archive, Decoder
+from tests.harness.plans import rank_rows
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
@@ -182,7 +183,7 @@ def test_rows_with_broken_images_are_left_out_and_all_others_stay_where_they_are
                     found = batch.columns["photo"][:, 0, 0, 0].tolist()
                     before = plan.rows_before(rank, batch.step)
                     count = batch.rows_per_rank[rank]
-                    planned = plan.rank_rows(rank)[before : before + count].tolist()
+                    planned = rank_rows(plan, rank)[before : before + count].tolist()
                     assert found == [n for n in planned if n not in broken]
                     assert (batch.num_rows, batch.num_broken) == (
                         len(found),

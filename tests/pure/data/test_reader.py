@@ -24,6 +24,7 @@ from sparkhvd.data.reading.sampler import epoch_plan
 from sparkhvd.data.reading.subset import Division
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from tests.harness.plans import batch_rows
 from tests.harness.ranks import run_threads
 from tests.harness.soak import amount
 
@@ -173,9 +174,9 @@ def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
         counts = tuple(b.num_rows for b in parts)
         assert all(b.rows_per_rank == counts for b in parts)
         together = [i for b in parts for i in b.columns["id"].tolist()]
-        assert len(together) == len(one.batch_rows(0, step))
+        assert len(together) == len(batch_rows(one, 0, step))
         if is_resident:
-            assert together == one.batch_rows(0, step).tolist()
+            assert together == batch_rows(one, 0, step).tolist()
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -235,7 +236,7 @@ def test_plan_tells_the_rows_of_the_batches(store: Store) -> None:
                 shuffle_bytes=shuffle_bytes,
             ) as reader:
                 plan = reader.plan(3)
-                expected = [plan.batch_rows(1, s).tolist() for s in range(plan.num_steps)]
+                expected = [batch_rows(plan, 1, s).tolist() for s in range(plan.num_steps)]
                 assert ids(epoch_of(reader, 3)) == expected
 
 

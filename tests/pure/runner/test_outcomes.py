@@ -45,6 +45,13 @@ def test_outcome_survives_json() -> None:
     assert Outcome.from_json(RAISED.to_json()) == RAISED
 
 
+def test_outcome_of_another_version_is_read() -> None:
+    text = json.dumps(
+        {"rank": 3, "kind": "ok", "exit": "ok", "wall_s": 2.5, "of_a_later_version": 1}
+    )
+    assert Outcome.from_json(text) == FINE
+
+
 def test_outcome_survives_the_text_of_a_java_exception() -> None:
     text = f"PythonException: RankError: Rank 1\n{embed(RAISED)}\n\tat org.x(Y.scala:1)\n{embed(RAISED)}"
     assert find_embedded(text) == [RAISED]

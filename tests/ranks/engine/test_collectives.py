@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.calls import Reduction, isa_available
-from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.calls import Reduction
+from sparkhvd.engine.engine import Engine, isa_available
 from sparkhvd.engine.library import DType, ReduceOp
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks

@@ -32,6 +32,7 @@ from sparkhvd.training.program import Program, dump_program, store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
 from sparkhvd.training.user_code.transformations import transformed_by
+from tests.harness.plans import batch_rows
 from tests.harness.ranks import run_ranks
 
 DATA_DIR = "data/k/app"
@@ -204,7 +205,7 @@ class Case:
             model.train()
             total = weight = 0.0
             for step in range(plan.num_steps)[: options.get("train_steps_per_epoch")]:
-                rows = plan.batch_rows(0, step)
+                rows = batch_rows(plan, 0, step)
                 loss, count = self._reference_loss(model, rows)
                 optimizer.zero_grad()
                 loss.backward()

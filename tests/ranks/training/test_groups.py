@@ -16,6 +16,7 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness.plans import batch_rows
 from tests.harness.ranks import RanksFailed
 from tests.harness.waiting import wait_until_no_checkpoint_is_written
 from tests.ranks.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear, without_times
@@ -82,7 +83,7 @@ def one_process(case: Case, size: int) -> nn.Module:
         for plan in (reader.plan(epoch) for epoch in range(2)):
             for step in range(plan.num_steps):
                 optimizer.zero_grad()
-                batches = [plan.batch_rows(rank, step) for rank in range(size)]
+                batches = [batch_rows(plan, rank, step) for rank in range(size)]
                 for rows in batches:
                     loss = pairs(model(x[rows])[:, 0], y[rows], g[rows])
                     (loss * len(rows) / sum(map(len, batches))).backward()

@@ -26,6 +26,7 @@ from sparkhvd.training.loss_state import Others, returned_loss
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.modules.attributes import Attributes
 from sparkhvd.training.optimizer import check_optimizer
+from tests.harness.plans import batch_rows
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import RUN_DIR, Case, linear, without_times
 
@@ -163,7 +164,7 @@ def batches(used: Case, size: int, epochs: int) -> list[Any]:
         drop_last=False,
     ) as reader:
         plans = [reader.plan(epoch) for epoch in range(epochs)]
-    return [plan.batch_rows(0, step) for plan in plans for step in range(plan.num_steps)]
+    return [batch_rows(plan, 0, step) for plan in plans for step in range(plan.num_steps)]
 
 
 class OfTensors:

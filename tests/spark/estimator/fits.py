@@ -16,6 +16,7 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.modules.fitted import Fitted
+from tests.harness.plans import batch_rows
 
 
 def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -91,7 +92,7 @@ def one_process(
         for epoch in range(options["epochs"]):
             plan = reader.plan(epoch)
             for step in range(plan.num_steps):
-                rows = np.concatenate([plan.batch_rows(r, step) for r in range(size)])
+                rows = np.concatenate([batch_rows(plan, r, step) for r in range(size)])
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x[rows]), y[rows].reshape(-1, 1)).backward()
                 optimizer.step()

@@ -22,6 +22,7 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.estimator import Callback, pad
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.by_value import by_value
+from tests.harness.plans import batch_rows
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def reference(
         for epoch in range(epochs):
             plan = reader.plan(epoch)
             for step in range(plan.num_steps):
-                rows = np.concatenate([plan.batch_rows(rank, step) for rank in range(2)])
+                rows = np.concatenate([batch_rows(plan, rank, step) for rank in range(2)])
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
                 optimizer.step()
