@@ -1,4 +1,4 @@
-"""Params of the launch: ranks, engine settings and output on the driver."""
+"""Params of the estimator and its model, by subject: launch, data, training, Horovod's other words, columns and outputs."""
 
 from __future__ import annotations
 
