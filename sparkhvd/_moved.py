@@ -80,6 +80,7 @@ engine.status engine.library
 engine.submission engine.engine
 estimator.classification estimator.predictors
 estimator.fitting.loop estimator.fitting.request
+estimator.fitting.specify estimator.fitting.train_spec
 estimator.fitting.trial estimator.fitting.request
 estimator.onnx estimator.model
 estimator.params.cluster estimator.params.groups
@@ -127,6 +128,7 @@ lightning.packages lightning.strategy
 lightning.params lightning.estimator
 lightning.process_group lightning.strategy
 observe.loggers.delivery observe.loggers.base
+observe.loggers.followers observe.loggers.fanout
 observe.loggers.logger observe.loggers.base
 observe.report.document observe.report.page
 observe.report.load observe.report.page
@@ -169,6 +171,7 @@ runner.forwarding runner.host_names
 runner.frames runner.protocol
 runner.gpu.profiles runner.gpu.decide
 runner.guard runner.orphans
+runner.head_start runner.prewarm
 runner.hosts.channel runner.hosts.protocol
 runner.hosts.function runner.hosts.run
 runner.hosts.function_members runner.hosts.agent
@@ -195,7 +198,7 @@ runner.preflight.shared_files runner.preflight
 runner.preflight.workers runner.preflight
 runner.rank_load runner.loggers
 runner.rank_output runner.task
-runner.screen runner.watch
+runner.screen runner.supervisor
 runner.script_ranks runner.local_processes
 runner.scripts runner.script
 runner.slot_wait runner.job
@@ -204,7 +207,8 @@ runner.spawning runner.child
 runner.starting runner.trainer
 runner.stored runner.outcome_files
 runner.trainers runner.local
-runner.watching runner.watch
+runner.watch runner.supervisor
+runner.watching runner.supervisor
 sessions spark
 torch.collectives.cuda_adasum torch.collectives.cuda
 torch.collectives.cuda_gathers torch.collectives.cuda

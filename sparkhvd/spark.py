@@ -249,19 +249,19 @@ def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Itera
         notice: must not raise: it would end the operation.
     """
 
-    def look(
+    def poll(
         stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool
     ) -> None:
         del operation_id
         if not done and inflight_tasks and any(stage.num_tasks == size for stage in stages or ()):
             notice()
 
-    session.registerProgressHandler(look)
+    session.registerProgressHandler(poll)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # the user has cleared all handlers
-            session.removeProgressHandler(look)
+            session.removeProgressHandler(poll)
 
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.runner import zygote_client as nurseries
+from sparkhvd.runner import zygote_client
 
 # Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
 pytest.register_assert_rewrite("tests.harness")
@@ -189,7 +189,7 @@ def resources() -> Resources:
         if name.startswith("sparkhvd") and int(task.name) != os.getpid():
             threads.add(f"{name} (native {task.name})")
     descriptors = set()
-    kept = str(nurseries.of_this_process.descriptor())  # by design for later launches
+    kept = str(zygote_client.of_this_process.descriptor())  # by design for later launches
     for entry in os.listdir("/proc/self/fd"):
         if entry == kept:
             continue

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sparkhvd.estimator.params.groups import PredictParams, TrainParams
-from sparkhvd.estimator.params.table import GROUPS, Row, rows_of
+from sparkhvd.estimator.params.table import GROUPS, ParamRow, rows_of
 
 FILE = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "params" / "generated.py"
 KEYWORDS = {"ModelKeywords": PredictParams, "EstimatorKeywords": TrainParams}
@@ -93,7 +93,7 @@ def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
     return "".join(parts)
 
 
-def _fields(rows: Mapping[str, Row]) -> Iterator[str]:
+def _fields(rows: Mapping[str, ParamRow]) -> Iterator[str]:
     for name, row in rows.items():
         if row.default is None:
             yield f"    {name}: {row.holds} | None = None"

@@ -37,7 +37,7 @@ _COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
 
 
 @dataclass
-class Findings:
+class InvalidRowCounts:
     """Counts of the rows of a column that cannot be used, and of the shapes of all rows.
 
     Attributes:
@@ -71,7 +71,7 @@ class Findings:
         """Return the counts of unusable rows by their names."""
         return {name: getattr(self, name) for name in _COUNTS}
 
-    def add(self, other: Findings) -> None:
+    def add(self, other: InvalidRowCounts) -> None:
         """Add the counts of another part of the data."""
         for name, count in other.counts().items():
             setattr(self, name, getattr(self, name) + count)
@@ -90,7 +90,7 @@ class Findings:
         return {**self.counts(), "shapes": shapes, "examples": self.examples}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Findings:
+    def from_dict(cls, values: Mapping[str, Any]) -> InvalidRowCounts:
         """Rebuild the findings from `to_dict`."""
         return cls(**{**values, "shapes": Counter({tuple(k): v for k, v in values["shapes"]})})
 
@@ -101,65 +101,67 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def problems(
-    column: Column, findings: Findings, num_rows: int, *, is_flag: bool = False
+    column: Column, invalid_rows: InvalidRowCounts, num_rows: int, *, is_flag: bool = False
 ) -> Iterator[str]:
     """Tell in sentences why a column cannot be used: counts of rows, and remedies.
 
     Args:
         column: as `check_schema` returned it.
-        findings: in all its rows.
+        invalid_rows: in all its rows.
         num_rows: how many these are.
         is_flag: it is the validation column, to which `handle_invalid` does not apply.
     """
     where = f"column {column.name!r} ({column.source})"
     of = f"of {num_rows:,} rows"
-    if findings.nulls and is_flag:
+    if invalid_rows.nulls and is_flag:
         yield (
-            f"{where}: {findings.nulls:,} {of} are null. Every row needs a value that tells whether it is for validation: fill in "
+            f"{where}: {invalid_rows.nulls:,} {of} are null. Every row needs a value that tells whether it is for validation: fill in "
             "0 or 1 before."
         )
-    elif findings.nulls:
+    elif invalid_rows.nulls:
         yield (
-            f"{where}: {findings.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
+            f"{where}: {invalid_rows.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
             "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
         )
-    if findings.nans:
-        yield f"{where}: {findings.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
-    if findings.infinities:
+    if invalid_rows.nans:
+        yield f"{where}: {invalid_rows.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if invalid_rows.infinities:
         yield (
-            f"{where}: {findings.infinities:,} {of} hold infinity, for example {findings.examples['infinities']}. Every value must "
+            f"{where}: {invalid_rows.infinities:,} {of} hold infinity, for example {invalid_rows.examples['infinities']}. Every value must "
             "be finite: drop, cap or replace them, or give handle_invalid='skip' or {column: value}."
         )
-    if findings.overflows:
+    if invalid_rows.overflows:
         yield (
-            f"{where}: {findings.overflows:,} {of} hold a number that {column.number_type} cannot hold, for example "
-            f"{findings.examples['overflows']}. Scale the column, choose a wider type with feature_dtypes or label_dtypes, or "
+            f"{where}: {invalid_rows.overflows:,} {of} hold a number that {column.number_type} cannot hold, for example "
+            f"{invalid_rows.examples['overflows']}. Scale the column, choose a wider type with feature_dtypes or label_dtypes, or "
             "give handle_invalid."
         )
-    if findings.inexact:
+    if invalid_rows.inexact:
         yield (
-            f"{where}: {findings.inexact:,} {of} hold an integer that {column.number_type} cannot hold exactly, for example "
-            f"{findings.examples['inexact']}. Scale the column, cast it to double if it may be rounded, choose a wider type with "
+            f"{where}: {invalid_rows.inexact:,} {of} hold an integer that {column.number_type} cannot hold exactly, for example "
+            f"{invalid_rows.examples['inexact']}. Scale the column, cast it to double if it may be rounded, choose a wider type with "
             "feature_dtypes or label_dtypes, or give handle_invalid; an index of an embedding stays int64 in an argument "
             "of its own (inputs)."
         )
-    if findings.fractions:
+    if invalid_rows.fractions:
         remedy = "Choose a floating type, or round the column"
         if not column.is_explicit:  # nothing but classes is stored as integers unasked
             remedy = "It holds classes, which are 0, 1, 2, ...: number them with a StringIndexer, or give a loss of values"
         yield (
-            f"{where}: {findings.fractions:,} {of} hold a number that is not whole, but it is to be stored as {column.dtype}. {remedy}."
+            f"{where}: {invalid_rows.fractions:,} {of} hold a number that is not whole, but it is to be stored as {column.dtype}. {remedy}."
         )
-    if len(findings.shapes) > 1:
-        yield f"{where}: {_different_lengths(column, findings)}"
-    elif any(0 in shape for shape in findings.shapes):
+    if len(invalid_rows.shapes) > 1:
+        yield f"{where}: {_different_lengths(column, invalid_rows)}"
+    elif any(0 in shape for shape in invalid_rows.shapes):
         yield f"{where}: every row is empty. At least one element per row is expected."
 
 
-def _different_lengths(column: Column, findings: Findings) -> str:
-    usual, count = findings.shapes.most_common(1)[0]
+def _different_lengths(column: Column, invalid_rows: InvalidRowCounts) -> str:
+    usual, count = invalid_rows.shapes.most_common(1)[0]
     others = ", ".join(
-        f"{n:,} of {shape_text(w)}" for w, n in sorted(findings.shapes.items())[:6] if w != usual
+        f"{n:,} of {shape_text(w)}"
+        for w, n in sorted(invalid_rows.shapes.items())[:6]
+        if w != usual
     )
     remedy = "pad or cut them"
     if column.kind == "array":
@@ -183,19 +185,24 @@ _WHOLE = re.compile(r"int\b|decimal\(\d+,0\)")  # Spark's names
 
 
 def narrowed(
-    values: Values, column: Column, findings: Findings, *, is_flag: bool, fill: float | None
+    values: Values,
+    column: Column,
+    invalid_rows: InvalidRowCounts,
+    *,
+    is_flag: bool,
+    fill: float | None,
 ) -> Values:
     """Convert values to the stored dtype; rows of any length keep their layout.
 
     Args:
         values: as Spark has them.
         column: as `check_schema` returned it.
-        findings: where rows with numbers that cannot be used are counted.
+        invalid_rows: where rows with numbers that cannot be used are counted.
         is_flag: store whether the value is above 0 (a validation column).
         fill: takes the place of such numbers; None counts them.
     """
     if isinstance(values, SparseRows):
-        stored = narrowed(values.values, column, findings, is_flag=is_flag, fill=fill)
+        stored = narrowed(values.values, column, invalid_rows, is_flag=is_flag, fill=fill)
         assert isinstance(stored, Ragged)
         return SparseRows(values.indices, stored, values.width)
     flat = values.values if isinstance(values, Ragged) else values
@@ -209,15 +216,15 @@ def narrowed(
     if isinstance(values, Ragged):
         rows_with = functools.partial(_ragged_rows, values.lengths)
     for name, bad in invalid.items():
-        findings.note(name, rows_with(bad), flat, bad)
-    converted = _converted(flat, column, findings, rows_with, is_flag=is_flag)
+        invalid_rows.note(name, rows_with(bad), flat, bad)
+    converted = _converted(flat, column, invalid_rows, rows_with, is_flag=is_flag)
     if isinstance(values, Ragged):
         return Ragged(converted, values.starts, values.lengths, values.inner)
     return converted
 
 
 def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
-    """Find the numbers that a tensor of the column cannot hold: masks by name of their count in `Findings`, if any."""
+    """Find the numbers that a tensor of the column cannot hold: masks by name of their count in `InvalidRowCounts`, if any."""
     is_float, bits = values.dtype.kind == "f", _BITS.get(column.number_type)
     if not values.size or values.dtype.kind == "b" or not (is_float or bits):
         return {}
@@ -259,7 +266,7 @@ def _inexact(values: Array, bits: int) -> Array:
 def _converted(
     values: Array,
     column: Column,
-    findings: Findings,
+    invalid_rows: InvalidRowCounts,
     rows_with: Callable[[Array], int],
     *,
     is_flag: bool,
@@ -280,12 +287,12 @@ def _converted(
         fractions = finite & ~whole
         # 2**63 as a float is the first that no int64 holds, and the limit itself rounds up to it.
         fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
-        findings.note("fractions", rows_with(fractions), values, fractions)
-        findings.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
+        invalid_rows.note("fractions", rows_with(fractions), values, fractions)
+        invalid_rows.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
         return np.where(whole & fits, values, 0).astype(target)
     if target.itemsize < values.dtype.itemsize or target.kind != values.dtype.kind:
         beyond = (values < limits.min) | (values > limits.max)
-        findings.note("overflows", rows_with(beyond), values, beyond)
+        invalid_rows.note("overflows", rows_with(beyond), values, beyond)
     return np.ascontiguousarray(values, dtype=target)
 
 
@@ -304,7 +311,7 @@ Array = npt.NDArray[Any]
 
 def column_to_numpy(
     array: pa.Array, column: Column, *, is_flag: bool = False
-) -> tuple[Values | None, Findings]:
+) -> tuple[Values | None, InvalidRowCounts]:
     """Convert one batch of a column to a C-contiguous array (rows, *shape) of `column.dtype`, or to rows of any length.
 
     Args:
@@ -316,28 +323,28 @@ def column_to_numpy(
         The values (`SparseRows` of a sparse vector, `Ragged` of other columns whose rows differ), or None if some row
         cannot be used, and the counts of such rows.
     """
-    findings = Findings()
+    invalid_rows = InvalidRowCounts()
     fill = column.invalid[1] if column.invalid[0] == "fill" else None
     if array.null_count:
         if fill is not None and column.kind == "scalar":
             array = filled(array, fill, column.dtype)
         else:
-            findings.nulls = array.null_count
+            invalid_rows.nulls = array.null_count
             array = array.drop_null()
     values: Values | None
     if column.kind in ("binary", "string"):
         values = byte_rows(array)
-        return (values if findings.is_clean else None), findings
+        return (values if invalid_rows.is_clean else None), invalid_rows
     if column.kind == "scalar":
         values = numbers(array)
     elif column.kind in ("vector", "sparse"):
-        values = _vectors(array, column, findings)
+        values = _vectors(array, column, invalid_rows)
     else:
-        values = _lists(array, column, findings, fill)
+        values = _lists(array, column, invalid_rows, fill)
     if values is None:
-        return None, findings
-    stored = narrowed(values, column, findings, is_flag=is_flag, fill=fill)
-    return (stored if findings.is_clean else None), findings
+        return None, invalid_rows
+    stored = narrowed(values, column, invalid_rows, is_flag=is_flag, fill=fill)
+    return (stored if invalid_rows.is_clean else None), invalid_rows
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
@@ -365,7 +372,7 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
 
 
 def _lists(
-    array: pa.ListArray, column: Column, findings: Findings, fill: float | None
+    array: pa.ListArray, column: Column, invalid_rows: InvalidRowCounts, fill: float | None
 ) -> Values | None:
     """Convert rows of arrays, also nested: one array if they have one shape, else (for ragged columns) rows."""
     lengths, elements = flattened(array)
@@ -378,7 +385,7 @@ def _lists(
             if fill is not None and not is_list(elements.type):
                 elements = filled(elements, fill, column.dtype)
             else:
-                findings.nulls += len(np.unique(row_of[numbers(elements.is_null())]))
+                invalid_rows.nulls += len(np.unique(row_of[numbers(elements.is_null())]))
                 if not is_list(elements.type):
                     is_bool = pa.types.is_boolean(elements.type)
                     elements = filled(elements, False if is_bool else 0, column.dtype)
@@ -392,8 +399,8 @@ def _lists(
         if len(widths) > 1:
             usual = widths[counts.argmax()]
             odd = len(np.unique(row_of[below != usual]))
-            findings.shapes[(*inner, -1)] += odd
-            findings.shapes[(*inner, int(usual))] += len(lengths) - odd
+            invalid_rows.shapes[(*inner, -1)] += odd
+            invalid_rows.shapes[(*inner, int(usual))] += len(lengths) - odd
             return None
         if len(widths):
             inner.append(int(widths[0]))
@@ -406,33 +413,39 @@ def _lists(
             inner = list(column.inner)
         width = int(np.prod(inner)) if inner else 1
         if inner:
-            findings.shapes[tuple(inner)] += len(lengths)
+            invalid_rows.shapes[tuple(inner)] += len(lengths)
         return Ragged.from_lengths(values, lengths.astype(np.int64) * width, tuple(inner))
-    return _fixed_width(values, lengths, tuple(inner), findings)
+    return _fixed_width(values, lengths, tuple(inner), invalid_rows)
 
 
 def _fixed_width(
-    values: Array, lengths: Array, inner: tuple[int, ...], findings: Findings
+    values: Array, lengths: Array, inner: tuple[int, ...], invalid_rows: InvalidRowCounts
 ) -> Array | None:
-    width = _one_width(lengths, findings, inner)
+    width = _one_width(lengths, invalid_rows, inner)
     if width is None or 0 in inner:
         return None
     return values.reshape(len(lengths), width, *inner)
 
 
-def _one_width(widths: Array, findings: Findings, inner: tuple[int, ...] = ()) -> int | None:
+def _one_width(
+    widths: Array, invalid_rows: InvalidRowCounts, inner: tuple[int, ...] = ()
+) -> int | None:
     """Return the width that all rows have, above 0, or None; count the shapes (width, *inner)."""
     different, rows = np.unique(widths, return_counts=True)
-    findings.shapes.update({(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)})
+    invalid_rows.shapes.update(
+        {(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)}
+    )
     return (int(different[0]) or None) if len(different) == 1 else None
 
 
-def _vectors(array: pa.StructArray, column: Column, findings: Findings) -> Values | None:
+def _vectors(
+    array: pa.StructArray, column: Column, invalid_rows: InvalidRowCounts
+) -> Values | None:
     """Convert rows of Spark's vector struct: type 1 is dense (values only), type 0 sparse (size, indices, values)."""
     is_dense = numbers(array.field("type")) == 1
     lengths, elements = flattened(array.field("values"))
     sizes = lengths if is_dense.all() else np.where(is_dense, lengths, _sizes(array))
-    width = _one_width(sizes, findings)
+    width = _one_width(sizes, invalid_rows)
     if width is None:
         return None
     values = numbers(elements)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.data.columns.binding import Argument
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import Decoder, RowFunctions
@@ -64,7 +64,7 @@ def place() -> tuple[int, int]:
         return engine.rank, engine.size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    known = rank_context.context() or place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    known = topology.context() or place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
     return (0, 1) if known is None else (known.rank, known.size)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, numbered, problems, usable_rows
+from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, numbered, problems, usable_rows
 from sparkhvd.data.arrow_limits import bounded_batches
 from sparkhvd.data.arrow_types import (
     join_vectors,
@@ -173,7 +173,7 @@ class _WriteTask:
         """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
         columns = self.schema.columns
         flag = self.schema.validation
-        findings = {c.name: Findings() for c in columns}
+        invalid_rows = {c.name: InvalidRowCounts() for c in columns}
         rows = marked = skipped = negative = weighty = 0
         sizes = dict.fromkeys((c.name for c in columns), 0)
         groups: tuple[int, ...] = ()
@@ -190,14 +190,14 @@ class _WriteTask:
                 values: list[Values | None] = []
                 for i, column in enumerate(columns):
                     array, more = column_to_numpy(batch.column(i), column, is_flag=column is flag)
-                    findings[column.name].add(more)
+                    invalid_rows[column.name].add(more)
                     values.append(array)
                     if column is flag and isinstance(array, np.ndarray):
                         marked += int(np.count_nonzero(array))
                     if column is self.schema.sample_weight and isinstance(array, np.ndarray):
                         negative += int(np.count_nonzero(array < 0))
                         weighty += int(np.count_nonzero(array))
-                if not all(f.is_clean for f in findings.values()):
+                if not all(f.is_clean for f in invalid_rows.values()):
                     continue
                 arrays = [v for v in values if v is not None]
                 if writer is None:
@@ -222,7 +222,7 @@ class _WriteTask:
             "row_groups": groups,
             "footer_crc": writer.footer_crc if writer is not None else None,
             "values_crc": writer.values_crc if writer is not None else None,
-            "columns": {name: f.to_dict() for name, f in findings.items()},
+            "columns": {name: f.to_dict() for name, f in invalid_rows.items()},
         }
 
 
@@ -259,14 +259,14 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
             "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
             "joins that made it."
         )
-    findings = {c.name: Findings() for c in schema.columns}
+    invalid_rows = {c.name: InvalidRowCounts() for c in schema.columns}
     for outcome in outcomes:
         for name, values in outcome["columns"].items():
-            findings[name].add(Findings.from_dict(values))
+            invalid_rows[name].add(InvalidRowCounts.from_dict(values))
     wrong = [
         line
         for c in schema.columns
-        for line in problems(c, findings[c.name], num_rows, is_flag=c is schema.validation)
+        for line in problems(c, invalid_rows[c.name], num_rows, is_flag=c is schema.validation)
     ]
     if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
         wrong.append(
@@ -281,7 +281,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     if wrong:
         listed = "\n".join(f"  {p}" for p in wrong)
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
-    shapes = {c.name: _shape_of(c, findings[c.name]) for c in schema.columns}
+    shapes = {c.name: _shape_of(c, invalid_rows[c.name]) for c in schema.columns}
     files = tuple(
         DataFile(
             o["path"],
@@ -305,10 +305,10 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     )
 
 
-def _shape_of(column: Column, findings: Findings) -> tuple[int, ...]:
+def _shape_of(column: Column, invalid_rows: InvalidRowCounts) -> tuple[int, ...]:
     if column.kind == "scalar":
         return ()
-    shape = next(iter(findings.shapes), ())
+    shape = next(iter(invalid_rows.shapes), ())
     return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
 
 

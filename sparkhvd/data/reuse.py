@@ -1,6 +1,6 @@
 """Reuse of materialized data: the key of a DataFrame's data, and the fits that share data without one.
 
-Data that nothing can name again (no plan tells their content, and there is no `data_key`) go with the `Scope` of the fit, or of
+Data that nothing can name again (no plan tells their content, and there is no `data_key`) go with the `ReuseScope` of the fit, or of
 the fits of one fold, that made them; all others as `ownership` says.
 """
 
@@ -66,7 +66,7 @@ class PreparedData:
         return not self.reused and OTHER_VALUES in self.reason
 
 
-class Scope:
+class ReuseScope:
     """Fits that share data which nothing could name again: one fit, or those of one `fitMultiple`.
 
     A context manager; when it is closed, the data go, except those that the user keeps. Any thread may close it.
@@ -100,7 +100,7 @@ class Scope:
             self._frames.clear()
         release_unkept(ending)
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> ReuseScope:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,7 +116,7 @@ def prepare(
     data_key: str | None = None,
     keep_data: bool = False,
     num_partitions: int | None = None,
-    scope: Scope | None = None,
+    scope: ReuseScope | None = None,
     on_task_start: Callable[[TaskContext], None] | None = None,
 ) -> PreparedData:
     """Materialize `df`, or reuse data that the same plan over the same files gave before.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.data.parquet.dataset import ParquetDataset
 from sparkhvd.data.parquet.manifest import read_manifest
-from sparkhvd.data.reuse import PreparedData, Scope, prepare
+from sparkhvd.data.reuse import PreparedData, ReuseScope, prepare
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
@@ -40,7 +40,7 @@ class Target:
 
     store: Store
     run_dir: str
-    scope: Scope | None = None
+    scope: ReuseScope | None = None
     data_key: str | None = None
     keep_data: bool = False
     role: str = "data"

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import new_group
 
-from sparkhvd.distributed.engines import Teams, own
+from sparkhvd.distributed.engines import EngineGroups, own
 from sparkhvd.distributed.extras import monitored_barrier, split_group
 from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
 from sparkhvd.distributed.process_group import Group
@@ -54,7 +54,7 @@ def _create(options: Any, inner_options: object) -> Group:
     """Make the group for torch, which calls this on its members."""
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
-    teams = Teams()
+    teams = EngineGroups()
     make = (
         own if options.global_ranks_in_group else teams.world
     )  # torch lists no ranks of a default group

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from sparkhvd import rendezvous as meeting
-from sparkhvd.distributed.launch import Team
+from sparkhvd.distributed.launch import EngineGroup
 from sparkhvd.distributed.work import NUMBER_BITS, as_torch
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
 from sparkhvd.interfaces import address_on, address_towards
-from sparkhvd.launchers import gather as gathering
-from sparkhvd.launchers import gather as network
+from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import end_with_launcher
 from sparkhvd.launchers.place import receive
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
@@ -141,10 +140,10 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
         texts = exchange(store, "endpoint", rank, size, own, timeout)
         entries = [json.loads(text) for text in texts]
         endpoints = tuple([Endpoint.from_dict(entry) for entry in entries])
-        if network.is_one_host(endpoints):
-            point = gathering.on_this_host(f"sparkhvd-{entries[0]['meeting']}")
+        if gather.is_one_host(endpoints):
+            point = gather.on_this_host(f"sparkhvd-{entries[0]['meeting']}")
             made = secrets.token_hex(KEY_BYTES)
-            keys = gathering.gather(point, rank, size, made, timeout.total_seconds(), _ADVICE)
+            keys = gather.gather(point, rank, size, made, timeout.total_seconds(), _ADVICE)
             key = bytes.fromhex(keys[0])
         else:
             key = _key_between_hosts(store, name, rank, endpoints, settings, timeout)
@@ -173,10 +172,10 @@ def _key_between_hosts(
 ) -> bytes:
     """Return the job's key, the same on every rank."""
     what = f"init_process_group('sparkhvd') with {len(endpoints)} ranks on several hosts (or users of one)"
-    network.check_addresses(endpoints, what)
-    key = network.network_key(settings, what)
+    gather.check_addresses(endpoints, what)
+    key = gather.network_key(settings, what)
     if key is not None:
-        return network.derived_key(key, name)  # every group has a key of its own
+        return gather.derived_key(key, name)  # every group has a key of its own
     if rank == 0:
         store.set("key", secrets.token_hex(KEY_BYTES))
     store.wait(["key"], timeout)
@@ -188,11 +187,11 @@ _OTHER = "of other ranks"
 _generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
-class Teams:
+class EngineGroups:
     """Makes the engine's side of a default group and of the groups in it."""
 
     def __init__(self) -> None:
-        self._world: Team | None = None
+        self._world: EngineGroup | None = None
         self._named = 0
 
     def name(self, torchs: str) -> str:
@@ -206,7 +205,9 @@ class Teams:
         self._named += 1
         return str(self._named)
 
-    def world(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+    def world(
+        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
+    ) -> EngineGroup:
         """Return all ranks, in the engine that `hvd` has in this process, or gets."""
         try:
             self._world = self._share(store, name, rank, size, timeout)
@@ -215,7 +216,9 @@ class Teams:
             raise as_torch(error) from None
         return self._world
 
-    def _share(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+    def _share(
+        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
+    ) -> EngineGroup:
         found = _state(rank, size)
         texts = exchange(
             store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
@@ -236,11 +239,13 @@ class Teams:
             meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
         engine = context.context().engine
         _generations[engine] = 1 + max(map(int, generations))
-        return Team(engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine])
+        return EngineGroup(
+            engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine]
+        )
 
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
-    ) -> Team | None:
+    ) -> EngineGroup | None:
         """Return the ranks of a group inside the default one; None where this rank is not in it.
 
         They are a process set, for which every rank must call this; or they have an engine of their own where torch calls
@@ -263,7 +268,7 @@ class Teams:
         if rank not in ranks:
             return None
         number = int(name) % (1 << NUMBER_BITS)
-        return Team(
+        return EngineGroup(
             world.engine,
             process_set,
             ranks,
@@ -273,20 +278,20 @@ class Teams:
         )
 
 
-def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
+def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
     """Return ranks in an engine of their own; every rank of them must call this."""
     try:
         rendezvous = meet(store, name, rank, size, timeout)
         engine = Engine(rendezvous.connect(), rendezvous.settings)
         rendezvous.close()  # all have met, and these ranks meet once
-        team = Team(engine, 0, tuple(range(size)), is_own=True)
+        team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
         _clean_up(store, rank, team, timeout)
     except CollectiveError as error:
         raise as_torch(error) from None
     return team
 
 
-def _clean_up(store: Store, rank: int, team: Team, timeout: timedelta) -> None:
+def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) -> None:
     """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
 
     def barrier(what: str) -> None:

@@ -14,13 +14,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.distributed.process_group import Group
-from sparkhvd.distributed.work import Scope, Work, as_torch
+from sparkhvd.distributed.work import OperationNames, Work, as_torch
 from sparkhvd.engine.calls import Call
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.torch.compressors import NoneCompressor
-from sparkhvd.torch.gradients.dense import Entry, ReduceOptions
+from sparkhvd.torch.gradients.dense import GradientSlot, ReduceOptions
 from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.registered import over_buffer
 
@@ -78,20 +78,20 @@ class PowerSGDState:
     ) -> None:
         self.process_group = process_group
         self.compression = PowerSGD(rank=rank, warm_up_steps=warm_up_steps)
-        self._entries: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps
+        self._entries: dict[int, GradientSlot] = {}  # by id of the parameter, which the entry keeps
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
-    def entry(self, param: Tensor) -> Entry:
+    def entry(self, param: Tensor) -> GradientSlot:
         """Return the entry of a parameter; ranks meet parameters in the same order."""
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
-            found = Entry(number, f"parameter.{number}", param, param.dtype)
+            found = GradientSlot(number, f"parameter.{number}", param, param.dtype)
             self.compression.claim([found])
             self._entries[id(param)] = found
         return found
 
-    def low_rank(self, entries: list[Entry], group: Group) -> LowRankBucket:
+    def low_rank(self, entries: list[GradientSlot], group: Group) -> LowRankBucket:
         """Return the reduction of these parameters as two matrices each."""
         key = tuple([entry.index for entry in entries])
         if key not in self._buckets:
@@ -146,7 +146,7 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     rest: Any = group.allreduce_coalesced(plain, options)
     if not due:
         return _first(
-            Work(rest.operations, [buffer], rest.wait, Scope(f"{group.launcher.name}.sgd"))
+            Work(rest.operations, [buffer], rest.wait, OperationNames(f"{group.launcher.name}.sgd"))
         )
     low = state.low_rank(due, group)
     low.name = group.launcher.scope.name()
@@ -157,7 +157,7 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         raise as_torch(error) from None
     finish = partial(_second_round, low, engine, rest)
     first: Any = low.work
-    return _first(Work([*rest.operations, first], [buffer], finish, Scope(low.name)))
+    return _first(Work([*rest.operations, first], [buffer], finish, OperationNames(low.name)))
 
 
 def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:

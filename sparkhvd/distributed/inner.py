@@ -23,7 +23,7 @@ from sparkhvd.errors import InvalidArgumentError
 OURS = "sparkhvd"
 
 
-class Request(NamedTuple):
+class NestedBackendSpec(NamedTuple):
     """What a backend of torch's is made from.
 
     Attributes:
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     options: object
 
 
-def _gloo(request: Request) -> Any:
+def _gloo(request: NestedBackendSpec) -> Any:
     kind: Any = dist.ProcessGroupGloo
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # noqa: TID251 - Gloo's
     try:
@@ -58,7 +58,7 @@ def _gloo(request: Request) -> Any:
     return kind(request.store, request.rank, request.size, options)
 
 
-def _nccl(request: Request) -> Any:
+def _nccl(request: NestedBackendSpec) -> Any:
     if not dist.is_nccl_available():
         raise InvalidArgumentError(
             f"backend 'sparkhvd': tensors on a GPU go to NCCL, and this torch ({torch.__version__}) has none. Install torch "
@@ -71,7 +71,7 @@ def _nccl(request: Request) -> Any:
     return kind(request.store, request.rank, request.size, options)
 
 
-Factory = Callable[[Request], Any]
+Factory = Callable[[NestedBackendSpec], Any]
 FACTORIES: dict[str, tuple[Any, Factory]] = {
     "gloo": (dist.ProcessGroup.BackendType.GLOO, _gloo),
     "nccl": (dist.ProcessGroup.BackendType.NCCL, _nccl),
@@ -79,7 +79,7 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
 """By torch's name of a backend: its type, and what makes it."""
 
 
-class Inner:
+class NestedBackends:
     """Torch's own groups inside one of ours; made when they are first used, by every rank that uses them.
 
     Args:
@@ -87,7 +87,7 @@ class Inner:
         request: of its members; the store is the group's.
     """
 
-    def __init__(self, owner: Any, request: Request) -> None:
+    def __init__(self, owner: Any, request: NestedBackendSpec) -> None:
         self._owner = owner
         self._request = request
         self._lock = threading.Lock()

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparkhvd.distributed.work import FINISHED, Passes, Scope, Work, as_torch, current_scope
+from sparkhvd.distributed.work import (
+    FINISHED,
+    BackwardQueue,
+    OperationNames,
+    Work,
+    as_torch,
+    current_scope,
+)
 from sparkhvd.engine.calls import NO_REDUCTION, Call, Reduction, TensorView
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import Collective, DType, ReduceOp
@@ -26,7 +33,7 @@ _ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs
 
 
 @dataclass(frozen=True)
-class Team:
+class EngineGroup:
     """Ranks of a group in an engine.
 
     Attributes:
@@ -46,7 +53,7 @@ class Team:
     number: int = 0
 
 
-class Plan(NamedTuple):
+class CollectivePlan(NamedTuple):
     """A collective before its launch.
 
     Attributes:
@@ -81,18 +88,18 @@ class Launcher:
         overlaps: launch reductions of gradients while backward runs; None = not known yet whether that is worth it.
     """
 
-    def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
+    def __init__(self, team: EngineGroup, name: str, timeout: timedelta) -> None:
         self.team = team
         self.timeout_s = timeout.total_seconds()  # of operations that have none of their own
         self.name = f"torch{'' if team.generation == 1 else team.generation}.{name}"
-        self.scope = Scope(self.name)
-        self.passes = Passes()
+        self.scope = OperationNames(self.name)
+        self.passes = BackwardQueue()
         self._coalesced: list[Work] | None = None
         self.overlaps: bool | None = None
 
     def launch(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[CollectivePlan],
         opts: Any,
         outputs: Sequence[Tensor],
         finish: Finish | None = None,
@@ -126,9 +133,9 @@ class Launcher:
         except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        return self.noted(Work(works, outputs, last, Scope(names[0]), self.passes))
+        return self.noted(Work(works, outputs, last, OperationNames(names[0]), self.passes))
 
-    def launch_one(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
+    def launch_one(self, plan: CollectivePlan, opts: Any, outputs: Sequence[Tensor]) -> Work:
         """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
         if not in_backward() or self._coalesced is not None or self._is_overlapping():
             return self.launch((plan,), opts, outputs)
@@ -138,7 +145,7 @@ class Launcher:
         def start() -> Sequence[Operation]:
             return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
 
-        return Work((), outputs, None, Scope(name), self.passes, start)
+        return Work((), outputs, None, OperationNames(name), self.passes, start)
 
     def _is_overlapping(self) -> bool:
         if self.overlaps is None:
@@ -180,7 +187,7 @@ class Launcher:
         outputs = [output for work in works for output in work.result()]
         return Work([each for work in works for each in work.operations], outputs, finish)
 
-    def _call(self, plan: Plan) -> Call:
+    def _call(self, plan: CollectivePlan) -> Call:
         team = self.team
         if not 0 <= plan.root < len(team.ranks):
             raise InvalidArgumentError(

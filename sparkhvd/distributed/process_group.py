@@ -20,14 +20,14 @@ from torch._C._autograd import _profiler_enabled as is_profiled
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
 from torch.autograd.profiler import record_function
 
-from sparkhvd.distributed.engines import Teams, monitored_barrier, own
-from sparkhvd.distributed.inner import OURS, Inner, Request, device_of
+from sparkhvd.distributed.engines import EngineGroups, monitored_barrier, own
+from sparkhvd.distributed.inner import OURS, NestedBackends, NestedBackendSpec, device_of
 from sparkhvd.distributed.launch import (
     SIMPLE_BY_HASH,
+    CollectivePlan,
+    EngineGroup,
     Flat,
     Launcher,
-    Plan,
-    Team,
     by_dtype,
     bytes_of,
     check_count,
@@ -53,7 +53,15 @@ from sparkhvd.distributed.launch import (
     width,
     write,
 )
-from sparkhvd.distributed.work import FINISHED, NUMBER_BITS, TAG_BITS, Future, Scope, Work, as_torch
+from sparkhvd.distributed.work import (
+    FINISHED,
+    NUMBER_BITS,
+    TAG_BITS,
+    Future,
+    OperationNames,
+    Work,
+    as_torch,
+)
 from sparkhvd.engine.calls import TensorView
 from sparkhvd.engine.library import Collective, DType
 from sparkhvd.engine.work import Work as Operation
@@ -90,7 +98,7 @@ _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 _TENSOR_NAMES = ("{}_tensors", "{}_tensor", "{}Tensor", "{}", "{}s", "{}_lists", "{}_list")
 
 
-class Form(NamedTuple):
+class CallSignature(NamedTuple):
     """Parameters of a method.
 
     Attributes:
@@ -162,35 +170,41 @@ _REDUCE = ("op", "timeout")
 _GATHER, _SCATTER = c10d.AllgatherOptions, c10d.ReduceScatterOptions
 _INTO = "all_gather_into_tensor"
 _PARTS = "reduce_scatter_tensor"
-_ALL_TO_ALL = Form("all_to_all_single", (0, 0), c10d.AllToAllOptions, ("timeout",), 2)
+_ALL_TO_ALL = CallSignature("all_to_all_single", (0, 0), c10d.AllToAllOptions, ("timeout",), 2)
 
-FORMS: dict[str, Form] = {
-    "allreduce": Form("all_reduce", (1,), c10d.AllreduceOptions, _REDUCE),
-    "allreduce_coalesced": Form("all_reduce_coalesced", (1,), c10d.AllreduceCoalescedOptions),
-    "broadcast": Form("broadcast", (1,), c10d.BroadcastOptions, ("root", "timeout")),
-    "reduce": Form("reduce", (1,), c10d.ReduceOptions, ("root", *_REDUCE)),
-    "gather": Form("gather", (2, 1), c10d.GatherOptions, ("root", "timeout")),
-    "gather_single": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
-    "gather_into_tensor": Form("gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")),
-    "scatter": Form("scatter", (1, 2), c10d.ScatterOptions, ("root", "timeout")),
-    "allgather": Form("all_gather", (2, 1), _GATHER, ("timeout",)),
-    "allgather_coalesced": Form("all_gather_coalesced", (2, 1), _GATHER),
-    "all_gather_single": Form(_INTO, (0, 0), _GATHER),
-    "_allgather_base": Form(_INTO, (0, 0), _GATHER),
-    "all_gather_single_coalesced": Form(_INTO, (1, 1), _GATHER),
-    "allgather_into_tensor_coalesced": Form(_INTO, (1, 1), _GATHER),
-    "reduce_scatter": Form("reduce_scatter", (1, 2), _SCATTER, _REDUCE),
-    "reduce_scatter_single": Form(_PARTS, (0, 0), _SCATTER),
-    "_reduce_scatter_base": Form(_PARTS, (0, 0), _SCATTER),
-    "reduce_scatter_single_coalesced": Form(_PARTS, (1, 1), _SCATTER),
-    "reduce_scatter_tensor_coalesced": Form(_PARTS, (1, 1), _SCATTER),
-    "alltoall": Form("all_to_all", (1, 1), c10d.AllToAllOptions),
+FORMS: dict[str, CallSignature] = {
+    "allreduce": CallSignature("all_reduce", (1,), c10d.AllreduceOptions, _REDUCE),
+    "allreduce_coalesced": CallSignature(
+        "all_reduce_coalesced", (1,), c10d.AllreduceCoalescedOptions
+    ),
+    "broadcast": CallSignature("broadcast", (1,), c10d.BroadcastOptions, ("root", "timeout")),
+    "reduce": CallSignature("reduce", (1,), c10d.ReduceOptions, ("root", *_REDUCE)),
+    "gather": CallSignature("gather", (2, 1), c10d.GatherOptions, ("root", "timeout")),
+    "gather_single": CallSignature(
+        "gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")
+    ),
+    "gather_into_tensor": CallSignature(
+        "gather_single", (0, 0), c10d.GatherOptions, ("root", "timeout")
+    ),
+    "scatter": CallSignature("scatter", (1, 2), c10d.ScatterOptions, ("root", "timeout")),
+    "allgather": CallSignature("all_gather", (2, 1), _GATHER, ("timeout",)),
+    "allgather_coalesced": CallSignature("all_gather_coalesced", (2, 1), _GATHER),
+    "all_gather_single": CallSignature(_INTO, (0, 0), _GATHER),
+    "_allgather_base": CallSignature(_INTO, (0, 0), _GATHER),
+    "all_gather_single_coalesced": CallSignature(_INTO, (1, 1), _GATHER),
+    "allgather_into_tensor_coalesced": CallSignature(_INTO, (1, 1), _GATHER),
+    "reduce_scatter": CallSignature("reduce_scatter", (1, 2), _SCATTER, _REDUCE),
+    "reduce_scatter_single": CallSignature(_PARTS, (0, 0), _SCATTER),
+    "_reduce_scatter_base": CallSignature(_PARTS, (0, 0), _SCATTER),
+    "reduce_scatter_single_coalesced": CallSignature(_PARTS, (1, 1), _SCATTER),
+    "reduce_scatter_tensor_coalesced": CallSignature(_PARTS, (1, 1), _SCATTER),
+    "alltoall": CallSignature("all_to_all", (1, 1), c10d.AllToAllOptions),
     "all_to_all_single": _ALL_TO_ALL,
     "alltoall_base": _ALL_TO_ALL,
-    "send": Form("send", (1,), None, ("dstRank", "tag")),
-    "recv": Form("recv", (1,), None, ("srcRank", "tag")),
-    "recv_anysource": Form("recv", (1,), None, ("tag",)),
-    "barrier": Form("barrier", (), c10d.BarrierOptions, ("timeout",)),
+    "send": CallSignature("send", (1,), None, ("dstRank", "tag")),
+    "recv": CallSignature("recv", (1,), None, ("srcRank", "tag")),
+    "recv_anysource": CallSignature("recv", (1,), None, ("tag",)),
+    "barrier": CallSignature("barrier", (), c10d.BarrierOptions, ("timeout",)),
 }
 """All that takes tensors, and the barrier, by the names of every version of torch."""
 
@@ -229,11 +243,11 @@ def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
 _ANY_RANK = -1  # the engine's
 
 
-def _device_of_tensors(_: Inner, args: Sequence[Any]) -> str:
+def _device_of_tensors(_: NestedBackends, args: Sequence[Any]) -> str:
     return device_of(args) or "cpu"
 
 
-def _device_of_barrier(inner: Inner, args: Sequence[Any]) -> str:
+def _device_of_barrier(inner: NestedBackends, args: Sequence[Any]) -> str:
     device, types = args[0].device, inner.devices()
     if isinstance(device, torch.device) and device.type in types:
         return device.type
@@ -277,8 +291,8 @@ class Group(_ProcessGroup):
 
     def __init__(
         self,
-        teams: Teams,
-        team: Team,
+        teams: EngineGroups,
+        team: EngineGroup,
         rank: int,
         name: str,
         store: Store,
@@ -289,8 +303,10 @@ class Group(_ProcessGroup):
         super().__init__(rank, size)  # the form that lets C++ find the methods of this class
         self._rank, self._size = rank, size
         self.launcher = Launcher(team, name, timeout)
-        self.inner = Inner(self, Request(store, rank, size, timeout, name, options))
-        self._messages = Scope(f"{name}.message")
+        self.inner = NestedBackends(
+            self, NestedBackendSpec(store, rank, size, timeout, name, options)
+        )
+        self._messages = OperationNames(f"{name}.message")
         self._teams = teams
         self._store = store
         self._name = name
@@ -381,7 +397,7 @@ class Group(_ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
             return FINISHED
-        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
+        plan = CollectivePlan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
         return self.launcher.launch_one(plan, opts, tensors)
 
     _allreduce = _routed(_allreduce_on_engine, "allreduce")
@@ -397,7 +413,7 @@ class Group(_ProcessGroup):
         flats = [reduced(what, tensor) for tensor in tensors]
         reduction = reduction_of(what, opts.reduceOp, tensors[0])
         plans = [
-            Plan(
+            CollectivePlan(
                 Collective.ALLREDUCE, [each.shaped for each in part], dtype, owners(part), reduction
             )
             for dtype, part in by_dtype(flats)
@@ -432,7 +448,7 @@ class Group(_ProcessGroup):
                 tensor.copy_(whole.coalesce())
 
         views = [reading(part) for part in parts]
-        plan = Plan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
+        plan = CollectivePlan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
         return self.launcher.launch([plan], opts, [tensor], finish, needs_rows=True)
 
     @_routed
@@ -442,7 +458,9 @@ class Group(_ProcessGroup):
         flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
         view = flat.shaped if is_root else flat.shaped._replace(output=0)
         reduction = reduction_of("reduce", opts.reduceOp, tensor)
-        plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
+        plan = CollectivePlan(
+            Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank
+        )
         return self.launcher.launch([plan], opts, tensors, restoring([flat] if is_root else []))
 
     @_routed
@@ -467,7 +485,7 @@ class Group(_ProcessGroup):
         for source, target in zip(sources, targets, strict=True):
             parts.setdefault(source.dtype, []).append((source.numbers, target.numbers))
         plans = [
-            Plan(
+            CollectivePlan(
                 Collective.REDUCESCATTER,
                 [reading_into(*pair) for pair in pairs],
                 dtype,
@@ -510,7 +528,7 @@ class Group(_ProcessGroup):
         flats[self._rank] = Flat(own.numbers, lambda: write(target, own.numbers))
         reduction = reduction_of(what, opts.reduceOp, output)
         views = [each.view for each in flats]
-        plan = Plan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)
+        plan = CollectivePlan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)
         return self.launcher.launch([plan], opts, outputs, restoring(flats))
 
     # Collectives
@@ -520,7 +538,7 @@ class Group(_ProcessGroup):
         """Copy the root's tensor to every rank."""
         tensor = only("broadcast", tensors)
         flat = moved(tensor)
-        plan = Plan(
+        plan = CollectivePlan(
             Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
         )
         return self.launcher.launch([plan], opts, tensors, restoring([flat]))
@@ -543,7 +561,9 @@ class Group(_ProcessGroup):
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
         plans = [
-            Plan(Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part))
+            CollectivePlan(
+                Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part)
+            )
             for dtype, part in by_dtype(targets)
         ]
         return self.launcher.launch(plans, opts, outputs, restoring(targets))
@@ -592,7 +612,7 @@ class Group(_ProcessGroup):
             room_for(flat.numbers, column) for flat, column in zip(flats, columns, strict=True)
         ]
         plans = [
-            Plan(
+            CollectivePlan(
                 Collective.ALLGATHER,
                 [reading_into(flat.numbers, whole)],
                 flat.dtype,
@@ -622,7 +642,7 @@ class Group(_ProcessGroup):
         whole = room_for(flat.numbers, targets)
         view = reading_into(flat.numbers, whole) if is_root else reading(flat.numbers)
         keep = lend(flat.numbers, whole)
-        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+        plan = CollectivePlan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
 
         def finish(works: Sequence[Operation]) -> None:
             check_rows("gather", works[0], targets)
@@ -641,7 +661,7 @@ class Group(_ProcessGroup):
         flat, target = moved(input), moved(output)
         view = reading_into(flat.numbers, target.numbers) if is_root else reading(flat.numbers)
         keep = lend(flat.numbers, target.numbers)
-        plan = Plan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
+        plan = CollectivePlan(Collective.GATHER, [view], flat.dtype, keep, root=opts.rootRank)
 
         def finish(works: Sequence[Operation]) -> None:
             check_received("gather_single", works[0], (flat.numbers.numel(),) * self._size)
@@ -666,7 +686,7 @@ class Group(_ProcessGroup):
         target = moved(output)
         whole = joined(tensors) if is_root else target.numbers.new_empty(0)
         counts = tuple([tensor.numel() * width(tensor) for tensor in tensors])
-        plan = Plan(
+        plan = CollectivePlan(
             Collective.SCATTER,
             [reading_into(whole, target.numbers)],
             target.dtype,
@@ -694,7 +714,7 @@ class Group(_ProcessGroup):
         target, source = moved(output), moved(input)
         sent = self._counts(input, input_splits)
         received = self._counts(output, output_splits)
-        plan = Plan(
+        plan = CollectivePlan(
             Collective.ALLTOALL,
             [reading_into(source.numbers, target.numbers)],
             source.dtype,
@@ -736,7 +756,7 @@ class Group(_ProcessGroup):
         sent = tuple([tensor.numel() * width(tensor) for tensor in inputs])
         received = tuple([tensor.numel() * width(tensor) for tensor in outputs])
         view, keep = reading_into(source, whole), lend(source, whole)
-        plan = Plan(Collective.ALLTOALL, [view], DTYPES[source.dtype], keep, numbers=sent)
+        plan = CollectivePlan(Collective.ALLTOALL, [view], DTYPES[source.dtype], keep, numbers=sent)
 
         def finish(works: Sequence[Operation]) -> None:
             check_received("all_to_all", works[0], received)
@@ -747,7 +767,9 @@ class Group(_ProcessGroup):
     @_routed
     def barrier(self, opts: Any = None) -> Work:
         """Wait for every rank."""
-        return self.launcher.launch([Plan(Collective.BARRIER, (), DType.UINT8, None)], opts, ())
+        return self.launcher.launch(
+            [CollectivePlan(Collective.BARRIER, (), DType.UINT8, None)], opts, ()
+        )
 
     # Messages
 

@@ -3,7 +3,7 @@
 A caller that waits drives the engine itself. A future is completed by whoever finds the work finished first: a waiter, the
 end of the backward pass in which it was asked for, or the thread of `_Completer`.
 
-Where the ranks compute on all cores of one host, what is launched in a backward pass starts when the pass ends (`Passes`): until
+Where the ranks compute on all cores of one host, what is launched in a backward pass starts when the pass ends (`BackwardQueue`): until
 then the engine's thread would take the cores from them.
 """
 
@@ -33,7 +33,7 @@ from sparkhvd.torch.gradients.reducer import after_backward, in_backward
 # Futures whose callbacks may launch collectives: those match across ranks, whenever and wherever the callbacks run.
 
 
-class Scope:
+class OperationNames:
     """Names in the order of a program: of a group's collectives, or of those that one callback launches.
 
     Callbacks run when a rank happens to find a work finished, so a group's own order would differ between ranks.
@@ -50,26 +50,26 @@ class Scope:
         self.count += 1
         return name
 
-    def child(self) -> Scope:
+    def child(self) -> OperationNames:
         """Return the scope of the next callback, counted apart: a callback may launch before or after another is added."""
         self._callbacks += 1
-        return Scope(f"{self._prefix}.then{self._callbacks}")
+        return OperationNames(f"{self._prefix}.then{self._callbacks}")
 
 
 class _Current(threading.local):
-    scope: Scope | None = None
+    scope: OperationNames | None = None
 
 
 _current = _Current()
 
 
-def current_scope() -> Scope | None:
+def current_scope() -> OperationNames | None:
     """Return the scope of the callback that this thread runs."""
     return _current.scope
 
 
 @contextmanager
-def _entered(scope: Scope) -> Iterator[None]:
+def _entered(scope: OperationNames) -> Iterator[None]:
     before, _current.scope = _current.scope, scope
     try:
         yield
@@ -85,7 +85,7 @@ class Future(torch.futures.Future[Any]):
         scope: names what they launch.
     """
 
-    def __init__(self, settle: Callable[[], object], scope: Scope) -> None:
+    def __init__(self, settle: Callable[[], object], scope: OperationNames) -> None:
         super().__init__()
         self._settle = settle
         self._scope = scope
@@ -201,15 +201,15 @@ _IDLE_S = 1.0
 class _End:
     """Callback at the end of a backward pass. Autograd alone holds it, so it is gone when the pass ends in an exception."""
 
-    def __init__(self, passes: Passes, work: Work) -> None:
-        self._passes = passes
+    def __init__(self, passes: BackwardQueue, work: Work) -> None:
+        self._backward_queue = passes
         self.work = work
 
     def __call__(self) -> None:
-        self._passes.finish()
+        self._backward_queue.finish()
 
 
-class Passes:
+class BackwardQueue:
     """Works of one group that are launched, or waited for, at the end of the running backward pass."""
 
     def __init__(self) -> None:
@@ -262,19 +262,19 @@ class Work(dist.Work):
         operations: Sequence[Operation],
         outputs: Sequence[Tensor] = (),
         finish: Callable[[], object] | None = None,
-        scope: Scope | None = None,
-        passes: Passes | None = None,
+        scope: OperationNames | None = None,
+        passes: BackwardQueue | None = None,
         launch: Callable[[], Sequence[Operation]] | None = None,
     ) -> None:
         super().__init__()
         self.operations = operations
-        self._passes = passes
+        self._backward_queue = passes
         self._launch = launch
         # A work that could not be put off is launched at once.
         self._in_pass = launch is not None and passes is not None and passes.add(self)
         self._outputs = list(outputs)
         self._finish = finish
-        self._scope = scope or Scope("")
+        self._scope = scope or OperationNames("")
         self._lock = threading.RLock()
         self._is_settled = not operations and finish is None and launch is None
         self._error: BaseException | None = None
@@ -392,8 +392,8 @@ class Work(dist.Work):
                 if self._is_settled:
                     self._future.finish(self._outputs, self._error)
                 else:
-                    if not self._in_pass and self._passes is not None:
-                        self._in_pass = self._passes.add(self)
+                    if not self._in_pass and self._backward_queue is not None:
+                        self._in_pass = self._backward_queue.add(self)
                     _completer.add(self, _LOOK_AFTER_PASS_S if self._in_pass else 0.0)
             return self._future
 

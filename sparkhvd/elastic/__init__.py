@@ -15,18 +15,24 @@ Each module imports only those above it:
     rendezvous   a rank's rendezvous
 """
 
-from sparkhvd.elastic.coordinator import Coordinator, Decided, Formed, Invitation, Service
+from sparkhvd.elastic.coordinator import (
+    Coordinator,
+    CoordinatorThread,
+    Decided,
+    GenerationFormed,
+    JoinToken,
+)
 from sparkhvd.elastic.membership import Change, Limits
-from sparkhvd.elastic.rendezvous import ElasticRendezvous, Standing
+from sparkhvd.elastic.rendezvous import ElasticRendezvous, MemberState
 
 __all__ = [
     "Change",
     "Coordinator",
     "Decided",
     "ElasticRendezvous",
-    "Formed",
-    "Invitation",
+    "GenerationFormed",
+    "JoinToken",
     "Limits",
-    "Service",
-    "Standing",
+    "CoordinatorThread",
+    "MemberState",
 ]

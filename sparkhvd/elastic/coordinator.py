@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from sparkhvd.elastic.membership import (
     FINISHED,
     Arrival,
-    Ask,
     Change,
     Decision,
+    JoinRequest,
     Limits,
+    MemberReport,
     Membership,
     Message,
     Refusal,
-    Report,
     Running,
     Update,
     from_dict,
@@ -40,7 +40,7 @@ from sparkhvd.elastic.membership import (
 from sparkhvd.errors import ElasticError, InternalError, LeftOutError
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.rendezvous.event_loop import (
-    Loop,
+    EventLoop,
     Task,
     Wait,
     is_same_user,
@@ -48,8 +48,8 @@ from sparkhvd.rendezvous.event_loop import (
     send,
     sleep,
 )
-from sparkhvd.rendezvous.handshake import Turn, introduce
-from sparkhvd.rendezvous.listener import Reception, host_key, tcp_place, unix_address
+from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
+from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
 
 # ----------------------------------------------------------------------------------------------------
 # A thread that serves connections, and does what other threads hand over to it.
@@ -59,7 +59,7 @@ _IDLE_S = 3600.0
 _END_S = 10.0
 
 
-class Service:
+class CoordinatorThread:
     """Thread with a loop.
 
     Args:
@@ -71,7 +71,7 @@ class Service:
     """
 
     def __init__(self, name: str, after: Callable[[], None] = lambda: None) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self._after = after
         self._at_end: Callable[[], None] = lambda: None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -137,7 +137,7 @@ class Service:
 # A connection begins with the handshake of ranks (`rendezvous.handshake`), under a key of its own that both derive from the job's.
 # Then each message is a JSON object behind its length.
 
-FIRST_TURN = Turn(0, 0)
+FIRST_TURN = ConnectionPhase(0, 0)
 _LENGTH = struct.Struct("!I")
 # A decision names every member: 64 MiB are enough for a hundred thousand.
 _MOST_BYTES = 64 << 20
@@ -146,7 +146,7 @@ _SIZE = 1 << 31
 
 
 @dataclass(frozen=True)
-class Party:
+class CoordinatorSide:
     """One side of the handshake, as `rendezvous.handshake` takes it: the coordinator is 0, member n is n + 1."""
 
     key: bytes = field(repr=False)
@@ -156,7 +156,7 @@ class Party:
     size: int = _SIZE
 
 
-def party(key: bytes, job_id: str, number: int | None) -> Party:
+def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
     """Return the coordinator's side (None), or a member's.
 
     Args:
@@ -165,11 +165,11 @@ def party(key: bytes, job_id: str, number: int | None) -> Party:
         number: of the member.
     """
     own = hmac.digest(key, b"elastic coordinator", "sha256")
-    return Party(own, f"{job_id} elastic", 0 if number is None else number + 1)
+    return CoordinatorSide(own, f"{job_id} elastic", 0 if number is None else number + 1)
 
 
 def dial(
-    endpoint: Endpoint, side: Party, until: float
+    endpoint: Endpoint, side: CoordinatorSide, until: float
 ) -> Generator[Wait, None, socket.socket | None]:
     """Connect to the coordinator and prove this member; return the connection, or None if the proof was wrong.
 
@@ -225,7 +225,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Formed:
+class GenerationFormed:
     """A change of the members that all of them have carried out.
 
     Attributes:
@@ -271,7 +271,7 @@ class Coordinator:
         limits: Limits,
         *,
         on_decided: Callable[[Decided], None] = lambda _: None,
-        on_formed: Callable[[Formed], None] = lambda _: None,
+        on_formed: Callable[[GenerationFormed], None] = lambda _: None,
         on_refused: Callable[[int, Refusal], None] = lambda _, __: None,
     ) -> None:
         self._listener = listener
@@ -280,14 +280,14 @@ class Coordinator:
         self._on_formed = on_formed
         self._on_refused = on_refused
         self._side = party(key, job_id, None)
-        self._service = Service("sparkhvd-elastic", self._tell)
+        self._service = CoordinatorThread("sparkhvd-elastic", self._notify)
         self._loop = self._service.loop
         self._links: dict[int, socket.socket] = {}
         self._expected: set[int] = set()
         self._unmet: set[int] = set()  # of the change that is being carried out
         self._change: Change | None = None
         self._alarm: tuple[float, Task] | None = None
-        reception = Reception(
+        acceptor = Acceptor(
             self._side,
             listener.sockets(),
             self._loop,
@@ -296,7 +296,7 @@ class Coordinator:
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
         )
-        reception.start()
+        acceptor.start()
         self._service.start(at_end=self._close_links)
 
     @property
@@ -321,7 +321,7 @@ class Coordinator:
         """Note that a member's process has ended well: nobody joins any more."""
 
         def note() -> None:
-            self._membership.receive(number, Report("finished", 0), time.monotonic())
+            self._membership.receive(number, MemberReport("finished", 0), time.monotonic())
             self._membership.end(number, FINISHED, time.monotonic())
 
         self._service.call(note)
@@ -366,9 +366,9 @@ class Coordinator:
         yield Wait(None, 0, at)
         self._alarm = None
         self._membership.step(time.monotonic())
-        self._tell()
+        self._notify()
 
-    def _receive_member(self, _: Turn, rank: int, sock: socket.socket) -> None:
+    def _receive_member(self, _: ConnectionPhase, rank: int, sock: socket.socket) -> None:
         number = rank - 1
         if number not in self._expected or number in self._links:
             sock.close()
@@ -398,13 +398,13 @@ class Coordinator:
         self._links.pop(number).close()
         self._unmet.discard(number)
         self._membership.end(number, why, time.monotonic())
-        self._tell()
+        self._notify()
 
     def _receive(self, number: int, message: Message) -> None:
-        if isinstance(message, Report) and message.kind == "formed":
+        if isinstance(message, MemberReport) and message.kind == "formed":
             self._note_formed(number, message.generation)
         self._membership.receive(number, message, time.monotonic())
-        self._tell()
+        self._notify()
 
     def _note_formed(self, number: int, generation: int) -> None:
         if self._change is not None and self._change.generation == generation:
@@ -415,9 +415,9 @@ class Coordinator:
     def _report(self, *, has_met: bool) -> None:
         change, self._change = self._change, None
         if change is not None:
-            self._on_formed(Formed(change, time.monotonic() - change.asked_at, has_met))
+            self._on_formed(GenerationFormed(change, time.monotonic() - change.asked_at, has_met))
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Send what the membership has to say."""
         membership = self._membership
         for change in membership.changes:
@@ -450,7 +450,7 @@ _DIAL_S = 30.0
 
 
 @dataclass(frozen=True)
-class Invitation:
+class JoinToken:
     """What a process needs to take part in an elastic job. Hand it over by pipe or descriptor: it holds the key.
 
     Attributes:
@@ -478,7 +478,7 @@ class Invitation:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, object]) -> Invitation:
+    def from_dict(cls, values: dict[str, object]) -> JoinToken:
         """Rebuild an invitation from `to_dict`."""
         coordinator = values["coordinator"]
         assert isinstance(coordinator, dict)
@@ -492,11 +492,11 @@ class Invitation:
         )
 
 
-class Link:
+class MemberLink:
     """Connection of a member to the coordinator, from its first question on."""
 
-    def __init__(self, invitation: Invitation) -> None:
-        self._invitation = invitation
+    def __init__(self, join_token: JoinToken) -> None:
+        self._join_token = join_token
         self._sock: socket.socket | None = None
         self._came = bytearray()
         self._update: Update | None = None
@@ -509,13 +509,13 @@ class Link:
             ElasticError: the job cannot go on, or the coordinator is gone.
             SystemExit: this member should leave, or the others have finished.
         """
-        deadline = time.monotonic() + self._invitation.wait_s
+        deadline = time.monotonic() + self._join_token.wait_s
         self._send(Arrival())
         while not isinstance(message := self._receive(deadline), Running):
             self._take(message)
         return message.size
 
-    def ask(self, ask: Ask) -> Decision:
+    def ask(self, ask: JoinRequest) -> Decision:
         """Ask to take part in the next generation, and wait for the decision.
 
         Raises:
@@ -523,7 +523,7 @@ class Link:
             ElasticError: the job cannot go on, or the coordinator is gone.
             SystemExit: this member should leave, or the others have finished.
         """
-        deadline = time.monotonic() + self._invitation.wait_s
+        deadline = time.monotonic() + self._join_token.wait_s
         self._update = None  # the decision will know more
         self._send(ask)
         while True:
@@ -536,7 +536,7 @@ class Link:
     def report(self, kind: str, generation: int) -> None:
         """Tell the coordinator; nothing happens if it is gone, which the next question will show."""
         with contextlib.suppress(ElasticError):
-            self._send(Report(kind, generation))
+            self._send(MemberReport(kind, generation))
 
     def news(self) -> Update | None:
         """Return the news that the members should change, if there are any; does not wait.
@@ -564,7 +564,7 @@ class Link:
             raise InternalError(f"a member got {message!r}.")
 
     def _refuse(self, refusal: Refusal) -> None:
-        me = f"member {self._invitation.number}"
+        me = f"member {self._join_token.number}"
         if refusal.kind == "left out":
             raise LeftOutError(
                 f"This process ({me}) is no rank of the elastic job any more: {refusal.text}. Its work since its last commit is "
@@ -613,9 +613,9 @@ class Link:
 
     def _dial(self) -> socket.socket:
         """Connect, as often as it takes: the coordinator may be busy with many others."""
-        invitation = self._invitation
-        deadline = time.monotonic() + min(_DIAL_S, invitation.wait_s)
-        side = party(invitation.key, invitation.job_id, invitation.number)
+        join_token = self._join_token
+        deadline = time.monotonic() + min(_DIAL_S, join_token.wait_s)
+        side = party(join_token.key, join_token.job_id, join_token.number)
         found: list[socket.socket] = []
         problem: list[object] = [
             "it gave a wrong proof: another job, or another version of sparkhvd"
@@ -625,7 +625,7 @@ class Link:
             while not found and time.monotonic() < deadline:
                 try:
                     if (
-                        sock := (yield from dial(invitation.coordinator, side, deadline))
+                        sock := (yield from dial(join_token.coordinator, side, deadline))
                     ) is not None:
                         found.append(sock)
                         return
@@ -636,7 +636,7 @@ class Link:
                     problem[:] = [error]
                 yield from sleep(_RETRY_S)
 
-        loop = Loop()
+        loop = EventLoop()
         try:
             loop.start(reach())
             loop.run(loop.is_idle)
@@ -649,6 +649,6 @@ class Link:
 
     def _lost(self, cause: object) -> ElasticError:
         return ElasticError(
-            f"The coordinator of the elastic job at {self._invitation.coordinator} is gone ({cause}). It is the process that started "
+            f"The coordinator of the elastic job at {self._join_token.coordinator} is gone ({cause}). It is the process that started "
             "the ranks: start the job again."
         )

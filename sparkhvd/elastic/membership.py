@@ -40,7 +40,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Ask:
+class JoinRequest:
     """Wish of a member to take part in the next generation.
 
     Attributes:
@@ -104,7 +104,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Report:
+class MemberReport:
     """News from a member.
 
     Attributes:
@@ -117,15 +117,15 @@ class Report:
     generation: int
 
 
-Message = Arrival | Running | Ask | Decision | Refusal | Update | Report
+Message = Arrival | Running | JoinRequest | Decision | Refusal | Update | MemberReport
 _KINDS: dict[str, type[Message]] = {
     "arrival": Arrival,
     "running": Running,
-    "ask": Ask,
+    "ask": JoinRequest,
     "decision": Decision,
     "refusal": Refusal,
     "update": Update,
-    "report": Report,
+    "report": MemberReport,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -144,7 +144,7 @@ def from_dict(values: Mapping[str, Any]) -> Message:
     fields = dict(values)
     try:
         kind = _KINDS[fields.pop("message")]
-        if kind is Ask:
+        if kind is JoinRequest:
             fields["endpoint"] = Endpoint.from_dict(fields["endpoint"])
             fields["dead"] = tuple(map(int, fields["dead"]))
         if kind is Decision:
@@ -230,7 +230,7 @@ class Membership:
     _finished: set[int] = field(default_factory=set)
     _starting: set[int] = field(default_factory=set)
     _running: set[int] = field(default_factory=set)
-    _asked: dict[int, Ask] = field(default_factory=dict)
+    _asked: dict[int, JoinRequest] = field(default_factory=dict)
     _gone: dict[int, str] = field(default_factory=dict)  # why, of those that have ended
     _refused: dict[int, Refusal] = field(default_factory=dict)
     _removing: dict[int, str] = field(default_factory=dict)
@@ -244,18 +244,18 @@ class Membership:
 
     def receive(self, number: int, message: Message, now: float) -> None:
         """Take a member's message."""
-        if isinstance(message, Ask):
+        if isinstance(message, JoinRequest):
             self._receive_ask(number, message, now)
         elif isinstance(message, Arrival):
             self._receive_arrival(number)
-        elif isinstance(message, Report) and message.kind == "synced":
+        elif isinstance(message, MemberReport) and message.kind == "synced":
             self._with_state.add(number)
             self.step(now)  # one that had to stay until now may leave
-        elif isinstance(message, Report) and message.kind == "finished":
+        elif isinstance(message, MemberReport) and message.kind == "finished":
             self._finished.add(number)
             self._running.discard(number)
             self.step(now)
-        elif isinstance(message, Report) and message.kind == "running":
+        elif isinstance(message, MemberReport) and message.kind == "running":
             self._finished.discard(number)
             if number in self.members and number not in self._gone:
                 self._running.add(number)
@@ -328,7 +328,7 @@ class Membership:
             size = sum(member not in self._gone for member in self.members)
             self.outbox.append((number, Running(max(1, size) if self.generation else 0)))
 
-    def _receive_ask(self, number: int, ask: Ask, now: float) -> None:
+    def _receive_ask(self, number: int, ask: JoinRequest, now: float) -> None:
         if number in self._refused:
             self.outbox.append((number, self._refused[number]))
             return

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sparkhvd import topology as rank_context
-from sparkhvd.elastic.coordinator import Invitation, Link
-from sparkhvd.elastic.membership import Ask, Decision
+from sparkhvd.elastic.coordinator import JoinToken, MemberLink
+from sparkhvd.elastic.membership import Decision, JoinRequest
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
@@ -19,7 +19,7 @@ from sparkhvd.topology import Topology, horovod_variables, topology
 
 
 @dataclass
-class Standing:
+class MemberState:
     """What this member brings to the next generation.
 
     Attributes:
@@ -45,7 +45,7 @@ class ElasticRendezvous:
     one has died meanwhile, it asks again.
 
     Args:
-        invitation: to the job.
+        join_token: to the job.
         listener: where other members reach this one; stays open.
         settings: returns the settings, called by every `connect`.
         num_threads: threads that this process may use.
@@ -59,24 +59,24 @@ class ElasticRendezvous:
 
     def __init__(
         self,
-        invitation: Invitation,
+        join_token: JoinToken,
         listener: Listener,
         settings: Callable[[], Settings],
         num_threads: int = 1,
         local_rank: int = 0,
         gpu: int | None = None,
     ) -> None:
-        self.standing = Standing()
+        self.standing = MemberState()
         self.joins_later = False
         self._ask_settings = settings
-        self._meet_s = invitation.meet_s
+        self._meet_s = join_token.meet_s
         self.settings = self._resolve()
-        self._invitation = invitation
+        self._join_token = join_token
         self._listener = listener
         self._num_threads = num_threads
         self._local_rank = local_rank
         self._gpu = gpu
-        self._link = Link(invitation)
+        self._link = MemberLink(join_token)
         self._decision: Decision | None = None
         self._has_finished = False
         # Its own, for forks: a child closes what a rendezvous has open.
@@ -85,7 +85,7 @@ class ElasticRendezvous:
     @property
     def rank(self) -> int:
         """This member's rank in the current generation."""
-        return self._now().members.index(self._invitation.number)
+        return self._now().members.index(self._join_token.number)
 
     @property
     def size(self) -> int:
@@ -193,7 +193,7 @@ class ElasticRendezvous:
             raise NotInitializedError("The elastic job has no generation yet; use hvd.init().")
         return self._decision
 
-    def _question(self) -> Ask:
+    def _question(self) -> JoinRequest:
         standing = self.standing
         lost = standing.lost or {}
         dead = [
@@ -201,7 +201,7 @@ class ElasticRendezvous:
             for rank, kind in lost.items()
             if kind == "dead" and rank < len(self.members)
         ]
-        return Ask(
+        return JoinRequest(
             generation=self.generation,
             endpoint=self._listener.endpoint(),
             has_state=standing.has_state,
@@ -213,13 +213,13 @@ class ElasticRendezvous:
 
     def _job(self, decision: Decision) -> Job:
         """Return the ranks of a generation as a job of its own: nothing that was shown in another one opens it."""
-        name = f"{self._invitation.job_id} generation {decision.generation}"
+        name = f"{self._join_token.job_id} generation {decision.generation}"
         members = ",".join(map(str, decision.members))
         return Job(
-            key=hmac.digest(self._invitation.key, f"{name} of {members}".encode(), "sha256"),
+            key=hmac.digest(self._join_token.key, f"{name} of {members}".encode(), "sha256"),
             job_id=name,
             attempt=0,
-            rank=decision.members.index(self._invitation.number),
+            rank=decision.members.index(self._join_token.number),
             size=len(decision.members),
             endpoints=decision.endpoints,
         )

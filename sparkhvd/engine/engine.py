@@ -3,7 +3,7 @@
 Threads: any number of Python threads may use one engine. Calls that cannot block keep the GIL
 (`ctypes.PyDLL`), so they cost no switch of threads; only waits, create and shutdown release it
 (`ctypes.CDLL`). A wait comes back to Python every 100 ms, so Ctrl-C works. Nothing here takes a lock (see
-`State`).
+`EngineHandles`).
 
 Shutdown: `shutdown()` stops the native thread and closes its descriptors; memory is freed when the last
 reference to the engine and its works is gone, or when the interpreter exits.
@@ -32,12 +32,12 @@ from sparkhvd.engine.library import (
     Collective,
     DeviceOptions,
     DType,
+    EngineHandles,
     EngineOptions,
     Isa,
     Knob,
     Library,
     Loss,
-    State,
     error_text,
     load,
     states,
@@ -111,7 +111,7 @@ class Engine:
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
         library = load()
         handle = _create(library, connections, settings)
-        self._state = State(library, handle)
+        self._state = EngineHandles(library, handle)
         states.add(self._state)
         self._finalizer = weakref.finalize(self, self._state.close)
         if settings.timeline not in ("", "DYNAMIC") and self.rank == 0:

@@ -477,7 +477,7 @@ def is_sealed_against_shrinking(descriptor: int) -> bool:
 # Threads: any. Nothing here takes a lock: each step is one atomic operation of a dict, deque or set, so a garbage
 # collection may run a `__del__` anywhere, and a fork never meets a held lock.
 #
-# Ownership: `State` owns the native handles and everything that operations read and write (`keep`). A `Work` that
+# Ownership: `EngineHandles` owns the native handles and everything that operations read and write (`keep`). A `Work` that
 # is dropped before its operation has finished leaves its handle to the state, which releases it on a later call.
 
 
@@ -498,7 +498,7 @@ def load() -> Library:
     return library
 
 
-class State:
+class EngineHandles:
     """The native handles of one engine, shared by the engine, its works and its finalizer."""
 
     def __init__(self, library: Library, handle: int) -> None:
@@ -602,7 +602,7 @@ class State:
 _left_to_devices: list[object] = []
 
 # A forked child must close its copies of every engine's descriptors.
-states: weakref.WeakSet[State] = weakref.WeakSet()
+states: weakref.WeakSet[EngineHandles] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -14,9 +14,9 @@ from sparkhvd.engine.library import (
     INTERNAL,
     OK,
     PENDING,
+    EngineHandles,
     Library,
     Output,
-    State,
     error_text,
 )
 from sparkhvd.errors import CollectiveTimeoutError, NotInitializedError
@@ -88,7 +88,7 @@ class Work:
 
     __slots__ = ("__weakref__", "_engine", "_handle", "_name", "_state")
 
-    def __init__(self, engine: object, state: State, handle: int, name: str) -> None:
+    def __init__(self, engine: object, state: EngineHandles, handle: int, name: str) -> None:
         self._engine = engine  # an engine lives as long as its works
         self._state = state
         self._handle = handle

@@ -9,16 +9,16 @@ from pyspark.ml import Estimator
 from pyspark.ml.base import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from sparkhvd.data.reuse import Scope
+from sparkhvd.data.reuse import ReuseScope
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels, models_kept
 from sparkhvd.estimator.fitting.inputs import FitSources, dataframe_sources
-from sparkhvd.estimator.fitting.on_parquet import PathLike, Places, open_sources, split_arguments
+from sparkhvd.estimator.fitting.on_parquet import DataPaths, PathLike, open_sources, split_arguments
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.params.table import short_repr
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
-from sparkhvd.observe.loggers.followers import bound
+from sparkhvd.observe.loggers.fanout import bound
 from sparkhvd.spark import active_session, check_dataframe, check_session
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scope: Scope | None = None  # what the fits of a fitMultiple share
+        self._scope: ReuseScope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
         self._label = ""  # of epoch lines
 
@@ -130,7 +130,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
         """
         path, maps, is_list = split_arguments(path, params)
-        places = Places(path, validation_path, storage_options, dataset_idx)
+        places = DataPaths(path, validation_path, storage_options, dataset_idx)
         if is_list:
             data = (str(path), str(validation_path), dataset_idx)
             maps = self._with_run_ids(maps, data)
@@ -145,7 +145,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return [*models.values()] if is_list else models[0]
 
     def _open_parquet(
-        self, places: Places, spark: SparkSession
+        self, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
         """Return the sources of `fit_on_parquet` and the decoders of the fit."""
         return open_sources(self._options(), places, spark)
@@ -173,7 +173,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         check_dataframe("fit", dataset)
         shared = self.copy()
         shared.clear(shared.data_key)
-        shared._scope = scope = Scope()
+        shared._scope = scope = ReuseScope()
         shared._label = self._folds.label()
         if self.hasParam("loggers") and (loggers := bound(self._get("loggers") or [])):
             shared._set(loggers=loggers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from sparkhvd.data.reuse import Scope
+from sparkhvd.data.reuse import ReuseScope
 from sparkhvd.data.source import Target
 from sparkhvd.data.store.store import TIMELINE_NAME
 from sparkhvd.estimator.base import RankEstimator
@@ -22,23 +22,23 @@ from sparkhvd.estimator.fitting.progress import (
     report_skipped,
 )
 from sparkhvd.estimator.fitting.recorder import Recorder
-from sparkhvd.estimator.fitting.request import Request, check_request
+from sparkhvd.estimator.fitting.request import FitRequest, check_request
 from sparkhvd.estimator.fitting.runs import Finished
-from sparkhvd.estimator.fitting.specify import specify
 from sparkhvd.estimator.fitting.status_line import of_this_process
+from sparkhvd.estimator.fitting.train_spec import build_train_spec
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.groups import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.observe.loggers.base import Fit
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
 from sparkhvd.runner.elastic.job import launch_elastic
 from sparkhvd.runner.elastic.options import RankRange
-from sparkhvd.runner.head_start import HeadStart
-from sparkhvd.runner.job import head_start, launch
+from sparkhvd.runner.job import prewarm, launch
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.options import JobReport, LaunchOptions
+from sparkhvd.runner.prewarm import Prewarm
 from sparkhvd.training.checkpoints.changes import has_losses
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -46,7 +46,7 @@ from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.elastic import train_elastically
 from sparkhvd.training.loss_state import returned_loss
 from sparkhvd.training.modules.copies import copy_with
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
@@ -94,8 +94,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         recorder.lap("check")
         options = request.options
         recorder.settled(options, request.cluster.settings.values, request.store)
-        with self._followers(request, recorder) as followers:
-            model = self._train_or_explain(request, recorder, followers)
+        with self._fanout(request, recorder) as fanout:
+            model = self._train_or_explain(request, recorder, fanout)
             if not request.num_checkpoints:
                 # At last: until here the run has the weights if anything goes wrong.
                 stays = [TIMELINE_NAME] if options.timeline else []
@@ -105,7 +105,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return model
 
     def _train_or_explain(
-        self, request: Request, recorder: Recorder, followers: Followers
+        self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> TorchModel:
         """Train, and end the run; of an error say where the weights are, and tell report and loggers."""
         options, verbose = request.options, request.cluster.verbose
@@ -113,7 +113,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             with request.held:
                 if verbose and request.outlives_process:
                     request.run.announce(options.epochs)
-                model, epoch = self._train(request, recorder, followers)
+                model, epoch = self._train(request, recorder, fanout)
                 if request.num_checkpoints:
                     fitted = model._require_fitted()
                     finished = Finished(epoch, fitted.widths, fitted.timings)
@@ -123,7 +123,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             history = recorder.with_changes(fitted.history)
             recorder.write(request.store, request.run.run_dir, history=history, is_kept=is_kept)
             model._fitted = replace(fitted, history=history, report=recorder.document)
-            followers.finished(model, recorder.document)
+            fanout.finished(model, recorder.document)
             return model
         except BaseException as e:
             request.run.explain_failure(
@@ -134,10 +134,10 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 is_trained=recorder.is_trained,
             )
             recorder.write_failure(request.store, request.run.run_dir, e)
-            followers.failed(e, recorder.document)
+            fanout.failed(e, recorder.document)
             raise
 
-    def _followers(self, request: Request, recorder: Recorder) -> Followers:
+    def _fanout(self, request: FitRequest, recorder: Recorder) -> LoggerFanout:
         """Begin to tell loggers of a fit."""
         cluster = request.cluster
         facts = {"num_proc": str(cluster.num_proc), "random_seed": str(request.seed)}
@@ -153,13 +153,13 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             )
 
         say = of_this_process.print if cluster.verbose else lambda line: None
-        return Followers(request.options.loggers or (), fit, say)
+        return LoggerFanout(request.options.loggers or (), fit, say)
 
     def _train(
-        self, request: Request, recorder: Recorder, followers: Followers
+        self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
         """Return the model, and the epoch whose weights it has."""
-        with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
+        with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
                 request.store,
@@ -168,7 +168,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 options.data_key,
                 keep_data=options.keep_data,
                 num_partitions=options.num_partitions,
-                on_task_start=self._head_start(request),
+                on_task_start=self._prewarm(request),
             )
             with announce_late("writing the columns into the store", request.cluster.verbose):
                 data = prepare_inputs(
@@ -180,7 +180,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 )
             recorder.lap("materialize")
             report_skipped(data.skipped, request.cluster.verbose)
-            spec, widths = specify(request, data)
+            spec, widths = build_train_spec(request, data)
             request.held.check()
             request.run.check(spec.fingerprint, spec.epochs)
             if data.is_other_each_time:
@@ -190,23 +190,23 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             model = self._untrained(request, spec, data, widths)
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
             recorder.lap("prepare")
-            report = self._launch(request, spec, recorder, followers)
+            report = self._launch(request, spec, recorder, fanout)
             recorder.launched(report, request.store)
         _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
 
     # -- run ------------------------------------------------------------------------------------------
 
-    def _head_start(self, request: Request) -> HeadStart | None:
+    def _prewarm(self, request: FitRequest) -> Prewarm | None:
         """Return the head start of the launch, for the tasks that write the data; None where ranks are no tasks, as far as is known."""
         cluster = request.cluster
         if not self._takes_slots():
             return None
         options = LaunchOptions(settings=cluster.settings, use_gpu=cluster.use_gpu)
-        return head_start(request.shim, cluster.num_proc, options, is_barrier=cluster.least is None)
+        return prewarm(request.shim, cluster.num_proc, options, is_barrier=cluster.least is None)
 
     def _launch(
-        self, request: Request, spec: TrainSpec, recorder: Recorder, followers: Followers
+        self, request: FitRequest, spec: TrainSpec, recorder: Recorder, fanout: LoggerFanout
     ) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
@@ -216,7 +216,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             epochs=spec.epochs,
             verbose=cluster.verbose,
             progress=request.options.progress,
-            followers=followers,
+            fanout=fanout,
             poll_s=poll_s,
             name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
             label=self._label,
@@ -240,7 +240,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         with reporter:
             report = self._run_ranks(request, spec, options)
             recorder.is_trained = True
-        followers.load(report.results[0].profile)
+        fanout.load(report.results[0].profile)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         if request.options.timeline and cluster.verbose:
             of_this_process.print(
@@ -256,7 +256,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return True
 
     def _run_ranks(
-        self, request: Request, spec: TrainSpec, options: LaunchOptions
+        self, request: FitRequest, spec: TrainSpec, options: LaunchOptions
     ) -> JobReport[TrainResult]:
         """Train on the ranks."""
         cluster = request.cluster
@@ -266,12 +266,12 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return launch_elastic(request.shim, train_elastically, (spec,), {}, ranks, options)
 
     def _untrained(
-        self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
+        self, request: FitRequest, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
     ) -> TorchModel:
         """Make the TorchModel of a fit as it is before the training, with this estimator's uid and its params."""
         model = self._model_class()
         model._resetUid(self.uid)
-        model._fitted = Fitted(
+        model._fitted = TrainedState(
             module=request.program.model,
             columns=flat_columns(spec.transformed.features, data.schema.features)
             if spec.transformed
@@ -294,7 +294,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
 
 def _complete(
     model: TorchModel,
-    request: Request,
+    request: FitRequest,
     spec: TrainSpec,
     data: FitData,
     report: JobReport[TrainResult],
@@ -323,7 +323,7 @@ def _complete(
     )
 
 
-def _trained_loss(request: Request, module: nn.Module, trained: Checkpoint) -> object:
+def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
     """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:

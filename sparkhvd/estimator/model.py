@@ -21,7 +21,7 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.store import Store
@@ -51,7 +51,7 @@ from sparkhvd.observe.report.page import JSON_NAME, Document, dumps, loads, rend
 from sparkhvd.spark import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.copies import copied
-from sparkhvd.training.modules.fitted import Fitted, output_widths, zeros
+from sparkhvd.training.modules.fitted import TrainedState, output_widths, zeros
 from sparkhvd.training.modules.modes import check_modes, in_mode
 from sparkhvd.training.modules.weights import Weights, store_weights
 from sparkhvd.training.torch_settings import settings_here
@@ -133,7 +133,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         **keywords: Unpack[ModelKeywords],
     ) -> None:
         super().__init__()
-        self._fitted: Fitted | None = None
+        self._fitted: TrainedState | None = None
         self._set_keywords(positional, keywords)
         for name, value in (("optimizer", optimizer), ("_metadata", _metadata)):
             if value is not None:
@@ -250,7 +250,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         fitted = self._require_fitted()
         return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
 
-    def _stored_report(self, fitted: Fitted) -> Document:
+    def _stored_report(self, fitted: TrainedState) -> Document:
         store = self._get("store")
         if not fitted.run_id or not hasattr(store, "read_bytes"):
             return {}
@@ -342,7 +342,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         check_modes(module, "setModel")
         own = in_mode(copied(module), is_training=False)
         own.cpu()
-        fitted = self._fitted or Fitted(own)
+        fitted = self._fitted or TrainedState(own)
         if not fitted.columns:
             self._fitted = replace(fitted, module=own, widths=())
             return self
@@ -428,7 +428,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
         return add_outputs(dataset, spec)
 
-    def _check_outputs(self, fitted: Fitted) -> None:
+    def _check_outputs(self, fitted: TrainedState) -> None:
         """Refuse outputs that are not known."""
         if not fitted.widths:
             raise InvalidArgumentError(
@@ -441,7 +441,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Leave out the columns of the outputs' meaning whose names are not set, because nothing tells it."""
         self._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
 
-    def _require_fitted(self) -> Fitted:
+    def _require_fitted(self) -> TrainedState:
         if self._fitted is None:
             raise InvalidArgumentError(
                 "TorchModel has no trained module. It comes from TorchEstimator.fit or TorchModel.load, or is made of a module by "
@@ -566,7 +566,7 @@ def _copy_of(loss: object) -> object:
     return copied(loss) if isinstance(loss, nn.Module) else loss
 
 
-def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> Weights:
+def _weights(fitted: TrainedState, spark: SparkSession, options: PredictOptions) -> Weights:
     """Return small weights for the closure, large ones as a file of the store, written once."""
     if fitted.weights.data is not None:
         return fitted.weights
@@ -574,7 +574,7 @@ def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> We
     return store_weights(tensors_of(fitted.module), fitted.weights.sha256, store)
 
 
-def _short_document(fitted: Fitted) -> Document:
+def _short_document(fitted: TrainedState) -> Document:
     phases = [{"name": name, "seconds": seconds} for name, seconds in fitted.timings.items()]
     return {"run_id": fitted.run_id, "history": list(fitted.history), "phases": phases}
 
@@ -598,7 +598,7 @@ class _OutputColumns(nn.Module):
         named = list(zip(self._spec.inputs.arguments, values, strict=True))
         positional = [value for argument, value in named if argument.name is None]
         keywords = {a.name: value for a, value in named if a.name is not None}
-        outputs = heads.outputs_of(self.module(*positional, **keywords))
+        outputs = labels.outputs_of(self.module(*positional, **keywords))
         columns = []
         for column in self._spec.outputs:
             tensor = column_tensor(self._spec, column, outputs[column.label])
@@ -608,7 +608,7 @@ class _OutputColumns(nn.Module):
         return tuple(columns)
 
 
-def _check_columns(fitted: Fitted) -> None:
+def _check_columns(fitted: TrainedState) -> None:
     """Refuse columns that are no dense tensors."""
     for column in fitted.columns:
         if column.kind == "sparse" or column.is_collated or column.row_shape is None:
@@ -619,7 +619,7 @@ def _check_columns(fitted: Fitted) -> None:
             )
 
 
-def _exported(module: nn.Module, fitted: Fitted, options: PredictOptions) -> Any:
+def _exported(module: nn.Module, fitted: TrainedState, options: PredictOptions) -> Any:
     """Export a module; returns torch's ONNXProgram."""
     if "dynamic_shapes" not in inspect.signature(torch.onnx.export).parameters:
         raise InvalidArgumentError(

@@ -13,7 +13,7 @@ from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.ml.param.shared import HasWeightCol
 from pyspark.ml.regression import RegressionModel, Regressor
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.labels import is_of_row
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
@@ -21,13 +21,13 @@ from sparkhvd.estimator.estimator import TorchEstimator
 from sparkhvd.estimator.evaluation import ClassificationSummary, RegressionSummary
 from sparkhvd.estimator.fitting.inputs import FitData
 from sparkhvd.estimator.fitting.recorder import Recorder
-from sparkhvd.estimator.fitting.request import Request
+from sparkhvd.estimator.fitting.request import FitRequest
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.generated import FitOptions, PredictOptions
 from sparkhvd.estimator.transform.single import Row, bind_row, num_features, predict_one
 from sparkhvd.estimator.transform.worker import Output
-from sparkhvd.observe.loggers.followers import Followers
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.observe.loggers.fanout import LoggerFanout
+from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TorchPredictionModel(TorchModel):
         """Say why an output with so many elements per row is none of this class, or ""."""
         raise NotImplementedError
 
-    def _check_outputs(self, fitted: Fitted) -> None:
+    def _check_outputs(self, fitted: TrainedState) -> None:
         super()._check_outputs(fitted)
         problem = (
             self._width_problem(fitted.links[0], fitted.widths[0])
@@ -115,12 +115,12 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return replace(options, loss=None) if has_own else options
 
     def _train(
-        self, request: Request, recorder: Recorder, followers: Followers
+        self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
         self._link(request)
-        return super()._train(request, recorder, followers)
+        return super()._train(request, recorder, fanout)
 
-    def _link(self, request: Request) -> str:
+    def _link(self, request: FitRequest) -> str:
         """Return the link of the model's output; raises where the loss does not tell it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
@@ -129,7 +129,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         """Check the label, now that its shape is known."""
 
     def _untrained(
-        self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
+        self, request: FitRequest, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
     ) -> TorchModel:
         self._check_label(spec.transformed or data.schema)
         model = super()._untrained(request, spec, data, widths)
@@ -152,10 +152,10 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
 
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
-        if link in (heads.SOFTMAX, heads.SIGMOID):
+        if link in (labels.SOFTMAX, labels.SIGMOID):
             return link
         if has_function:
-            return heads.SOFTMAX
+            return labels.SOFTMAX
         raise InvalidArgumentError(
             "TorchClassifier: the loss does not tell how probabilities follow from outputs. Give 'cross_entropy' (the default), "
             "'nll' or 'binary_cross_entropy_with_logits', or set output_fn to a function from an output to (rows, classes) "
@@ -164,14 +164,14 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
 
     @classmethod
     def _width_problem(cls, link: str, width: int) -> str:
-        if "probability" in heads.known_kinds(link, width):
+        if "probability" in labels.known_kinds(link, width):
             return ""
-        if link not in (heads.SOFTMAX, heads.SIGMOID):
+        if link not in (labels.SOFTMAX, labels.SIGMOID):
             return (
                 "nothing tells how probabilities follow from outputs. Give the loss of the training, or link='softmax' or "
                 "'sigmoid', to TorchClassificationModel.from_module."
             )
-        if link == heads.SIGMOID:
+        if link == labels.SIGMOID:
             return (
                 f"the model's output has {width} elements per row, which BCE-with-logits takes for {width} labels. Let it have "
                 "one for two classes, or give loss='cross_entropy'; TorchEstimator trains several labels."
@@ -186,7 +186,7 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
         """Number of classes."""
         fitted = self._require_fitted()
         self._check_outputs(fitted)
-        return heads.num_classes(fitted.links[0], fitted.widths[0])
+        return labels.num_classes(fitted.links[0], fitted.widths[0])
 
     def predictRaw(self, value: Row) -> DenseVector:  # noqa: N802
         """Compute one row's raw prediction on the driver; arguments and errors as of `predict`."""
@@ -244,7 +244,7 @@ class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type:
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
         del link, has_function
-        return heads.VALUE
+        return labels.VALUE
 
     @classmethod
     def _width_problem(cls, link: str, width: int) -> str:

@@ -51,9 +51,9 @@ from sparkhvd.estimator.saving.persistence import EstimatorWriter
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.model import CompiledNetwork, KerasModel, Network, link_of
 from sparkhvd.keras.optimizer import follows_schedule
-from sparkhvd.keras.training import Following, Order, Progress, Trained, train
+from sparkhvd.keras.training import KerasTrainSpec, LoggerBridge, ProgressFile, Trained, train
 from sparkhvd.observe.loggers.base import Fit
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.runner import run
 from sparkhvd.training.modules.copies import copied
 from sparkhvd.training.modules.modes import in_mode
@@ -273,18 +273,18 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         network = Network(self._get("model"), self._get("custom_objects"))
         store = default_store(sources.training.spark, options.store)
         name = options.run_id or f"{self.uid}-{os.urandom(4).hex()}"
-        with self._following(options, store, name) as following:
+        with self._following(options, store, name) as bridge:
             run = Run(store, f"keras_runs/{name}")
             stays = [TIMELINE_NAME] if options.timeline else []
             try:
-                model = self._train(sources, options, network, compiling, run, following)
-                following.ended(model.history)
-                following.followers.finished(model, {})
+                model = self._train(sources, options, network, compiling, run, bridge)
+                bridge.ended(model.history)
+                bridge.fanout.finished(model, {})
             except BaseException as e:
-                has_state = Progress(store, name).explain_failure(e, options.epochs)
+                has_state = ProgressFile(store, name).explain_failure(e, options.epochs)
                 if not (has_state or options.run_id or isinstance(e, KeyboardInterrupt)):
                     run.delete(stays)
-                following.followers.failed(e, {})
+                bridge.fanout.failed(e, {})
                 raise
             if options.run_id is None:
                 run.delete(stays)
@@ -297,34 +297,34 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         network: Network,
         compiling: Mapping[str, Any],
         run: Run,
-        following: Following,
+        bridge: LoggerBridge,
     ) -> KerasModel:
         data = self._prepared(sources, options, network, run)
-        order = Order(
+        order = KerasTrainSpec(
             network=network,
             dataset=data.training,
             held_out=data.validation,
             split=None if isinstance(sources.split, str) else sources.split,
             run_dir=run.run_dir,
             timeline=options.timeline,
-            logs_epochs=following.followers.has_loggers,
+            logs_epochs=bridge.fanout.has_loggers,
             **compiling,
             **self._training(options, data),
             torch_settings=settings_here(),
         )
-        found = self._run_ranks(order, options, sources.training.spark, following)
+        found = self._run_ranks(order, options, sources.training.spark, bridge)
         assert found[0] is not None  # rank 0's
         if options.timeline and options.verbose:
             of_this_process.print(f"timeline: {run.timeline_url} (open it in ui.perfetto.dev)")
         return self._model(order, data, *found[0])
 
     @contextlib.contextmanager
-    def _following(self, options: FitOptions, store: Store, name: str) -> Iterator[Following]:
+    def _following(self, options: FitOptions, store: Store, name: str) -> Iterator[LoggerBridge]:
         """Let the loggers follow a fit."""
         values = vars(options)
         given = {n: values[n] for n in options.explicit if n in values}
         facts = {"num_proc": str(options.num_proc), "random_seed": str(options.random_seed)}
-        done = Progress(store, options.run_id).num_epochs() if options.run_id else 0
+        done = ProgressFile(store, options.run_id).num_epochs() if options.run_id else 0
         fit = Fit(
             run_id=name,
             params={**masked_params(given, store.hide), **facts},
@@ -333,15 +333,15 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             epochs_done=done,
         )
         say = of_this_process.print if options.verbose else lambda line: None
-        with Followers(options.loggers or (), lambda: fit, say) as followers:
-            yield Following(followers, done)
+        with LoggerFanout(options.loggers or (), lambda: fit, say) as fanout:
+            yield LoggerBridge(fanout, done)
 
     def _run_ranks(
         self,
-        order: Order,
+        order: KerasTrainSpec,
         options: FitOptions,
         spark: SparkSession,
-        following: Following,
+        bridge: LoggerBridge,
         **arguments: Any,
     ) -> Sequence[Trained | None]:
         """Train on the ranks; arguments are further ones of `run`."""
@@ -352,8 +352,8 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         }
         stream = given.pop("stdout", None) or given.pop("stderr", None)
         return run(
-            following.function(train),
-            stdout=following.stream(stream, given["verbose"]),
+            bridge.function(train),
+            stdout=bridge.stream(stream, given["verbose"]),
             args=(order,),
             num_proc=fixed_num_proc(options, "KerasEstimator"),
             spark=spark,
@@ -480,7 +480,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
 
     def _model(
         self,
-        order: Order,
+        order: KerasTrainSpec,
         data: _FitData,
         values: Sequence[torch.Tensor],
         history: list[dict[str, float]],

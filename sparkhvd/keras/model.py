@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
 from sparkhvd.keras.backend import keras
@@ -161,11 +161,11 @@ class KerasModel(TorchModel):
 
 # Names of Keras' functions by what their outputs are; of classes, where the loss gets logits.
 _CLASSES = {
-    "sparse_categorical_crossentropy": heads.SOFTMAX,
-    "categorical_crossentropy": heads.SOFTMAX,
-    "categorical_focal_crossentropy": heads.SOFTMAX,
-    "binary_crossentropy": heads.SIGMOID,
-    "binary_focal_crossentropy": heads.SIGMOID,
+    "sparse_categorical_crossentropy": labels.SOFTMAX,
+    "categorical_crossentropy": labels.SOFTMAX,
+    "categorical_focal_crossentropy": labels.SOFTMAX,
+    "binary_crossentropy": labels.SIGMOID,
+    "binary_focal_crossentropy": labels.SIGMOID,
 }
 _VALUES = ("mean_squared_error", "mean_absolute_error", "huber", "log_cosh")
 
@@ -180,22 +180,22 @@ def link_of(loss: Any, shape: Sequence[int | None]) -> str:
     if isinstance(loss, (list, tuple)) and len(loss) == 1:
         return link_of(loss[0], shape)
     if loss is None or isinstance(loss, (list, tuple, Mapping)):
-        return heads.IDENTITY
+        return labels.IDENTITY
     if isinstance(loss, str):
         try:
             loss = keras.losses.get(loss)
         except ValueError:  # a custom object's name
-            return heads.IDENTITY
+            return labels.IDENTITY
     function = getattr(loss, "fn", loss)  # of a class of Keras
     name = getattr(function, "__name__", "")
     if getattr(keras.losses, name, None) is not function:
-        return heads.IDENTITY
+        return labels.IDENTITY
     if name in _VALUES:
-        return heads.VALUE
-    found = _CLASSES.get(name, heads.IDENTITY)
-    is_one = found == heads.SIGMOID
+        return labels.VALUE
+    found = _CLASSES.get(name, labels.IDENTITY)
+    is_one = found == labels.SIGMOID
     # Several binary outputs are several labels of a row.
     if len(shape) != 2 or shape[1] is None or (shape[1] == 1) != is_one:
-        return heads.IDENTITY
+        return labels.IDENTITY
     has_logits = bool(getattr(loss, "_fn_kwargs", {}).get("from_logits"))
-    return found if found == heads.IDENTITY or has_logits else heads.PROBABILITY
+    return found if found == labels.IDENTITY or has_logits else labels.PROBABILITY

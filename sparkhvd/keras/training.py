@@ -33,10 +33,10 @@ from sparkhvd.keras.model import Network, arranged
 from sparkhvd.keras.optimizer import DistributedOptimizer, follows_schedule
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.observe.loggers.base import Metric
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.timeline import Spans
 from sparkhvd.rank_messages import log_metrics
-from sparkhvd.runner.loggers import LineSplitter, WithLoad
+from sparkhvd.runner.loggers import LineSplitter, WithSystemMetrics
 from sparkhvd.training.modules import weights
 from sparkhvd.training.profile import RunTimeline
 from sparkhvd.training.torch_settings import TorchSettings, held
@@ -46,7 +46,7 @@ from sparkhvd.training.user_code.transformations import Transformations
 # Batches of a prepared data set, as Keras takes them: tuples of inputs, labels and weights.
 
 
-class Batches(IterableDataset[Any]):
+class KerasBatches(IterableDataset[Any]):
     """Batches of one rank; every iteration is the epoch `epoch` from its begin, because Keras looks at a first batch before it trains.
 
     Where the last step of an epoch has no row for this rank, rows of another batch come, and `rows` is 0.
@@ -190,7 +190,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
     What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
     """
 
-    def __init__(self, training: Batches, validation: Batches | None) -> None:
+    def __init__(self, training: KerasBatches, validation: KerasBatches | None) -> None:
         super().__init__()
         self._training, self._validation = training, validation
         self._rows = {"train": 0, "val": 0}
@@ -285,7 +285,7 @@ _RECORDS = "records"
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressFile:
     """File of a run, written by rank 0.
 
     Attributes:
@@ -297,7 +297,7 @@ class Progress:
     run_id: str
 
     @classmethod
-    def of(cls, store: Store, run_dir: str) -> Progress:
+    def of(cls, store: Store, run_dir: str) -> ProgressFile:
         """Return that of a run's folder."""
         return cls(store, run_dir.removeprefix("keras_runs/"))
 
@@ -379,23 +379,23 @@ def _values(model: Any) -> list[torch.Tensor]:
 # Threads: the driver's stream is written by one thread at a time. Failure: see `observe.loggers` and `training.run_timeline`.
 
 
-class Following:
+class LoggerBridge:
     """Way from the ranks to the loggers of a fit."""
 
-    def __init__(self, followers: Followers, epochs_done: int) -> None:
+    def __init__(self, fanout: LoggerFanout, epochs_done: int) -> None:
         """Begin without epochs.
 
         Args:
-            followers: the loggers.
+            fanout: the loggers.
             epochs_done: of a run that this fit goes on with.
         """
-        self.followers = followers
+        self.fanout = fanout
         self._done = epochs_done
         self._seen: set[int] = set()
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that ranks call: with loggers it tells their load."""
-        return WithLoad(fn) if self.followers.has_loggers else fn
+        return WithSystemMetrics(fn) if self.fanout.has_loggers else fn
 
     def stream(self, given: TextIO | None, verbose: int) -> TextIO | None:
         """Return the stream for the ranks' output.
@@ -404,21 +404,21 @@ class Following:
             given: the user's.
             verbose: 0 shows nothing where there is none.
         """
-        if not self.followers.has_loggers:
+        if not self.fanout.has_loggers:
             return given
         rest = sys.stderr if given is None and verbose else given
         return cast("TextIO", LineSplitter(self._take, rest))
 
     def _take(self, metrics: Sequence[Metric]) -> None:
         self._seen |= {m.step for m in metrics if not m.name.startswith("system/")}
-        self.followers.put(metrics)
+        self.fanout.put(metrics)
 
     def ended(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Log the epochs that did not come while the ranks ran, such as those of a backend of the user's."""
         for record in history:
             epoch = record["epoch"] + 1
             if epoch > self._done and epoch not in self._seen:
-                self.followers.epoch({**record, "epoch": epoch})
+                self.fanout.epoch({**record, "epoch": epoch})
 
 
 class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
@@ -452,7 +452,7 @@ class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class KerasTrainSpec:
     """What a rank trains.
 
     Attributes:
@@ -525,7 +525,7 @@ Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
 
 
 @held
-def train(order: Order) -> Trained | None:
+def train(order: KerasTrainSpec) -> Trained | None:
     """Train on a rank; return variables and metrics by epoch on rank 0."""
     hvd.init()
     with RunTimeline(order.dataset.store, order.run_dir, order.timeline) as timeline:
@@ -533,13 +533,13 @@ def train(order: Order) -> Trained | None:
         return _train(order, timeline)
 
 
-def _train(order: Order, timeline: RunTimeline) -> Trained | None:
+def _train(order: KerasTrainSpec, timeline: RunTimeline) -> Trained | None:
     is_first = hvd.rank() == 0
     keras.utils.set_random_seed(order.seed + hvd.rank())
     model = _compiled(order)
     training, validation = _batches(order, model)
     model.optimizer.build(model.trainable_variables)
-    progress = None if order.run_id is None else Progress(order.dataset.store, order.run_id)
+    progress = None if order.run_id is None else ProgressFile(order.dataset.store, order.run_id)
     restored = progress.restore(model) if progress is not None and is_first else []
     records = hvd.broadcast_object(restored, root_rank=0)
     rows = EpochRows(training, validation)
@@ -575,11 +575,11 @@ def _train(order: Order, timeline: RunTimeline) -> Trained | None:
         if best or progress is None:
             # Until the driver has the model; a store that fails now costs no result.
             with contextlib.suppress(OSError, SparkhvdError):
-                Progress.of(order.dataset.store, order.run_dir).save(model, records)
+                ProgressFile.of(order.dataset.store, order.run_dir).save(model, records)
     return [variable.value.detach().cpu() for variable in model.variables], records
 
 
-def _compiled(order: Order) -> Any:
+def _compiled(order: KerasTrainSpec) -> Any:
     model = order.network.model
     if order.compiled is None:
         model.compile(**order.compiling)
@@ -599,16 +599,18 @@ def _compiled(order: Order) -> Any:
     return model
 
 
-def _batches(order: Order, model: Any) -> tuple[Batches, Batches | None]:
+def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatches | None]:
     """Return the batches of training, and of validation if any row validates.
 
     Raises:
         InvalidArgumentError: no training step is full, and only full ones are wanted.
     """
 
-    def read(dataset: Dataset, batch_size: int, max_steps: int | None, **options: Any) -> Batches:
+    def read(
+        dataset: Dataset, batch_size: int, max_steps: int | None, **options: Any
+    ) -> KerasBatches:
         given = {**order.reading, "seed": order.seed, "max_steps": max_steps, **options}
-        return Batches(model, dataset, order.columns, batch_size, order.transformed, **given)
+        return KerasBatches(model, dataset, order.columns, batch_size, order.transformed, **given)
 
     split: dict[str, Any] = {"validation": order.split or None}
     training = read(
@@ -642,7 +644,7 @@ class _Records(keras.callbacks.Callback):  # type: ignore[misc]
     """Callback of rank 0 that keeps the metrics of each epoch, and the state behind it."""
 
     def __init__(
-        self, records: list[dict[str, float]], progress: Progress | None, *, logs: bool
+        self, records: list[dict[str, float]], progress: ProgressFile | None, *, logs: bool
     ) -> None:
         super().__init__()
         self._records, self._progress, self._logs = records, progress, logs

@@ -24,7 +24,7 @@ PLAIN = "MASTER_ADDR"
 
 
 @dataclass(frozen=True)
-class Place:
+class LauncherEnv:
     """Place of a rank, as its launcher tells it.
 
     Attributes:
@@ -118,7 +118,7 @@ _RESTART = "TORCHELASTIC_RESTART_COUNT"
 _LAST_PORT = 65535
 
 
-def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
+def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
     """Return the place that a process's variables tell; None without a launcher, or with one process.
 
     A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's, each over torch's variables alone.
@@ -211,7 +211,7 @@ def _check_lone(variables: Mapping[str, str]) -> None:
         )
 
 
-def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Place:
+def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> LauncherEnv:
     def number(names: tuple[str, ...], default: int) -> int:
         for name in names:
             if text := variables.get(name):
@@ -232,7 +232,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Pl
         raise InvalidArgumentError(
             f"init(): MASTER_PORT={port} is no port. Give one from 1 to {_LAST_PORT}."
         )
-    return Place(
+    return LauncherEnv(
         launcher.name,
         rank,
         size,
@@ -296,7 +296,7 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox")
 _started = threading.Event()
 
 
-def end_with_launcher(place: Place | None = None) -> None:
+def end_with_launcher(place: LauncherEnv | None = None) -> None:
     """End this process soon after its launcher's process on this host has gone; the first call starts a thread for that.
 
     Args:
@@ -321,7 +321,7 @@ def end_with_launcher(place: Place | None = None) -> None:
             thread.start()
 
 
-def launcher_of(place: Place) -> int:
+def launcher_of(place: LauncherEnv) -> int:
     """Return the number of the process on this host that has started this rank."""
     number = os.getppid()
     with contextlib.suppress(OSError):  # a wrapper that has just ended
@@ -331,7 +331,7 @@ def launcher_of(place: Place) -> int:
     return number
 
 
-def _is_of_rank(number: int, place: Place) -> bool:
+def _is_of_rank(number: int, place: LauncherEnv) -> bool:
     """Return True for a process that has the variables of this rank."""
     found = None
     with contextlib.suppress(OSError, InvalidArgumentError):  # another user's; of other launchers
@@ -345,7 +345,7 @@ def _is_shell(number: int) -> bool:
     return Path(f"/proc/{number}/comm").read_text().strip() in _SHELLS
 
 
-def _wait(place: Place, launcher: int, descriptor: int) -> None:
+def _wait(place: LauncherEnv, launcher: int, descriptor: int) -> None:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     poller.poll()

@@ -35,7 +35,7 @@ from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.rendezvous.event_loop import (
     UNAUTHENTICATED_S,
     Address,
-    Loop,
+    EventLoop,
     Task,
     Wait,
     is_same_user,
@@ -44,11 +44,11 @@ from sparkhvd.rendezvous.event_loop import (
     send,
     sleep,
 )
-from sparkhvd.rendezvous.handshake import KEY_BYTES, Turn, introduce
-from sparkhvd.rendezvous.listener import Reception
+from sparkhvd.rendezvous.handshake import KEY_BYTES, ConnectionPhase, introduce
+from sparkhvd.rendezvous.listener import Acceptor
 from sparkhvd.settings import Settings
 
-_FIRST = Turn(0, 0)
+_FIRST = ConnectionPhase(0, 0)
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20
 _LONGEST_S = 24.0 * 86400  # that a selector waits, in whole days
@@ -188,11 +188,11 @@ class _Gathering:
         self.job = point.job(rank, size)
         self.text = text
         self.deadline = time.monotonic() + timeout_s
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.loop.start(self._expire())
-        self.loop.start(self._say())
+        self.loop.start(self._log())
 
-    def _say(self) -> Task:
+    def _log(self) -> Task:
         """Tell for whom this rank waits: a wrong name would else be silence until the deadline."""
         yield from sleep(_SAY_AFTER_S)
         while sys.stderr is not None:
@@ -226,7 +226,7 @@ class _Lead(_Gathering):
         self._listening, self._problem = point.listen()
 
     def run(self) -> list[str]:
-        reception = Reception(
+        acceptor = Acceptor(
             self.job,
             [self._listening],
             self.loop,
@@ -235,7 +235,7 @@ class _Lead(_Gathering):
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
         )
-        reception.start()
+        acceptor.start()
         self.loop.run(lambda: len(self._texts) == self.job.size)
         by_rank = [self._texts[rank] for rank in range(self.job.size)]
         message = json.dumps(by_rank).encode()
@@ -243,7 +243,7 @@ class _Lead(_Gathering):
             send(sock, _LENGTH.pack(len(message)) + message)
         return by_rank
 
-    def _receive_peer(self, _: Turn, rank: int, sock: socket.socket) -> None:
+    def _receive_peer(self, _: ConnectionPhase, rank: int, sock: socket.socket) -> None:
         if rank in self._links:  # two processes with one number
             sock.close()
             return
@@ -325,9 +325,9 @@ class _Joining(_Gathering):
                 self._sock = sock
                 stack.pop_all()
             else:
-                self._note_refusal()
+                self._record_refusal()
 
-    def _note_refusal(self) -> None:
+    def _record_refusal(self) -> None:
         """Give up where only services with another key have answered for a while."""
         self._error = "what listens there has another key or number of ranks"
         self._refused_at = self._refused_at or time.monotonic()

@@ -11,14 +11,19 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd import topology as rank_context
-from sparkhvd.elastic import ElasticRendezvous, Invitation
+from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.interfaces import own_address
-from sparkhvd.launchers import gather as gathering
-from sparkhvd.launchers import gather as network
-from sparkhvd.launchers.environment import PLAIN, Place, end_with_launcher, launcher_of, place_in
+from sparkhvd.launchers import gather
+from sparkhvd.launchers.environment import (
+    PLAIN,
+    LauncherEnv,
+    end_with_launcher,
+    launcher_of,
+    place_in,
+)
 from sparkhvd.launchers.gather import MeetingPoint
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
 from sparkhvd.settings import JobSettings, RankSettings, Settings, parse_place
@@ -97,7 +102,7 @@ def meet() -> Rendezvous | None:
     # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     here = topology(job.rank, hosts)
-    threads = max(1, int(processors.allowed() / here.local_size))
+    threads = max(1, int(cpus.allowed() / here.local_size))
     rank_context.install(rank_context.RankContext(job.rank, job.size, here.local_rank, 0, threads))
     return made
 
@@ -111,25 +116,25 @@ class _Way:
     key: bytes | None = None
 
 
-def _on_one_host(place: Place) -> _Way:
+def _on_one_host(place: LauncherEnv) -> _Way:
     parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
     text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
-    return _Way(gathering.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
+    return _Way(gather.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
 
 
-def _on_several_hosts(place: Place, settings: Settings) -> _Way:
+def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _Way:
     here = f", {place.local_size} of them on this host" if place.local_size else ""
     what = f"init(): {place.launcher} has started {place.size} ranks{here}"
-    key = network.network_key(settings, what)
+    key = gather.network_key(settings, what)
     host, ports = _directory(place, settings, what)
     name = f"directory/{place.launcher}/{place.size}/{host}/{ports[0]}/{place.restart}"
     own = hashlib.sha256(name.encode()).digest()  # tells jobs apart, and keeps nobody out
-    point = MeetingPoint(name, own if key is None else network.derived_key(key, name), host, ports)
+    point = MeetingPoint(name, own if key is None else gather.derived_key(key, name), host, ports)
     return _Way(point, own_address(settings.interfaces, host), key)
 
 
-def _directory(place: Place, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
+def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
     """Return host and ports at which rank 0 waits: not MASTER_PORT itself, which is for torch's store."""
     if given := parse_place(settings.directory):
         return given[0], (given[1],)
@@ -143,7 +148,7 @@ def _directory(place: Place, settings: Settings, what: str) -> tuple[str, tuple[
     return host, tuple(each if each < 65536 else each - 65536 + 1024 for each in after)
 
 
-def _gather(place: Place, way: _Way, endpoint: Endpoint, settings: Settings) -> Job:
+def _gather(place: LauncherEnv, way: _Way, endpoint: Endpoint, settings: Settings) -> Job:
     """Exchange endpoints with the other ranks; rank 0 brings the job's id, and its key where the user has given none."""
     text: dict[str, object] = {"endpoint": endpoint.to_dict()}
     if place.rank == 0:
@@ -155,7 +160,7 @@ def _gather(place: Place, way: _Way, endpoint: Endpoint, settings: Settings) -> 
         "turned away."
     )
     try:
-        texts = gathering.gather(
+        texts = gather.gather(
             way.point, place.rank, place.size, json.dumps(text), settings.start_timeout_s, advice
         )
     except OSError as error:
@@ -165,13 +170,13 @@ def _gather(place: Place, way: _Way, endpoint: Endpoint, settings: Settings) -> 
         ) from error
     entries = [json.loads(each) for each in texts]
     endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
-    if not network.is_one_host(endpoints):
-        network.check_addresses(endpoints, f"init(): {place.size} ranks of {place.launcher}")
+    if not gather.is_one_host(endpoints):
+        gather.check_addresses(endpoints, f"init(): {place.size} ranks of {place.launcher}")
     job_id = str(entries[0]["id"])
     if way.key is None:
         key = bytes.fromhex(entries[0]["key"])
     else:
-        key = network.derived_key(way.key, f"job {job_id}")
+        key = gather.derived_key(way.key, f"job {job_id}")
     return Job(key, job_id, 0, place.rank, place.size, endpoints)
 
 
@@ -244,9 +249,9 @@ class Handover:
             ask = RankSettings(JobSettings.from_json(self.settings), self.before).current
         if self.is_elastic:
             # Its rank is known when it meets the others.
-            invitation = Invitation.from_dict(json.loads(self.job))
+            join_token = JoinToken.from_dict(json.loads(self.job))
             member = ElasticRendezvous(
-                invitation, listener, ask, self.num_threads, self.local_rank, self.gpu
+                join_token, listener, ask, self.num_threads, self.local_rank, self.gpu
             )
             install(member)
             atexit.register(member.close)

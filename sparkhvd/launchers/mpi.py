@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd import topology as rank_context
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
@@ -243,7 +243,7 @@ def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> N
         place.size,
         place.local_rank,
         0 if before is None else before.attempt,
-        max(1, int(processors.allowed() / place.local_size)),
+        max(1, int(cpus.allowed() / place.local_size)),
         None if before is None else before.gpu,
     )
     rank_context.install(made)

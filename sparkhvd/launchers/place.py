@@ -40,7 +40,7 @@ _MOST_BYTES = 64 << 20
 _OWN_JOB = f"To make it a job of its own, start it without {VARIABLE} in its environment."
 
 
-class Place:
+class RankClaim:
     """Place of a rank until a process has taken it, and the answer to those that come later.
 
     Args:
@@ -151,12 +151,12 @@ def _process_of(sock: socket.socket) -> int:
 
 
 # The place of this process, where it is a rank that runs a function.
-_held: list[tuple[Place, int]] = []
+_held: list[tuple[RankClaim, int]] = []
 
 
 def hold(handover: Handover, listener: Listener) -> None:
     """Let programs that this process starts take its place until it calls `init()`."""
-    place = Place(handover, listener, is_own=True)
+    place = RankClaim(handover, listener, is_own=True)
     variables = os.environ  # noqa: TID251 - the launcher's own
     variables.update(place.variables(variables, is_inherited=False))
     _held[:] = [(place, os.getpid())]

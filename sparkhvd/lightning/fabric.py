@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkhvd.distributed import ddp_hook
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.lightning import strategy as process_group
+from sparkhvd.lightning import strategy
 from sparkhvd.lightning.strategy import check_size, environment_of, join, own_device
 
 # Arguments of Fabric's strategy that the job has decided.
@@ -69,7 +69,7 @@ class Strategy(_Base):  # type: ignore[misc]
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()  # again after an exception
-        process_group.ensure()
+        strategy.ensure()
 
     @property
     def root_device(self) -> torch.device:

@@ -26,7 +26,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.lightning.strategy import package_of, register
 from sparkhvd.training.modules.weights import HashingWriter, sha256_of
-from sparkhvd.training.profile import Progress
+from sparkhvd.training.profile import StepReporter
 from sparkhvd.training.train_fn import Loader, TrainFnContext
 from sparkhvd.training.types import TensorBatch
 
@@ -309,7 +309,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
     class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; comes behind all other callbacks
         def __init__(self) -> None:
-            self._progress: Progress | None = None
+            self._progress: StepReporter | None = None
             self._rows = 0
             self._began = 0.0
 
@@ -324,7 +324,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             steps = trainer.num_training_batches
-            self._progress = Progress(
+            self._progress = StepReporter(
                 len(ctx.history) + 1, ctx.epochs, steps if math.isfinite(steps) else 0
             )
             self._rows, state.rows, self._began = 0, 0, time.monotonic()
@@ -471,7 +471,7 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-class Batches:
+class LightningBatches:
     """Batches of a loader, as a dict by column or a tuple; every rank has equally many.
 
     A rank without rows in a step gets one of its rows again, or one of zeros: `TrainFnContext.loss_weight` is 0 then.
@@ -669,8 +669,8 @@ class LightningLoop:
             loaders["val_dataloaders"] = self._batches(ctx, ctx.val_loader)
         return loaders
 
-    def _batches(self, ctx: TrainFnContext, loader: Loader) -> Batches:
-        return Batches(loader, ctx, self.columns, self.rows)
+    def _batches(self, ctx: TrainFnContext, loader: Loader) -> LightningBatches:
+        return LightningBatches(loader, ctx, self.columns, self.rows)
 
     def _horovod_arguments(self, ctx: TrainFnContext) -> dict[str, Any]:
         spec, rows = ctx._spec, self.rows

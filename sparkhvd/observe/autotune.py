@@ -35,7 +35,7 @@ _DIRECT_RANKS = 16
 
 
 @dataclass(frozen=True)
-class Knob:
+class TunedKnob:
     """A setting that may be tuned.
 
     Attributes:
@@ -56,7 +56,7 @@ class Knob:
             )
 
     @classmethod
-    def powers(cls, name: str, start: int, *, low: int, high: int) -> Knob:
+    def powers(cls, name: str, start: int, *, low: int, high: int) -> TunedKnob:
         """Return a knob of the powers of two from `low` to `high`, and of `start`."""
         values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
         return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
@@ -74,7 +74,7 @@ class Search:
 
     def __init__(
         self,
-        knobs: Sequence[Knob],
+        knobs: Sequence[TunedKnob],
         *,
         repeats: int = 3,
         gain: float = 0.02,
@@ -205,7 +205,7 @@ class Tuner:
     def __init__(
         self,
         engine: Engine,
-        knobs: Sequence[Knob],
+        knobs: Sequence[TunedKnob],
         apply: Callable[[Mapping[str, int]], None],
         measure: Callable[[], int] | None = None,
         *,
@@ -270,7 +270,7 @@ class Tuner:
                 keep=array,
             ).wait()
         except MismatchError as error:  # ranks that have joined: raised on every rank
-            self._tell(f"stopped, because not every rank takes part any more ({error})")
+            self._notify(f"stopped, because not every rank takes part any more ({error})")
             self.is_done = True
             return
         self._number += 1
@@ -297,17 +297,19 @@ class Tuner:
     def _conclude(self) -> None:
         shown = ", ".join(f"{name}={value}" for name, value in self._values.items())
         if self._is_loaded:
-            self._tell(f"{shown}, loaded from {self._file}")
+            self._notify(f"{shown}, loaded from {self._file}")
             return
         speedup, windows = self._search.speedup, self._search.windows
-        self._tell(f"chose {shown}, {speedup:.2f} times the speed of before, in {windows} windows")
+        self._notify(
+            f"chose {shown}, {speedup:.2f} times the speed of before, in {windows} windows"
+        )
         if self._file:
             try:
                 self._save()
             except OSError as error:
-                self._tell(f"could not save its choice: {error}")
+                self._notify(f"could not save its choice: {error}")
 
-    def _tell(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         if self._engine.rank == 0:
             with contextlib.suppress(OSError, ValueError):  # no stderr is no reason to stop
                 sys.stderr.write(f"sparkhvd autotune: {text}.\n")
@@ -340,13 +342,13 @@ class Tuner:
             fits = content["format"] == _FORMAT and content["world"] == self._world()
             choice = {str(name): int(value) for name, value in content["choice"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._tell(f"{self._file} is not what autotune writes ({error!r}); tuning anew")
+            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning anew")
             return None
         for knob in self._search.knobs:
             low, high = knob.values[0], knob.values[-1]
             fits = fits and low <= choice.get(knob.name, low - 1) <= high
         if not fits or len(choice) != len(self._values):
-            self._tell(f"{self._file} was made for other ranks or knobs; tuning anew")
+            self._notify(f"{self._file} was made for other ranks or knobs; tuning anew")
             return None
         return choice
 
@@ -355,7 +357,7 @@ class Tuner:
         return {"ranks": topology.size, "local_ranks": topology.local_size}
 
 
-def knobs(engine: Engine) -> list[Knob]:
+def knobs(engine: Engine) -> list[TunedKnob]:
     """Return the knobs that may be tuned between these ranks, by their settings."""
     settings, topology = engine.settings, engine.topology
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
@@ -364,12 +366,16 @@ def knobs(engine: Engine) -> list[Knob]:
     # In a ring an element's order of addends depends on its place in bucket and chunk.
     is_ring = hosts > _DIRECT_RANKS
     if not is_ring or may_change_bits:
-        tuned.append(Knob.powers("bucket_bytes", settings.bucket_bytes, low=1 << 20, high=64 << 20))
+        tuned.append(
+            TunedKnob.powers("bucket_bytes", settings.bucket_bytes, low=1 << 20, high=64 << 20)
+        )
     if hosts < topology.size and (not is_ring or may_change_bits):
         tuned.append(
-            Knob.powers("chunk_bytes", settings.slot_bytes, low=32 << 10, high=settings.slot_bytes)
+            TunedKnob.powers(
+                "chunk_bytes", settings.slot_bytes, low=32 << 10, high=settings.slot_bytes
+            )
         )
     if hosts > 1 and settings.streams > 1:
         values = tuple(range(1, settings.streams + 1))
-        tuned.append(Knob("streams", values, settings.streams))
+        tuned.append(TunedKnob("streams", values, settings.streams))
     return tuned

@@ -50,16 +50,16 @@ class Sampler:
     def __init__(
         self,
         gpu: Callable[[], tuple[float, float]] | None = None,
-        tell: Callable[[Sample], object] | None = None,
+        notify: Callable[[Sample], object] | None = None,
     ) -> None:
         """Prepare to sample.
 
         Args:
             gpu: gives percent and megabytes of the rank's GPU.
-            tell: gets each sample, in the thread; None: they are kept for `take`.
+            notify: gets each sample, in the thread; None: they are kept for `take`.
         """
         self._gpu = gpu
-        self._tell = tell
+        self._notify = notify
         self._samples: list[Sample] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class Sampler:
             percent = 100 * (now_used - used) / (now - before)
             gpu = self._gpu() if self._gpu is not None else (math.nan, math.nan)
             sample = Sample(time.time(), percent, _rss_megabytes(), *gpu)
-            (self._tell or self._samples.append)(sample)
+            (self._notify or self._samples.append)(sample)
             before, used = now, now_used
             due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)  # after a stopped process not twice
 

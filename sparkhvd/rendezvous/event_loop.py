@@ -1,6 +1,6 @@
 """Small event loop: tasks are generators that yield the events that they wait for.
 
-Threads: one, the caller's of `Loop.run`.
+Threads: one, the caller's of `EventLoop.run`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Task = Generator[Wait, None, None]
 Address = tuple[str | int | bytes, ...] | bytes  # as `socket.connect` takes it
 
 
-class Loop:
+class EventLoop:
     """Runs tasks until a condition holds. An exception that a task does not catch ends the run."""
 
     def __init__(self) -> None:

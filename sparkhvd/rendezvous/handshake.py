@@ -65,7 +65,7 @@ class Endpoint:
         )
 
 
-class Party(Protocol):
+class HandshakeSide(Protocol):
     """One side of a handshake: a rank of a job, or of a service with a key."""
 
     @property
@@ -167,7 +167,7 @@ WELCOME = b"\1"
 
 
 @dataclass(frozen=True, order=True)
-class Turn:
+class ConnectionPhase:
     """Generation and phase that a connection is for; one of a later turn than the listener's waits."""
 
     generation: int
@@ -175,7 +175,13 @@ class Turn:
 
 
 def proof_of(
-    job: Party, role: bytes, *, client: int, server: int, turn: Turn, nonces: bytes
+    job: HandshakeSide,
+    role: bytes,
+    *,
+    client: int,
+    server: int,
+    stage: ConnectionPhase,
+    nonces: bytes,
 ) -> bytes:
     """Return the proof of the client (b"C") or the server (b"S")."""
     job_id = job.job_id.encode()
@@ -190,8 +196,8 @@ def proof_of(
         job.size,
         client,
         server,
-        turn.generation,
-        turn.phase,
+        stage.generation,
+        stage.phase,
         job_id,
     )
     # Every field has a fixed length but the id, which ends where the nonces of fixed length begin.
@@ -214,24 +220,24 @@ class Notice:
     kind: int
     about: int
 
-    def to_bytes(self, job: Party, to: int) -> bytes:
+    def to_bytes(self, job: HandshakeSide, to: int) -> bytes:
         """Return the message for rank `to`."""
         proof = self._proof(job, to)
         return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
     @classmethod
-    def from_bytes(cls, message: bytes, job: Party) -> Notice | None:
+    def from_bytes(cls, message: bytes, job: HandshakeSide) -> Notice | None:
         """Return the notice in a message to rank `job.rank`; None if its proof is wrong or it is not valid."""
         _, teller, generation, kind, about, proof = NOTICE.unpack(message)
         notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
         return notice if is_genuine and notice.is_valid(job) else None
 
-    def is_valid(self, job: Party) -> bool:
+    def is_valid(self, job: HandshakeSide) -> bool:
         """Return True if it reports a failure of ranks of the job: a peer with the key may be wrong, too."""
         return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
-    def _proof(self, job: Party, to: int) -> bytes:
+    def _proof(self, job: HandshakeSide, to: int) -> bytes:
         job_id = job.job_id.encode()
         context = struct.pack(
             f"!16s1sIIIIIIIBI{len(job_id)}s",
@@ -252,48 +258,48 @@ class Notice:
 
 
 def introduce(
-    job: Party, peer: int, turn: Turn, sock: socket.socket, until: float
+    job: HandshakeSide, peer: int, stage: ConnectionPhase, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
     """Do the connecting side of the handshake; return True if `peer` has proved itself."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    send(sock, HELLO.pack(_MAGIC, job.rank, turn.generation, turn.phase, nonce))
+    send(sock, HELLO.pack(_MAGIC, job.rank, stage.generation, stage.phase, nonce))
     reply = yield from read(sock, _REPLY.size, until)
     peer_nonce, proof = _REPLY.unpack(reply)
     nonces = nonce + peer_nonce
 
     def mac(role: bytes) -> bytes:
-        return proof_of(job, role, client=job.rank, server=peer, turn=turn, nonces=nonces)
+        return proof_of(job, role, client=job.rank, server=peer, stage=stage, nonces=nonces)
 
     if not hmac.compare_digest(proof, mac(b"S")):
         return False
     send(sock, mac(b"C"))
-    if turn.phase >= PHASE_STREAM:
+    if stage.phase >= PHASE_STREAM:
         yield from read(sock, len(WELCOME), until)
         send(sock, WELCOME)
     return True
 
 
 def answer(
-    job: Party, now: Turn, hello: bytes, sock: socket.socket, until: float
-) -> Generator[Wait, None, tuple[Turn, int] | None]:
+    job: HandshakeSide, now: ConnectionPhase, hello: bytes, sock: socket.socket, until: float
+) -> Generator[Wait, None, tuple[ConnectionPhase, int] | None]:
     """Do the accepting side of the handshake; return turn and rank of the client, or None if it has not proved them."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)
-    turn = Turn(generation, phase)
+    stage = ConnectionPhase(generation, phase)
     is_expected = magic == _MAGIC and job.rank < client < job.size
-    if not is_expected or turn < now:
+    if not is_expected or stage < now:
         return None
     nonces = nonce + secrets.token_bytes(NONCE_BYTES)
 
     def mac(role: bytes) -> bytes:
-        return proof_of(job, role, client=client, server=job.rank, turn=turn, nonces=nonces)
+        return proof_of(job, role, client=client, server=job.rank, stage=stage, nonces=nonces)
 
     send(sock, _REPLY.pack(nonces[NONCE_BYTES:], mac(b"S")))
     proof = yield from read(sock, MAC_BYTES, until)
     if not hmac.compare_digest(proof, mac(b"C")):
         return None
-    if turn.phase >= PHASE_STREAM:
+    if stage.phase >= PHASE_STREAM:
         send(sock, WELCOME)
-    return turn, client
+    return stage, client
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous.event_loop import (
     UNAUTHENTICATED_S,
     Address,
-    Loop,
+    EventLoop,
     Task,
     Wait,
     is_same_user,
@@ -28,10 +28,10 @@ from sparkhvd.rendezvous.handshake import (
     HELLO,
     NOTICE,
     NOTICE_MAGIC,
+    ConnectionPhase,
     Endpoint,
+    HandshakeSide,
     Notice,
-    Party,
-    Turn,
     answer,
 )
 from sparkhvd.settings import Settings
@@ -171,7 +171,7 @@ _RETRY_S = 0.1
 
 
 @dataclass
-class Reception:
+class Acceptor:
     """Accepts connections while a meeting lasts.
 
     Attributes:
@@ -184,11 +184,11 @@ class Reception:
         on_shortage: called with the error when this process or host lacks what an accept needs.
     """
 
-    job: Party
+    job: HandshakeSide
     listening: Sequence[socket.socket]
-    loop: Loop
-    current_turn: Callable[[], Turn]
-    on_peer: Callable[[Turn, int, socket.socket], None]
+    loop: EventLoop
+    current_turn: Callable[[], ConnectionPhase]
+    on_peer: Callable[[ConnectionPhase, int, socket.socket], None]
     on_notice: Callable[[Notice], None]
     on_shortage: Callable[[OSError], None]
     # Oldest first.
@@ -221,7 +221,7 @@ class Reception:
     def _authenticate(self, sock: socket.socket) -> Task:
         """Do the accepting side of the handshake; every error ends this connection and nothing else."""
         task = next(reversed(self._unauthenticated))
-        peer: tuple[Turn, int] | None = None
+        peer: tuple[ConnectionPhase, int] | None = None
         try:
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:

@@ -19,7 +19,7 @@ from sparkhvd.engine.library import is_sealed_against_shrinking, new_memfd, seal
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, MismatchError, PeerLostError
 from sparkhvd.rendezvous.event_loop import (
     UNAUTHENTICATED_S,
-    Loop,
+    EventLoop,
     Task,
     Wait,
     is_same_user,
@@ -37,15 +37,15 @@ from sparkhvd.rendezvous.handshake import (
     PHASE_STREAM,
     PHASE_TCP,
     WELCOME,
+    ConnectionPhase,
     Connections,
     Endpoint,
     Job,
     Notice,
-    Turn,
     introduce,
     joined,
 )
-from sparkhvd.rendezvous.listener import Listener, Reception, tcp_place, unix_address
+from sparkhvd.rendezvous.listener import Acceptor, Listener, tcp_place, unix_address
 from sparkhvd.settings import Settings
 
 # ----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Dialer:
 
     def notify(self, peers: Iterable[int], notice: Notice) -> None:
         """Send a notice to the listeners of some ranks; best effort, NOTICE_S at most."""
-        loop = Loop()
+        loop = EventLoop()
         try:
             for peer in peers:
                 loop.start(self._notify(peer, notice))
@@ -131,7 +131,7 @@ class Dialer:
 
 
 @dataclass
-class Link:
+class PeerLink:
     """Authenticated connection to a peer.
 
     Attributes:
@@ -162,15 +162,15 @@ class Link:
 
 
 @dataclass
-class Parked:
+class EarlyConnection:
     """Authenticated connection of a later turn."""
 
-    turn: Turn
+    stage: ConnectionPhase
     rank: int
     sock: socket.socket
 
 
-def detach(links: Mapping[int, Link], size: int) -> list[int]:
+def detach(links: Mapping[int, PeerLink], size: int) -> list[int]:
     """Take the blocking descriptors of one stream out of its links, by rank; -1 where there is no link."""
     sockets = [-1] * size
     for peer, link in links.items():
@@ -179,12 +179,12 @@ def detach(links: Mapping[int, Link], size: int) -> list[int]:
     return sockets
 
 
-def own_row(job: Job, links: Mapping[int, Link]) -> bytes:
+def own_row(job: Job, links: Mapping[int, PeerLink]) -> bytes:
     """Return, by rank, 1 where it shares memory with this one."""
     return bytes(rank == job.rank or links[rank].shares_memory for rank in range(job.size))
 
 
-def agree_on_hosts(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
+def agree_on_hosts(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
     """Return the host index of every rank; a host whose ranks do not all share memory becomes one host per rank.
 
     Every rank computes the same, because every rank has the same rows.
@@ -209,7 +209,7 @@ def agree_on_hosts(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
-def check_streams(rank: int, streams: int, links: Mapping[int, Link]) -> None:
+def check_streams(rank: int, streams: int, links: Mapping[int, PeerLink]) -> None:
     """Refuse ranks with different numbers of streams, on every rank, so that none waits for streams that do not come.
 
     Raises:
@@ -240,7 +240,7 @@ class MeetingError(Exception):
 
 
 @dataclass(frozen=True)
-class Blame:
+class RendezvousErrors:
     """Errors of one rank's meeting: ranks that did not come, their addresses, and the remedy.
 
     Attributes:
@@ -315,16 +315,16 @@ class Blame:
 # ----------------------------------------------------------------------------------------------------
 # Peers that seem to be gone, and the grace before one of them is blamed.
 
-_TURN_S = 0.1
+_STAGE_S = 0.1
 # A peer that is gone may have left because of another, and its notice is then in this rank's backlog: this many
 # turns of the event loop, _TURN_S apart, are enough to read it, also for a process that was stopped meanwhile.
 _GRACE_TURNS = 5
 
 
-class Suspects:
+class SuspectPeers:
     """Peers that seem to be gone. They are blamed after a grace, unless a notice says first why they left."""
 
-    def __init__(self, loop: Loop, errors: Blame) -> None:
+    def __init__(self, loop: EventLoop, errors: RendezvousErrors) -> None:
         self._loop = loop
         self._errors = errors
         self._causes: dict[int, object] = {}
@@ -348,7 +348,7 @@ class Suspects:
         """Take the suspicion back: the peer has come again."""
         self._causes.pop(peer, None)
 
-    def watch(self, links: Mapping[int, Link]) -> None:
+    def watch(self, links: Mapping[int, PeerLink]) -> None:
         """Suspect a peer from now on when its link ends; a peer is watched by its first link only."""
         for peer, link in links.items():
             if peer not in self._watched:
@@ -367,10 +367,10 @@ class Suspects:
             self.add(peer, "closed by the other side")
 
     def _blame(self) -> Task:
-        yield from sleep(_TURN_S)
+        yield from sleep(_STAGE_S)
         first = set(self._causes)  # ranks that are missed later may have left because of these
         for _ in range(_GRACE_TURNS - 1):
-            yield from sleep(_TURN_S)
+            yield from sleep(_STAGE_S)
         self._has_grace = False
         causes = {peer: cause for peer, cause in self._causes.items() if peer in first}
         if causes:  # else they have come again
@@ -448,7 +448,7 @@ RETRY_S = 0.1
 Proof = Callable[[socket.socket, float], Generator[Wait, None, bool]]
 
 
-class Meeting:
+class MeshBuilder:
     """Connects one rank with all peers for one generation, and agrees with them on hosts."""
 
     def __init__(
@@ -457,29 +457,31 @@ class Meeting:
         listener: Listener,
         settings: Settings,
         generation: int,
-        parked: list[Parked],
+        early: list[EarlyConnection],
         notices: list[Notice],
     ) -> None:
         self.job = job
-        self.errors = Blame(job, listener.endpoint(), settings.connect_timeout_s)
+        self.errors = RendezvousErrors(job, listener.endpoint(), settings.connect_timeout_s)
         self.streams = settings.streams
         self.deadline = time.monotonic() + settings.connect_timeout_s
-        self.turn = Turn(generation, PHASE_MESH)
-        self.parked = parked
+        self.stage = ConnectionPhase(generation, PHASE_MESH)
+        self.early = early
         self.notices = notices  # of this and of later generations
-        self.loop = Loop()
-        self.links: dict[int, Link] = {}  # of this turn
-        self.met: list[dict[int, Link]] = []  # of earlier turns: for control frames, then by stream
+        self.loop = EventLoop()
+        self.links: dict[int, PeerLink] = {}  # of this turn
+        self.met: list[
+            dict[int, PeerLink]
+        ] = []  # of earlier turns: for control frames, then by stream
         self.serving: dict[int, Task] = {}
         self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
         self.last_error: dict[int, OSError | str] = {}
         self.dialer = Dialer(job, listener.endpoint())
-        self.suspects = Suspects(self.loop, self.errors)
-        self.reception = Reception(
+        self.suspects = SuspectPeers(self.loop, self.errors)
+        self.acceptor = Acceptor(
             job,
             listener.sockets(),
             self.loop,
-            current_turn=lambda: self.turn,
+            current_turn=lambda: self.stage,
             on_peer=self._receive_peer,
             on_notice=self._receive_notice,
             on_shortage=self._note_shortage,
@@ -494,9 +496,9 @@ class Meeting:
         """
         try:
             for notice in self.notices:
-                if notice.generation == self.turn.generation:
+                if notice.generation == self.stage.generation:
                     raise self.errors.reported(notice)
-            self.reception.start()
+            self.acceptor.start()
             mesh = self._meet(self.peers)
             check_streams(self.job.rank, self.streams, mesh)
             hosts = agree_on_hosts(self.job, mesh)
@@ -515,13 +517,13 @@ class Meeting:
         sockets, *further = [detach(links, self.job.size) for links in self.met]
         return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
-    def _meet(self, peers: frozenset[int]) -> dict[int, Link]:
+    def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
         """Return links to `peers` for the current turn; in the first phase with the row of each."""
         self.peers = peers
         self.links = {}
-        for parked in [p for p in self.parked if p.turn == self.turn]:
-            self.parked.remove(parked)
-            self._adopt(parked.rank, parked.sock)
+        for early in [p for p in self.early if p.stage == self.stage]:
+            self.early.remove(early)
+            self._adopt(early.rank, early.sock)
         tasks = [self._reach(r) if r < self.job.rank else self._probe(r) for r in sorted(peers)]
         tasks.append(self._expire())
         for task in tasks:
@@ -537,7 +539,7 @@ class Meeting:
             and len(self.links) == len(self.peers)
             and all(link.is_ready for link in self.links.values())
         )
-        if not ready or self.turn.phase != PHASE_MESH:
+        if not ready or self.stage.phase != PHASE_MESH:
             return ready
         row = own_row(self.job, self.links)
         for peer, link in self.links.items():
@@ -550,7 +552,7 @@ class Meeting:
                         self.suspects.add(peer, error)
         return not self.suspects and all(link.row is not None for link in self.links.values())
 
-    def _replace_unix_links(self, mesh: dict[int, Link], hosts: tuple[int, ...]) -> None:
+    def _replace_unix_links(self, mesh: dict[int, PeerLink], hosts: tuple[int, ...]) -> None:
         """Connect by TCP the ranks of this host that do not share memory, as the engine expects."""
         split = frozenset(
             peer
@@ -558,7 +560,7 @@ class Meeting:
             if link.is_unix and hosts[peer] != hosts[self.job.rank]
         )
         if split:
-            self.turn = Turn(self.turn.generation, PHASE_TCP)
+            self.stage = ConnectionPhase(self.stage.generation, PHASE_TCP)
             self.dialer.unix_peers = frozenset()
             # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
             self.suspects.watch({peer: link for peer, link in mesh.items() if peer not in split})
@@ -584,7 +586,7 @@ class Meeting:
         self.suspects.watch(self.links)
         for stream in range(self.streams):
             self.met.append(self.links)
-            self.turn = Turn(self.turn.generation, PHASE_STREAM + stream)
+            self.stage = ConnectionPhase(self.stage.generation, PHASE_STREAM + stream)
             self._meet(everybody)
         self.met.append(self.links)
 
@@ -597,15 +599,15 @@ class Meeting:
         forbid; else by a notice.
         """
         news = NEWS.pack(error.news, error.rank) + bytes(self.job.size)
-        told = {self.job.rank}
+        notified = {self.job.rank}
         for peer, link in self.links.items():
-            awaits_row = self.turn.phase == PHASE_MESH and link.is_ready and not link.has_own_row
+            awaits_row = self.stage.phase == PHASE_MESH and link.is_ready and not link.has_own_row
             if awaits_row and peer not in self.suspects:
                 with contextlib.suppress(OSError):
                     send(link.sock, news)
-                    told.add(peer)
-        notice = Notice(self.job.rank, self.turn.generation, error.news, error.rank)
-        self.dialer.notify(sorted(set(range(self.job.size)) - told), notice)
+                    notified.add(peer)
+        notice = Notice(self.job.rank, self.stage.generation, error.news, error.rank)
+        self.dialer.notify(sorted(set(range(self.job.size)) - notified), notice)
 
     def _close_links(self) -> None:
         for links in (*self.met, self.links):
@@ -621,19 +623,19 @@ class Meeting:
 
     # Incoming
 
-    def _receive_peer(self, turn: Turn, peer: int, sock: socket.socket) -> None:
-        if turn == self.turn and peer in self.peers:
+    def _receive_peer(self, stage: ConnectionPhase, peer: int, sock: socket.socket) -> None:
+        if stage == self.stage and peer in self.peers:
             self._adopt(peer, sock)
-        elif turn > self.turn:
-            self.parked.append(Parked(turn, peer, sock))
+        elif stage > self.stage:
+            self.early.append(EarlyConnection(stage, peer, sock))
         else:
             sock.close()
 
     def _receive_notice(self, notice: Notice) -> None:
         """Fail by a notice of this generation, keep one of a later, drop one of an earlier."""
-        if notice.generation == self.turn.generation:
+        if notice.generation == self.stage.generation:
             raise self.errors.reported(notice)
-        if notice.generation > self.turn.generation:
+        if notice.generation > self.stage.generation:
             self.notices.append(notice)
 
     def _note_shortage(self, error: OSError) -> None:
@@ -648,7 +650,7 @@ class Meeting:
         if old is not None:  # it came back after its first connection broke
             self.loop.cancel(self.serving[peer])
             old.sock.close()
-        self._start_serving(peer, Link(sock), check_memory)
+        self._start_serving(peer, PeerLink(sock), check_memory)
 
     # Outgoing
 
@@ -676,13 +678,13 @@ class Meeting:
             if sock is not None:
                 sock.close()
             yield from sleep(RETRY_S)
-        self._start_serving(peer, Link(sock), offer_memory)
+        self._start_serving(peer, PeerLink(sock), offer_memory)
 
     def _reach_again(self, peer: int) -> Task:
         yield from sleep(RETRY_S)
         yield from self._reach(peer)
 
-    def _may_reach_again(self, peer: int, link: Link, error: OSError) -> bool:
+    def _may_reach_again(self, peer: int, link: PeerLink, error: OSError) -> bool:
         """Return True if the accepting side may have ended a link because it had not read this rank's proof yet.
 
         It does so when it has just completed an earlier generation; the next one accepts the connection.
@@ -691,7 +693,7 @@ class Meeting:
 
     def _introduce(self, peer: int, sock: socket.socket) -> Generator[Wait, None, bool]:
         """Do the handshake until the deadline: the other rank may call init() much later than this one."""
-        return introduce(self.job, peer, self.turn, sock, self.deadline)
+        return introduce(self.job, peer, self.stage, sock, self.deadline)
 
     def _probe(self, peer: int) -> Task:
         """Check the listener of a rank above this one until that rank has come."""
@@ -711,22 +713,22 @@ class Meeting:
 
     # Both
 
-    def _start_serving(self, peer: int, link: Link, prove: Proof) -> None:
+    def _start_serving(self, peer: int, link: PeerLink, prove: Proof) -> None:
         self.links[peer] = link
         self.serving[peer] = self._serve(peer, link, prove)
         self.loop.start(self.serving[peer])
 
-    def _serve(self, peer: int, link: Link, prove: Proof) -> Task:
+    def _serve(self, peer: int, link: PeerLink, prove: Proof) -> Task:
         """Prove shared memory over an authenticated connection, then read the peer's row."""
         # Later than _expire(), which knows more.
         until = self.deadline + RETRY_S
         try:
-            if self.turn.phase == PHASE_MESH and link.is_unix:
+            if self.stage.phase == PHASE_MESH and link.is_unix:
                 link.shares_memory = yield from prove(link.sock, until)
-            if self.turn.phase >= PHASE_STREAM and peer > self.job.rank:
+            if self.stage.phase >= PHASE_STREAM and peer > self.job.rank:
                 yield from read(link.sock, len(WELCOME), until)
             link.is_ready = True
-            if self.turn.phase != PHASE_MESH:
+            if self.stage.phase != PHASE_MESH:
                 return
             message = yield from read(link.sock, NEWS.size + self.job.size, until)
         except OSError as error:
@@ -740,7 +742,7 @@ class Meeting:
             return
         kind, about = NEWS.unpack_from(message)
         if kind != NEWS_MET:
-            notice = Notice(peer, self.turn.generation, kind, about)
+            notice = Notice(peer, self.stage.generation, kind, about)
             if notice.is_valid(self.job):
                 raise self.errors.reported(notice)
             self.suspects.add(peer, f"it sent news of kind {kind} about rank {about}")

@@ -14,7 +14,7 @@ from functools import cache
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.rendezvous.handshake import Connections, Job, Notice, Rendezvous, joined
 from sparkhvd.rendezvous.listener import Listener, make_room
-from sparkhvd.rendezvous.meeting import Meeting, Parked
+from sparkhvd.rendezvous.meeting import EarlyConnection, MeshBuilder
 from sparkhvd.settings import Settings
 
 
@@ -43,7 +43,7 @@ class SocketRendezvous:
         self.settings = settings() if callable(settings) else settings
         self._listener = listener
         self._generation = 0
-        self._parked: list[Parked] = []
+        self._parked: list[EarlyConnection] = []
         self._notices: list[Notice] = []
         self._made: Connections | None = None
         self._among: dict[tuple[int, ...], SocketRendezvous] = {}  # they count their generations
@@ -58,11 +58,11 @@ class SocketRendezvous:
         make_room(self.size, self.settings.streams)
         generation = self._generation
         self._generation += 1
-        for parked in [p for p in self._parked if p.turn.generation < generation]:
-            self._parked.remove(parked)
-            parked.sock.close()
+        for early in [p for p in self._parked if p.stage.generation < generation]:
+            self._parked.remove(early)
+            early.sock.close()
         self._notices[:] = [n for n in self._notices if n.generation >= generation]
-        meeting = Meeting(
+        meeting = MeshBuilder(
             self.job, self._listener, self.settings, generation, self._parked, self._notices
         )
         self._made = meeting.run()
@@ -94,8 +94,8 @@ class SocketRendezvous:
 
     def close(self) -> None:
         """Stop listening, and close connections of later generations."""
-        for parked in self._parked:
-            parked.sock.close()
+        for early in self._parked:
+            early.sock.close()
         self._parked.clear()
         self._listener.close()
 
@@ -135,7 +135,7 @@ class SingleRendezvous:
 _Row = list[socket.socket | None]
 
 
-class _Hall:
+class _InProcessHub:
     """Socket pairs of ranks in one process, made when the first rank of a generation comes."""
 
     def __init__(self, hosts: tuple[int, ...], streams: int) -> None:
@@ -183,7 +183,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class _InProcessRendezvous:
-    def __init__(self, hall: _Hall, rank: int, settings: Settings) -> None:
+    def __init__(self, hall: _InProcessHub, rank: int, settings: Settings) -> None:
         self.rank = rank
         self.size = len(hall.hosts)
         self.settings = settings
@@ -211,7 +211,7 @@ def in_process(
     if len(indices) != size:
         raise InvalidArgumentError(f"in_process(size={size}): hosts has {len(indices)} entries.")
     settings = settings or Settings()
-    hall = _Hall(indices, settings.streams)
+    hall = _InProcessHub(indices, settings.streams)
     return [_InProcessRendezvous(hall, rank, settings) for rank in range(size)]
 
 

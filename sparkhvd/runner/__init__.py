@@ -55,12 +55,12 @@ Each module imports only those above it:
     outcome_files      outcomes of ranks as files of the run
     child              the trainer process
     doctor             what this machine can do and lacks
-    head_start         nurseries that tasks before a launch start
     launching          what launches under Spark and on this host share
+    prewarm            head start of a launch: tasks of an earlier Spark job start the nurseries that will fork its trainers
     live_output        live output, or the last lines, of an attempt on the driver
     local              launches on this host: `run_local`
+    supervisor         wait for the ranks of a script, here or on other hosts, and end them together
     task               executor's side of a launch under Spark
-    watch              lines of ranks on this process's streams
     zygote             the nursery process
     hosts              the user's command, or a function, on several hosts: `run_hosts`
     job                driver's side of a launch under Spark: `run`

@@ -29,7 +29,7 @@ from sparkhvd.runner.host_names import (
 )
 from sparkhvd.runner.local_processes import check_command, words_of
 from sparkhvd.runner.script import run_script
-from sparkhvd.runner.watch import Output
+from sparkhvd.runner.supervisor import Output
 from sparkhvd.settings import Settings, check_seconds
 
 # ----------------------------------------------------------------------------------------------------

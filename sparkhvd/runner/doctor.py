@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkhvd import __version__
-from sparkhvd import cpus as processors
+from sparkhvd import __version__, cpus
 from sparkhvd.engine.engine import isa_available
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.rendezvous import Listener
@@ -177,9 +176,7 @@ def _mpi() -> Finding:
 
 
 def _cpus() -> Finding:
-    return Finding(
-        "CPUs", f"{processors.allowed():g} that this process may use, of {os.cpu_count()}"
-    )
+    return Finding("CPUs", f"{cpus.allowed():g} that this process may use, of {os.cpu_count()}")
 
 
 def _memory() -> Finding:

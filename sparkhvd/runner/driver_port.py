@@ -9,11 +9,11 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.rendezvous.event_loop import Loop, Wait
-from sparkhvd.rendezvous.handshake import Turn, introduce
+from sparkhvd.rendezvous.event_loop import EventLoop, Wait
+from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.spark import SparkShim
 
-FIRST = Turn(0, 0)
+FIRST = ConnectionPhase(0, 0)
 # Names of Linux; elsewhere the system's own times count.
 _KEEPALIVE = {
     getattr(socket, name): value
@@ -67,7 +67,7 @@ def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.sock
         nonlocal is_proved
         is_proved = yield from introduce(job, 0, FIRST, sock, until)
 
-    loop = Loop()
+    loop = EventLoop()
     try:
         loop.start(prove())
         loop.run(loop.is_idle)

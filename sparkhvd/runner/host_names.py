@@ -28,7 +28,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostSlots:
     """Ranks of a host: `count` of them, from `first` on."""
 
     host: str
@@ -137,7 +137,7 @@ def merged(hosts: Sequence[Host], is_here: Callable[[str], bool] = is_here) -> l
     ]
 
 
-def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[Place]:
+def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[HostSlots]:
     """Return which ranks run where: hosts are filled in their order.
 
     Raises:
@@ -154,7 +154,7 @@ def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[Place]:
     for host in hosts:
         count = min(host.slots, num_proc - first)
         if count:
-            places.append(Place(host.name, first, count))
+            places.append(HostSlots(host.name, first, count))
         first += count
     return places
 

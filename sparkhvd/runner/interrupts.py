@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
-from sparkhvd.rendezvous.event_loop import Loop, Task, Wait, read
+from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read
 from sparkhvd.rendezvous.handshake import HELLO, answer, introduce
 from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
@@ -76,7 +76,7 @@ class Interrupter:
 
     def interrupt(self) -> None:
         """Interrupt the ranks and wait for their end; when it is left early, the remaining ranks are killed."""
-        loop = Loop()
+        loop = EventLoop()
         until = time.monotonic() + INTERRUPT_GRACE_S + _MARGIN_S
         try:
             with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
@@ -146,7 +146,7 @@ class InterruptWatch:
             self._sock = sock
             if self._is_over.is_set():
                 return
-            loop = Loop()
+            loop = EventLoop()
             try:
                 loop.start(self._introduce(sock))
                 loop.run(loop.is_idle)

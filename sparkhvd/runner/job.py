@@ -19,21 +19,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
-from sparkhvd.runner import launching, preflight, results, task
-from sparkhvd.runner import live_output as spark_log
-from sparkhvd.runner import outcome_files as stored
+from sparkhvd.runner import launching, live_output, outcome_files, preflight, results, task
 from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.decide import check_profile, default_slots, plan_gpus, share_of, slots_of
-from sparkhvd.runner.head_start import HeadStart
 from sparkhvd.runner.interrupts import Interrupter
 from sparkhvd.runner.live_output import Attempt, LiveOutput
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
-    Kind,
     Outcome,
+    OutcomeKind,
     all_ok,
     describe,
     error_of,
@@ -43,9 +40,10 @@ from sparkhvd.runner.outcomes import (
     is_retryable,
     root_cause,
 )
+from sparkhvd.runner.prewarm import Prewarm
 from sparkhvd.runner.protocol import carried, dumps
-from sparkhvd.runner.results import LIMIT_KEY, Pieces, pieces_for
-from sparkhvd.runner.slots import Turn, turn
+from sparkhvd.runner.results import LIMIT_KEY, ResultChunks, pieces_for
+from sparkhvd.runner.slots import LaunchTicket, launch_ticket
 from sparkhvd.settings import JobSettings, Settings, conf_keys
 from sparkhvd.spark import SparkShim, running_tasks
 
@@ -61,7 +59,7 @@ SHOWS_SPARKS_LOG = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Launch that has been checked; the same for all its attempts.
 
     Attributes:
@@ -90,7 +88,7 @@ class Plan:
     shared: bytes = field(repr=False)
     is_local: bool
     is_dynamic: bool
-    pieces: Pieces = Pieces()
+    pieces: ResultChunks = ResultChunks()
 
     @property
     def is_terminal(self) -> bool:
@@ -149,7 +147,7 @@ def make_plan(
     program: bytes,
     *,
     is_barrier: bool = True,
-) -> Plan:
+) -> LaunchPlan:
     """Decide on everything that all attempts of a launch share; see `launch` for the errors.
 
     Args:
@@ -167,13 +165,13 @@ def make_plan(
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
     slots = slots_of(conf, gpu_plan, options.profile)
-    if num_proc is None and gpu_plan.mode == decide.Mode.HOST:
+    if num_proc is None and gpu_plan.mode == decide.GpuMode.HOST:
         slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
     waits_for_slots = num_proc is not None and not is_barrier
     size = placement.choose_num_proc(
         num_proc, placement.Slots(None, "", "") if waits_for_slots else slots
     )
-    return Plan(
+    return LaunchPlan(
         shim=shim,
         program=program,
         size=size,
@@ -186,7 +184,7 @@ def make_plan(
         is_local=placement.is_local(conf.get("spark.master", "")),
         is_dynamic=preflight.is_dynamic(conf),
         # What matters of a launch with files is in these; keeping its rows would cost it 30 ms.
-        pieces=pieces_for(conf, size) if options.shared is None else Pieces(),
+        pieces=pieces_for(conf, size) if options.shared is None else ResultChunks(),
     )
 
 
@@ -221,7 +219,7 @@ def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -
     """Return the threads per rank: the user's number, or on `local[N]` an equal share; None leaves it to the task."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
-    threads = placement.local_slots(conf.get("spark.master", ""), processors.whole())
+    threads = placement.local_slots(conf.get("spark.master", ""), cpus.whole())
     return None if threads is None else max(1, threads // size)
 
 
@@ -250,11 +248,11 @@ _LATE_S = 5.0
 
 
 @contextlib.contextmanager
-def announce_slot_wait(plan: Plan, tag: str) -> Iterator[None]:
+def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
     """Say once if Spark has not begun the stage of the jobs with this tag after some seconds, and other jobs have task slots."""
     over = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not over.wait(_LATE_S):
             begun, others = running_tasks(plan.shim.session, tag) or (0, 0)
             if begun:
@@ -269,7 +267,7 @@ def announce_slot_wait(plan: Plan, tag: str) -> Iterator[None]:
 
     if plan.options.verbose > 0 and not plan.shim.is_connect:  # whose client is not told of tasks
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
-            threading.Thread(target=look, name="sparkhvd-waits", daemon=True).start()
+            threading.Thread(target=poll, name="sparkhvd-waits", daemon=True).start()
     try:
         yield
     finally:
@@ -302,15 +300,15 @@ def launch(
             options.verbose,
             f"The executors have GPUs, and the ranks get none: {plan.gpus.reason}.",
         )
-    is_alone = options.is_alone or plan.gpus.mode == decide.Mode.HOST
+    is_alone = options.is_alone or plan.gpus.mode == decide.GpuMode.HOST
     share = share_of(plan.options.profile)
-    with turn(shim.application(), share, plan.size, is_alone=is_alone) as place:
+    with launch_ticket(shim.application(), share, plan.size, is_alone=is_alone) as place:
         return _launch_until_done(plan, place)
 
 
-def head_start(
+def prewarm(
     shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
-) -> HeadStart | None:
+) -> Prewarm | None:
     """Return the head start of a launch with this number of ranks and these options, for tasks before it; None without nurseries.
 
     Args:
@@ -326,7 +324,7 @@ def head_start(
     plan = make_plan(shim, num_proc, options, b"", is_barrier=is_barrier)
     if plan.settings.values.nursery == "0":
         return None
-    return HeadStart(
+    return Prewarm(
         size=plan.size,
         settings=plan.settings.to_json(),
         env=dict(plan.options.env),
@@ -348,7 +346,7 @@ class _Failure:
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
 
 
-def _launch_until_done(plan: Plan, place: Turn) -> JobReport[Any]:
+def _launch_until_done(plan: LaunchPlan, place: LaunchTicket) -> JobReport[Any]:
     options = plan.options
     limit_s = options.start_timeout_s or plan.settings.values.start_timeout_s
     last_progress: object = None
@@ -377,7 +375,7 @@ def _launch_until_done(plan: Plan, place: Turn) -> JobReport[Any]:
 # --- one attempt --------------------------------------------------------------------------------------------
 
 
-def _attempt(plan: Plan, attempt: int) -> JobReport[Any] | _Failure:
+def _attempt(plan: LaunchPlan, attempt: int) -> JobReport[Any] | _Failure:
     """Run one barrier stage to its end."""
     options = plan.options
     job_id, key = secrets.token_hex(8), secrets.token_hex(32)
@@ -396,7 +394,7 @@ def _attempt(plan: Plan, attempt: int) -> JobReport[Any] | _Failure:
 
 
 def _run_stage(
-    plan: Plan, spec: task.TaskSpec, interrupter: Interrupter | None
+    plan: LaunchPlan, spec: task.TaskSpec, interrupter: Interrupter | None
 ) -> JobReport[Any] | _Failure:
     options, attempt, job_id = plan.options, spec.attempt, spec.job_id
     submitted_at = time.time()
@@ -405,7 +403,7 @@ def _run_stage(
         with (
             interrupter or contextlib.nullcontext(),
             carried(plan.shim, plan.program) as program,
-            spark_log.hidden_failures(
+            live_output.hidden_failures(
                 plan.shim, job_id, is_hidden=options.verbose < SHOWS_SPARKS_LOG
             ),
         ):
@@ -423,7 +421,9 @@ def _run_stage(
     return _report(plan, attempt, rows, submitted_at)
 
 
-def _report(plan: Plan, attempt: int, rows: Sequence[Row], submitted_at: float) -> JobReport[Any]:
+def _report(
+    plan: LaunchPlan, attempt: int, rows: Sequence[Row], submitted_at: float
+) -> JobReport[Any]:
     parts: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
     for row in rows:
         parts[row["rank"]][row["part"]] = bytes(row["data"])
@@ -449,18 +449,20 @@ def _report(plan: Plan, attempt: int, rows: Sequence[Row], submitted_at: float) 
     )
 
 
-def _failure(plan: Plan, attempt: int, job_id: str, error: Exception) -> _Failure:
+def _failure(plan: LaunchPlan, attempt: int, job_id: str, error: Exception) -> _Failure:
     """Find the root cause in the outcomes of the ranks and in Spark's error."""
     options = plan.options
     text = str(error)
     referred = find_referred(text)
     awaited = {outcome.rank for outcome in referred}
     run_dir = options.run_dir or ""
-    written = stored.await_outcomes(options.shared, run_dir, attempt, job_id, plan.size, awaited)
+    written = outcome_files.await_outcomes(
+        options.shared, run_dir, attempt, job_id, plan.size, awaited
+    )
     of_spark = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*referred, *find_embedded(text), *written)}
     # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.
-    if not known or (of_spark.kind == Kind.LOST and of_spark.rank not in known):
+    if not known or (of_spark.kind == OutcomeKind.LOST and of_spark.rank not in known):
         known[of_spark.rank] = replace(of_spark, attempt=attempt)
     outcomes = tuple(known.values())
     cause = root_cause(outcomes)

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from sparkhvd import spark as connect
+from sparkhvd import spark
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner import launching
 from sparkhvd.runner.horovod_arguments import write_tails
 from sparkhvd.runner.live.files import ChunkReader, folder_of
 from sparkhvd.runner.live.receiver import Display, Receiver
-from sparkhvd.runner.live.sender import Way
+from sparkhvd.runner.live.sender import OutputRoute
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
@@ -71,7 +71,7 @@ class LiveOutput:
         self._shows_lines = choice != "messages"
         self._source: Receiver | ChunkReader | None = None
         self._watch: _Watch | None = None
-        self.way: Way | None = None
+        self.way: OutputRoute | None = None
         is_wanted = options.stream is not None or options.verbose > 0
         if not is_wanted or choice == "0":
             return
@@ -79,7 +79,7 @@ class LiveOutput:
             options.stream, verbose=options.verbose, timestamps=options.timestamps
         )
         is_shown = options.verbose > 0
-        way = Way(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
+        way = OutputRoute(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
         # A task on the driver's terminal writes there what is left out at once, and not what is lost at its end.
         elsewhere = "" if on_terminal else way.elsewhere
         self._display = Display(self._show, attempt.size, options.show_progress, elsewhere)
@@ -135,7 +135,7 @@ class _Watch:
 
     def __init__(self, shim: SparkShim, size: int, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._news = connect.noticing_tasks(shim.session, size, self._begin)
+        self._news = spark.noticing_tasks(shim.session, size, self._begin)
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._is_over = False
@@ -143,12 +143,12 @@ class _Watch:
     def _begin(self) -> None:
         with self._lock:
             if self._timer is None and not self._is_over:
-                self._timer = threading.Timer(_REACH_S, self._look)
+                self._timer = threading.Timer(_REACH_S, self._poll)
                 self._timer.daemon = True
                 with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
                     self._timer.start()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if not self._receiver.was_reached:
             host, port = self._receiver.address
             _say(

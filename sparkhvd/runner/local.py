@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO, TypeVar
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.horovod_arguments import check_hosts
-from sparkhvd.runner.orphans import Leftovers
-from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
+from sparkhvd.runner.orphans import OrphanReaper
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, root_cause
 from sparkhvd.runner.protocol import Prologue
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import JobSettings, Settings
@@ -91,7 +91,7 @@ class Trainers:
             env=self._env,
             sys_path=list(plan.sys_path),
             cwd=plan.cwd,
-            num_threads=plan.num_threads or max(1, int(processors.allowed() / len(ranks))),
+            num_threads=plan.num_threads or max(1, int(cpus.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
             nursery=plan.may_fork and settings.nursery != "0",
             preload=modules,
@@ -102,7 +102,7 @@ class Trainers:
         self.all: list[Trainer] = []
         self._gpus: list[agreement.RankGpus] = []
         with contextlib.ExitStack() as stack:
-            mark = stack.enter_context(Leftovers()).mark
+            mark = stack.enter_context(OrphanReaper()).mark
             for rank in ranks:
                 with Listener.bind(address, settings) as listener:
                     self.endpoints.append(listener.endpoint())
@@ -149,11 +149,11 @@ R = TypeVar("R")
 # After a failure the other ranks have this long to report. An exception explains everything; a crash may
 # have been caused by an exception elsewhere; a lost peer surely has a cause, and the engine reports it within 2 s.
 _WAIT_S = {
-    Kind.EXCEPTION: 0.3,
-    Kind.EXIT: 0.3,
-    Kind.CRASH: 1.0,
-    Kind.LOST: 1.0,
-    Kind.COLLECTIVE: 5.0,
+    OutcomeKind.EXCEPTION: 0.3,
+    OutcomeKind.EXIT: 0.3,
+    OutcomeKind.CRASH: 1.0,
+    OutcomeKind.LOST: 1.0,
+    OutcomeKind.COLLECTIVE: 5.0,
 }
 
 
@@ -239,7 +239,7 @@ def collect(take: Callable[[float], Outcome], size: int) -> list[Outcome]:
             if left <= 0:
                 break
             continue
-        if outcomes[-1].kind != Kind.OK:
+        if outcomes[-1].kind != OutcomeKind.OK:
             until = time.monotonic() + _WAIT_S[outcomes[-1].kind]
             deadline = until if deadline is None else min(deadline, until)
     return outcomes

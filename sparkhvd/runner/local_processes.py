@@ -1,7 +1,7 @@
 """Ranks of this host that are processes of the user's command: started, ended, their output read.
 
 **Ownership**: each rank leads a session and process group of its own, which ends with it, and so does all that has its mark in its
-variables. A `Guard` ends them if this process is killed.
+variables. A `ParentDeathReaper` ends them if this process is killed.
 
 **Threads**: three per rank, one for each stream of its output and one that waits for its end; one more of its place.
 """
@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sparkhvd import as_horovod
-from sparkhvd import cpus as processors
-from sparkhvd.elastic import Invitation
+from sparkhvd import as_horovod, cpus
+from sparkhvd.elastic import JoinToken
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.meeting import Handover
-from sparkhvd.launchers.place import Place
+from sparkhvd.launchers.place import RankClaim
 from sparkhvd.rendezvous import Job, Listener
-from sparkhvd.runner.orphans import Guard, kill, marked
+from sparkhvd.runner.orphans import ParentDeathReaper, kill, marked
 from sparkhvd.runner.output import LineReader
 from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
@@ -53,13 +52,13 @@ class HandedOver:
     rank: int
     variables: dict[str, str]
     descriptors: list[int]
-    place: Place
+    place: RankClaim
 
 
 def _handed_over(
     rank: int, handover: Handover, listener: Listener, variables: Mapping[str, str]
 ) -> HandedOver:
-    place = Place(handover, listener, is_own=False)
+    place = RankClaim(handover, listener, is_own=False)
     sockets = [fd for fd in listener.filenos() if fd >= 0]
     found = {
         **variables,
@@ -118,7 +117,7 @@ def hand_over(
         env: variables of all ranks.
         master: address for torch.distributed.
     """
-    threads = max(1, int(processors.allowed() / len(listeners)))
+    threads = max(1, int(cpus.allowed() / len(listeners)))
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     for rank, listener in enumerate(listeners, job.rank):
         here = topology(rank, hosts)
@@ -136,7 +135,7 @@ def hand_over(
 
 def hand_over_member(
     listener: Listener,
-    invitation: Invitation,
+    join_token: JoinToken,
     env: Mapping[str, str],
     slot: int,
     num_threads: int,
@@ -145,13 +144,13 @@ def hand_over_member(
 
     Args:
         listener: of the member; closed with its place.
-        invitation: to the job.
+        join_token: to the job.
         env: variables of all members.
         slot: of its host, from 0 on; no other living member has it.
         num_threads: threads that it may use.
     """
     handover = Handover(
-        json.dumps(invitation.to_dict()),
+        json.dumps(join_token.to_dict()),
         listener.endpoint().to_dict(),
         listener.filenos(),
         slot,
@@ -164,7 +163,7 @@ def hand_over_member(
         **member_variables(slot),
         "PYTHONUNBUFFERED": "1",
     }
-    return _handed_over(invitation.number, handover, listener, variables)
+    return _handed_over(join_token.number, handover, listener, variables)
 
 
 def member_variables(slot: int) -> dict[str, str]:
@@ -199,7 +198,7 @@ _CLOSED_S = 0.1
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
-class Crew:
+class LocalProcesses:
     """Processes of ranks; a context manager that leaves none. Made before the process has threads.
 
     Args:
@@ -213,7 +212,7 @@ class Crew:
         self._on_line = on_line
         self._on_end = on_end
         self._mark = secrets.token_hex(8)
-        self._guard = Guard(self._mark)
+        self._reaper = ParentDeathReaper(self._mark)
         # Guards the processes: no signal may go to a number that has been given to another one.
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -243,7 +242,7 @@ class Crew:
             pass_fds=given.descriptors,
             start_new_session=True,
         )
-        self._guard.add(process.pid)
+        self._reaper.add(process.pid)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(b"\n")
@@ -284,7 +283,7 @@ class Crew:
             del self._running[rank]
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
-            self._guard.remove(process.pid)
+            self._reaper.remove(process.pid)
             status = process.wait()
         if not _join(readers, _CLOSED_S):
             # Something in a session of its own holds the pipes. What has let go of them ends with the launch.
@@ -292,14 +291,14 @@ class Crew:
             _join(readers, _DRAIN_S)
         self._on_end(rank, status)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> LocalProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.send(signal.SIGKILL)
         for thread in self._waiting:
             thread.join()
-        self._guard.__exit__()
+        self._reaper.__exit__()
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Fit, Logger, Metric
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.system import METRICS as SYSTEM_METRICS
 from sparkhvd.observe.system import Gpu, Sample, Sampler
 from sparkhvd.rank_messages import METRICS, log_metrics
@@ -30,7 +30,7 @@ from sparkhvd.topology import RankContext, context
 # Threads: one in each rank while `fn` runs, see `observe.system`. Failure: none reaches `fn`.
 
 
-class WithLoad:
+class WithSystemMetrics:
     """A function that tells the load of its rank while it runs."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -45,7 +45,7 @@ class WithLoad:
             return fn(*args, **kwargs)
         node = f"{socket.gethostname()}-rank-{place.rank}"
 
-        def tell(sample: Sample) -> None:
+        def notify(sample: Sample) -> None:
             numbers = {
                 f"system/{node}/{name}": value
                 for key, name in SYSTEM_METRICS.items()
@@ -53,7 +53,7 @@ class WithLoad:
             }
             log_metrics(numbers, int(sample.time - began))
 
-        sampler = Sampler(_OwnGpu(place), tell)
+        sampler = Sampler(_OwnGpu(place), notify)
         sampler.start()
         with contextlib.closing(sampler):
             return fn(*args, **kwargs)
@@ -148,17 +148,17 @@ def following(
     run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     texts = {key: str(value) for key, value in params.items() if value is not None}
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if verbose:
             sys.stderr.write(f"{line}\n")
 
-    followers = Followers(found, lambda: Fit(run_id, params=texts), say)
+    fanout = LoggerFanout(found, lambda: Fit(run_id, params=texts), log)
     rest = sys.stderr if stream is None and verbose else stream
     try:
         # What cannot be called is an error of the launch.
-        called = WithLoad(fn) if callable(fn) else fn
-        yield cast("TextIO", LineSplitter(followers.put, rest)), called
+        called = WithSystemMetrics(fn) if callable(fn) else fn
+        yield cast("TextIO", LineSplitter(fanout.put, rest)), called
     except BaseException as e:
-        followers.failed(e, {})
+        fanout.failed(e, {})
         raise
-    followers.finished(None, {})
+    fanout.finished(None, {})

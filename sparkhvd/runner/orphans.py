@@ -24,16 +24,16 @@ _GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
 _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.orphans import kill; kill(sys.argv[1])"
 
 
-class Leftovers:
+class OrphanReaper:
     """What the ranks of a launch leave behind, which ends with it, also if this process is killed; a context manager.
 
-    `Guard` does the same for launchers that have no threads yet, which may fork.
+    `ParentDeathReaper` does the same for launchers that have no threads yet, which may fork.
     """
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        self._guard = subprocess.Popen(
+        self._reaper = subprocess.Popen(
             [*_GUARD, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
             env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
             stdin=subprocess.PIPE,
@@ -42,16 +42,16 @@ class Leftovers:
             start_new_session=True,
         )
 
-    def __enter__(self) -> Leftovers:
+    def __enter__(self) -> OrphanReaper:
         return self
 
     def __exit__(self, *_: object) -> None:
         kill(self.mark)
         # Somebody may have killed the guard, or stopped it.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self._guard.communicate(b"done\n", _LIMIT_S)
-        self._guard.kill()
-        self._guard.wait()
+            self._reaper.communicate(b"done\n", _LIMIT_S)
+        self._reaper.kill()
+        self._reaper.wait()
 
 
 def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _has(number: int, mark: str) -> bool:
 # **Lifetime**: a fork of the launcher that does nothing but wait for the end of a pipe; it ends with the launcher.
 
 
-class Guard:
+class ParentDeathReaper:
     """Kills process groups that are still there when this process has ended; a context manager.
 
     Made before the process has threads.
@@ -128,23 +128,23 @@ class Guard:
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._writer)
-            _guard(reader, mark)
+            _reaper(reader, mark)
         os.close(reader)
 
     def add(self, group: int) -> None:
         """Kill a process group at the end, unless `remove` comes before."""
-        self._tell(f"+{group}")
+        self._notify(f"+{group}")
 
     def remove(self, group: int) -> None:
         """Leave a process group alone that has ended; called before its number is free."""
-        self._tell(f"-{group}")
+        self._notify(f"-{group}")
 
-    def _tell(self, line: str) -> None:
+    def _notify(self, line: str) -> None:
         # Somebody may kill the guard: this process still ends the groups itself.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._writer, f"{line}\n".encode())
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> ParentDeathReaper:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +152,7 @@ class Guard:
         os.waitpid(self._pid, 0)
 
 
-def _guard(reader: int, mark: str) -> None:
+def _reaper(reader: int, mark: str) -> None:
     """Wait for the end of the launcher, in the fork; never returns."""
     try:
         os.setsid()  # Ctrl-C and a terminal's hang-up are not for it

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Collection
 
-from sparkhvd.runner.outcomes import Kind, Outcome, root_cause
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, root_cause
 from sparkhvd.runner.preflight import SharedFiles, outcome_path
 
 # A rank that failed as a consequence lets the rank with the cause end the stage first.
@@ -35,7 +35,9 @@ def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome
     When this task raises, Spark kills the other tasks of the stage and drops their errors. An
     exception of the user's function is raised at once, a crash soon, a lost peer last.
     """
-    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(own.kind, 0.0)
+    wait = {OutcomeKind.CRASH: _CRASH_WAIT_S, OutcomeKind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(
+        own.kind, 0.0
+    )
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -27,7 +27,7 @@ _TEXT_LIMIT = 6000
 _TAIL_LINES, _SPARK_LINES, _OTHERS = 10, 5, 2
 
 
-class Kind:
+class OutcomeKind:
     """Kind of outcome; ordered in `_BLAME` from root cause to consequence."""
 
     OK = "ok"
@@ -42,14 +42,14 @@ class Kind:
 
 
 _BLAME = (
-    Kind.PREFLIGHT,
-    Kind.EXCEPTION,
-    Kind.EXIT,
-    Kind.CRASH,
-    Kind.LOST,
-    Kind.CANCELLED,
-    Kind.SPARK,
-    Kind.COLLECTIVE,
+    OutcomeKind.PREFLIGHT,
+    OutcomeKind.EXCEPTION,
+    OutcomeKind.EXIT,
+    OutcomeKind.CRASH,
+    OutcomeKind.LOST,
+    OutcomeKind.CANCELLED,
+    OutcomeKind.SPARK,
+    OutcomeKind.COLLECTIVE,
 )
 
 
@@ -59,7 +59,7 @@ class Outcome:
 
     Attributes:
         rank: the rank; None if Spark's text does not name it.
-        kind: one of `Kind`.
+        kind: one of `OutcomeKind`.
         host: its host; "" when unknown.
         attempt: 0 for the first launch, then one more per relaunch.
         exit: "ok", "exception", "exit 3", "signal SIGKILL", "lost", ...
@@ -218,7 +218,7 @@ def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
     summary = _summary(text)
     refused = _PREFLIGHT.search(text)
     if refused:
-        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=refused.group(1))
+        return Outcome(rank, OutcomeKind.PREFLIGHT, exit="not started", message=refused.group(1))
     missing = _MISSING_MODULE.search(text)
     if missing:
         message = (
@@ -226,18 +226,18 @@ def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
             "(spark.pyspark.python) to a Python that has it before the session starts (on one host: "
             f"PYSPARK_PYTHON={sys.executable}), or install it there."
         )
-        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=message)
+        return Outcome(rank, OutcomeKind.PREFLIGHT, exit="not started", message=message)
     if "PYTHON_VERSION_MISMATCH" in text:
         message = (
             f"The workers run another Python than the driver: {summary} "
             "Set PYSPARK_PYTHON (spark.pyspark.python) to the same version."
         )
-        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=message)
+        return Outcome(rank, OutcomeKind.PREFLIGHT, exit="not started", message=message)
     if any(sign in text for sign in _LOST):
-        return Outcome(rank, Kind.LOST, exit="lost", message=summary)
+        return Outcome(rank, OutcomeKind.LOST, exit="lost", message=summary)
     if any(sign in text for sign in _CANCELLED) or re.search(r"Job \d+ cancelled", text):
-        return Outcome(rank, Kind.CANCELLED, exit="cancelled", message=summary)
-    return Outcome(rank, Kind.SPARK, exit="failed in Spark", message=summary)
+        return Outcome(rank, OutcomeKind.CANCELLED, exit="cancelled", message=summary)
+    return Outcome(rank, OutcomeKind.SPARK, exit="failed in Spark", message=summary)
 
 
 _FRAME = re.compile(r"^\s+at [\w$.<>/]+\(.*\)$|^Driver stacktrace:|^\s*\.\.\. \d+ more$")
@@ -260,7 +260,7 @@ def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
     Among equals one whose traceback shows the user's code, because ranks may raise an error of one rank together; then that
     of the lowest rank, so that the result does not depend on timing.
     """
-    failed = [outcome for outcome in outcomes if outcome.kind != Kind.OK]
+    failed = [outcome for outcome in outcomes if outcome.kind != OutcomeKind.OK]
 
     def key(outcome: Outcome) -> tuple[int, bool, int]:
         rank = outcome.rank if outcome.rank is not None else 1 << 30
@@ -271,7 +271,7 @@ def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 def is_retryable(cause: Outcome) -> bool:
     """Return True if launching the job again may help: a process, executor or host was lost."""
-    return cause.kind in (Kind.CRASH, Kind.LOST, Kind.COLLECTIVE)
+    return cause.kind in (OutcomeKind.CRASH, OutcomeKind.LOST, OutcomeKind.COLLECTIVE)
 
 
 def error_of(
@@ -285,7 +285,7 @@ def error_of(
         others: further outcomes; failed ones are mentioned in one line each.
         spark_text: Spark's error about a lost executor; appended.
     """
-    if cause.kind == Kind.PREFLIGHT:
+    if cause.kind == OutcomeKind.PREFLIGHT:
         return PreflightError(cause.message)
     said = describe(cause, size).splitlines()
     if not cause.traceback and cause.log_tail:
@@ -293,12 +293,12 @@ def error_of(
     rest = _consequences(cause, size, others)
     if (
         spark_text
-        and cause.kind in (Kind.LOST, Kind.COLLECTIVE)
+        and cause.kind in (OutcomeKind.LOST, OutcomeKind.COLLECTIVE)
         and spark_text not in cause.message
     ):
         rest += tracebacks.cut(f"Spark said: {spark_text}".splitlines(), _SPARK_LINES)
     raised = f"{cause.error}: {cause.message}" if cause.message else cause.error
-    is_raised = cause.kind in (Kind.EXCEPTION, Kind.COLLECTIVE)
+    is_raised = cause.kind in (OutcomeKind.EXCEPTION, OutcomeKind.COLLECTIVE)
     return RankError(
         tracebacks.failure_text(said, cause.traceback, raised, rest),
         rank=cause.rank,
@@ -313,7 +313,7 @@ def error_of(
 
 def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
     """Return a line for each of the first other ranks that failed, and one for the rest."""
-    failed = [o for o in others if o.kind != Kind.OK and o.rank != cause.rank]
+    failed = [o for o in others if o.kind != OutcomeKind.OK and o.rank != cause.rank]
     same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
     failed = [o for o in failed if o not in same]
     lines = [tracebacks.also(describe(other, size)) for other in failed[:_OTHERS]]
@@ -331,20 +331,20 @@ def describe(outcome: Outcome, size: int) -> str:
     who = f"Rank {outcome.rank} of {size}{where}"
     if outcome.rank is None:
         who = f"A job of {size} ranks"
-    if outcome.kind == Kind.EXCEPTION:
+    if outcome.kind == OutcomeKind.EXCEPTION:
         hint = tracebacks.module_hint(outcome.error, outcome.message)
         return f"{who} raised {outcome.error}: {outcome.message}{hint}"
-    if outcome.kind == Kind.COLLECTIVE:
+    if outcome.kind == OutcomeKind.COLLECTIVE:
         return f"{who} stopped because of another rank: {outcome.error}: {outcome.message}"
-    if outcome.kind == Kind.EXIT:
+    if outcome.kind == OutcomeKind.EXIT:
         return f"{who} ended with {outcome.exit}. {outcome.message}".rstrip()
-    if outcome.kind == Kind.CRASH:
+    if outcome.kind == OutcomeKind.CRASH:
         return f"{who} ended with {outcome.exit}{_crash_hint(outcome)}"
-    if outcome.kind == Kind.LOST and outcome.exit == "connection lost":
+    if outcome.kind == OutcomeKind.LOST and outcome.exit == "connection lost":
         return f"{who} was lost with the connection to its host: {outcome.message}"
-    if outcome.kind == Kind.LOST:
+    if outcome.kind == OutcomeKind.LOST:
         return f"{who} was lost together with its Spark task: {outcome.message}"
-    if outcome.kind == Kind.CANCELLED:
+    if outcome.kind == OutcomeKind.CANCELLED:
         return f"{who} was cancelled in Spark: {outcome.message}"
     return f"{who} failed in Spark: {outcome.message}"
 
@@ -379,4 +379,4 @@ def exit_text(status: int | None) -> str:
 
 def all_ok(outcomes: Sequence[Outcome], size: int) -> bool:
     """Return True if every rank has reported success."""
-    return len(outcomes) == size and all(outcome.kind == Kind.OK for outcome in outcomes)
+    return len(outcomes) == size and all(outcome.kind == OutcomeKind.OK for outcome in outcomes)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparkhvd import as_horovod
 from sparkhvd.cpus import read_text
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner.outcomes import Kind, from_spark_failure
+from sparkhvd.runner.outcomes import OutcomeKind, from_spark_failure
 from sparkhvd.runner.slots import is_launched
 
 if TYPE_CHECKING:
@@ -368,14 +368,14 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
         return
     is_held = functools.partial(is_launched, shim.application())
     try:
-        found = json.loads(shim.call_in_worker(_look(requirements), limit_s, is_held))
+        found = json.loads(shim.call_in_worker(_poll(requirements), limit_s, is_held))
     except TimeoutError as e:
         raise PreflightError(
             f"No Python worker has started in {limit_s:g} s (start_timeout). Free executors on the cluster, or raise start_timeout."
         ) from e
     except Exception as e:
         outcome = from_spark_failure(str(e), python)
-        if outcome.kind != Kind.PREFLIGHT:
+        if outcome.kind != OutcomeKind.PREFLIGHT:
             raise
         raise PreflightError(outcome.message) from None
     problem = check_ranks(rank_facts(()), [RankFacts.from_dict(found)])
@@ -384,10 +384,10 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
     _passed.add(passed)
 
 
-def _look(requirements: Sequence[str]) -> Callable[[], str]:
+def _poll(requirements: Sequence[str]) -> Callable[[], str]:
     """Return a function that starts even where this package is not installed."""
 
-    def look() -> str:
+    def poll() -> str:
         if importlib.util.find_spec("sparkhvd") is None:
             facts = {
                 "host": socket.gethostname(),
@@ -398,7 +398,7 @@ def _look(requirements: Sequence[str]) -> Callable[[], str]:
 
         return json.dumps(rank_facts(requirements).to_dict())
 
-    return look
+    return poll
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Processes of trainers: fresh interpreters, or forks of a nursery.
 
-**Ownership**: a process takes over the descriptors of `Ends`, which the parent closes. Its number stays taken until `reap`, so
+**Ownership**: a process takes over the descriptors of `InheritedPipes`, which the parent closes. Its number stays taken until `reap`, so
 that a signal in between reaches no other process.
 """
 
@@ -24,7 +24,7 @@ _TOLD_S = 30.0
 
 
 @dataclass(frozen=True)
-class Ends:
+class InheritedPipes:
     """Descriptors that a trainer process takes over.
 
     Attributes:
@@ -50,7 +50,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessExit:
     """End of a process.
 
     Attributes:
@@ -62,7 +62,7 @@ class Ended:
     peak_rss_bytes: int = 0
 
 
-class Process(Protocol):
+class TrainerProcess(Protocol):
     """Process of a trainer; leader of a session and group of its own."""
 
     pid: int
@@ -70,7 +70,7 @@ class Process(Protocol):
     def wait_for_end(self) -> None:
         """Wait until the process has ended; its number stays taken."""
 
-    def reap(self) -> Ended:
+    def reap(self) -> ProcessExit:
         """Kill the rest of its group and free its number."""
 
 
@@ -82,7 +82,7 @@ class FreshProcess:
         ends: what it takes over.
     """
 
-    def __init__(self, environ: Mapping[str, str], ends: Ends) -> None:
+    def __init__(self, environ: Mapping[str, str], ends: InheritedPipes) -> None:
         self._process = subprocess.Popen(
             [
                 *python_of("sparkhvd.runner.child"),
@@ -103,12 +103,12 @@ class FreshProcess:
         # WNOWAIT leaves a zombie, whose number keeps the process group's number taken.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
-    def reap(self) -> Ended:
+    def reap(self) -> ProcessExit:
         """Kill the rest of its group and free its number."""
         kill_group(self.pid)
         _, status, usage = os.wait4(self.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(status)
-        return Ended(self._process.returncode, usage.ru_maxrss * 1024)
+        return ProcessExit(self._process.returncode, usage.ru_maxrss * 1024)
 
 
 class ForkedProcess:
@@ -130,7 +130,7 @@ class ForkedProcess:
         poller.register(self._pidfd, select.POLLIN)
         poller.poll()
 
-    def reap(self) -> Ended:
+    def reap(self) -> ProcessExit:
         """Let the nursery kill the rest of its group and free its number."""
         answer = None
         with contextlib.suppress(OSError):
@@ -141,7 +141,11 @@ class ForkedProcess:
         self._channel.close()
         os.close(self._pidfd)
         # The nursery is gone or stopped, and the number may be another process's: the group dies with its pipe.
-        return Ended(None) if answer is None else Ended(answer["status"], answer["peak_rss_bytes"])
+        return (
+            ProcessExit(None)
+            if answer is None
+            else ProcessExit(answer["status"], answer["peak_rss_bytes"])
+        )
 
 
 def python_of(module: str) -> list[str]:

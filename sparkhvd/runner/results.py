@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import RankError
-from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, chunks, describe, embed
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Outcome, OutcomeKind, chunks, describe, embed
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LEAST_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ResultChunks:
     """Pieces in which results travel.
 
     Attributes:
@@ -46,16 +46,16 @@ class Pieces:
     at_once: int | None = None
 
 
-def pieces_for(conf: Mapping[str, str], size: int) -> Pieces:
+def pieces_for(conf: Mapping[str, str], size: int) -> ResultChunks:
     """Return the pieces for the results of `size` ranks under Spark's limit."""
     match = _SIZE.fullmatch(conf.get(LIMIT_KEY, "").strip().lower())
     limit = int(match[1]) << 10 * " kmgtp".index(match[2] or " ") if match else _DEFAULT_LIMIT
     if not limit:  # Spark's word for no limit
-        return Pieces()
+        return ResultChunks()
     # Half of it: Spark's own form of the rows is larger than they are.
     room = limit // 2 - size * _TASK_BYTES
     num_bytes = min(CHUNK_BYTES, max(_LEAST_PIECE_BYTES, room))
-    return Pieces(num_bytes, max(1, room // num_bytes))
+    return ResultChunks(num_bytes, max(1, room // num_bytes))
 
 
 def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -72,7 +72,7 @@ def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Itera
 def collect(
     shim: SparkShim,
     stage: DataFrame,
-    pieces: Pieces,
+    pieces: ResultChunks,
     size: int,
     tag: str,
     description: str,
@@ -112,7 +112,7 @@ def is_of_rest(tags: str | None, tag: str) -> bool:
 def lost(rank: int, size: int, attempt: int, job_id: str) -> RankError:
     """Return the error about a result that the driver wanted to have from an executor which is gone."""
     message = "it had ended, and its result was on an executor that is gone"
-    outcome = Outcome(rank, Kind.LOST, "", attempt, "lost", message=message, job_id=job_id)
+    outcome = Outcome(rank, OutcomeKind.LOST, "", attempt, "lost", message=message, job_id=job_id)
     return RankError(f"{describe(outcome, size)}\n{embed(outcome)}", rank=rank, exit="lost")
 
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.runner import launching
-from sparkhvd.runner.local_processes import Crew, hand_over
-from sparkhvd.runner.watch import Ended, Events, Output, Screen, signals, watch
+from sparkhvd.runner.local_processes import LocalProcesses, hand_over
+from sparkhvd.runner.supervisor import Events, Output, RankEnded, Screen, signals, watch
 from sparkhvd.settings import Settings
 
 
@@ -33,8 +33,8 @@ def run_script(
     settings = Settings.resolve(env)
     with contextlib.ExitStack() as stack:
         screen = stack.enter_context(Screen(output, num_proc))
-        crew = stack.enter_context(
-            Crew(screen.show, lambda rank, status: events.put(Ended(rank, status)))
+        processes = stack.enter_context(
+            LocalProcesses(screen.show, lambda rank, status: events.put(RankEnded(rank, status)))
         )
         stack.enter_context(signals(events))
         port = stack.enter_context(launching.reserved_port(LOOPBACK))
@@ -45,5 +45,5 @@ def run_script(
         key = secrets.token_bytes(32)
         job = Job(key, secrets.token_hex(8), 0, 0, num_proc, endpoints)
         for each in hand_over(listeners, job, env, (LOOPBACK, port)):
-            crew.start(each, command)
-        return watch(events, num_proc, crew.send, screen)
+            processes.start(each, command)
+        return watch(events, num_proc, processes.send, screen)

@@ -203,7 +203,7 @@ _SAY_EVERY_S = 5.0
 
 
 @dataclass(eq=False)
-class Turn:
+class LaunchTicket:
     """Place of a launch in the order of its application.
 
     Attributes:
@@ -224,20 +224,20 @@ class Turn:
 
     @contextlib.contextmanager
     def slots(
-        self, count: Callable[[], int | None], limit_s: float, say: Callable[[str], None]
+        self, count: Callable[[], int | None], limit_s: float, log: Callable[[str], None]
     ) -> Iterator[None]:
         """Wait for the slots of all ranks, and hold them inside the block.
 
         Args:
             count: returns the slots of all registered executors, taken or not; None where that is unknown.
             limit_s: longest time in seconds with fewer slots than ranks. A wait for other launches does not count.
-            say: prints a line.
+            log: prints a line.
 
         Raises:
             PreflightError: there were too few slots for too long.
         """
         try:
-            self._wait(count, limit_s, say)
+            self._wait(count, limit_s, log)
             yield
         finally:
             with _changed:
@@ -245,9 +245,9 @@ class Turn:
                 _changed.notify_all()
 
     def _wait(
-        self, count: Callable[[], int | None], limit_s: float, say: Callable[[str], None]
+        self, count: Callable[[], int | None], limit_s: float, log: Callable[[str], None]
     ) -> None:
-        lacked_s, said_at, is_told = 0.0, time.monotonic(), False
+        lacked_s, said_at, is_notified = 0.0, time.monotonic(), False
         while True:
             asked_at = time.monotonic()
             slots = count()
@@ -255,9 +255,9 @@ class Turn:
                 if not (reason := self._take(slots)):
                     return
             is_lacking = slots is not None and slots < self.size
-            if not is_lacking and not is_told:
-                is_told = True
-                say(reason)
+            if not is_lacking and not is_notified:
+                is_notified = True
+                log(reason)
             with _changed:
                 _changed.wait(_POLL_S)
             if not is_lacking:
@@ -270,7 +270,7 @@ class Turn:
                 )
             if time.monotonic() - said_at >= _SAY_EVERY_S:
                 said_at = time.monotonic()
-                say(reason)
+                log(reason)
 
     def _take(self, slots: int | None) -> str:
         """Hold the slots if no launch before this one needs them, and return ""; else return the reason for the user."""
@@ -302,16 +302,16 @@ class Turn:
 
 
 # Launches of this process that have not ended, in the order of their calls.
-_turns: list[Turn] = []
+_turns: list[LaunchTicket] = []
 _changed = threading.Condition()
 
 
 @contextlib.contextmanager
-def turn(
+def launch_ticket(
     application: str, kind: Hashable, size: int, *, is_alone: bool = False, most: int = 0
-) -> Iterator[Turn]:
-    """Take a place in the order of the application's launches for the length of the block; see `Turn`."""
-    place = Turn(application, kind, size, is_alone, most=most)
+) -> Iterator[LaunchTicket]:
+    """Take a place in the order of the application's launches for the length of the block; see `LaunchTicket`."""
+    place = LaunchTicket(application, kind, size, is_alone, most=most)
     with _changed:
         _turns.append(place)
     try:

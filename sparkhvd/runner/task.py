@@ -17,21 +17,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkhvd.errors import InternalError, PreflightError, RankError
-from sparkhvd.launchers import gather as gathering
+from sparkhvd.launchers import gather
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, preflight, results
-from sparkhvd.runner import outcome_files as stored
+from sparkhvd.runner import launching, outcome_files, preflight, results
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.gpu import agreement, decide, task
-from sparkhvd.runner.head_start import share_nursery, task_prologue
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.launching import line_of
-from sparkhvd.runner.live.connection import Connection
+from sparkhvd.runner.live.connection import LiveConnection
 from sparkhvd.runner.live.files import ChunkWriter
 from sparkhvd.runner.live.frames import PURPOSE
-from sparkhvd.runner.live.sender import Carrier, Sender, Way
-from sparkhvd.runner.outcomes import CHUNK_BYTES, Kind, Outcome, describe, embed, refer
+from sparkhvd.runner.live.sender import Carrier, OutputRoute, Sender
+from sparkhvd.runner.outcomes import CHUNK_BYTES, Outcome, OutcomeKind, describe, embed, refer
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
+from sparkhvd.runner.prewarm import share_nursery, task_prologue
 from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import JobSettings
@@ -129,7 +128,7 @@ class TaskSpec:
         driver_at: host and port of the driver for `InterruptWatch`, or for tasks of an elastic job; None where there is none.
         is_local: whether all tasks are children of one process.
         timestamps: whether lines of the rank begin with the local time.
-        live: `Way.to_dict()` of live output; None for none.
+        live: `OutputRoute.to_dict()` of live output; None for none.
         is_quiet: whether the ranks' lines stay off this task's stderr.
         elastic: `Terms.to_dict()` of ranks that come and go; None for a barrier stage.
         piece_bytes: most bytes of a row of a result.
@@ -146,7 +145,7 @@ class TaskSpec:
     preload: tuple[str, ...]
     fixed_threads: int | None
     run_dir: str
-    gpu_mode: str = decide.Mode.FREE
+    gpu_mode: str = decide.GpuMode.FREE
     needs_gpu: bool = False
     driver_at: tuple[str, int] | None = None
     is_local: bool = False
@@ -233,11 +232,11 @@ def run_task(
     share_nursery()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
-    is_stored = stored.write(files, spec.run_dir, outcome)
-    if outcome.kind != Kind.OK:
-        cause = stored.await_cause(files, spec.run_dir, spec.size, outcome)
+    is_stored = outcome_files.write(files, spec.run_dir, outcome)
+    if outcome.kind != OutcomeKind.OK:
+        cause = outcome_files.await_cause(files, spec.run_dir, spec.size, outcome)
         # Another rank's outcome was read from the files; after a failed check nobody knows who sees them.
-        is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
+        is_seen = cause.kind != OutcomeKind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
     yield from results.rows_of(rank, outcome, result, spec.piece_bytes)
@@ -340,7 +339,7 @@ def _start(
                     prologue,
                     program,
                     output.line,
-                    tell=output.message,
+                    notify=output.message,
                     progress=output.progress,
                 )
             )
@@ -415,7 +414,7 @@ def _refuse_if(problem: str) -> None:
 
 def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutput:
     """Return the output of a rank, as the specification wants it shown."""
-    way = None if spec.live is None else Way.from_dict(spec.live)
+    way = None if spec.live is None else OutputRoute.from_dict(spec.live)
     return RankOutput(
         None if way is None else Sender(way, rank, _carrier(way, spec, rank, files)),
         timestamp=spec.timestamps,
@@ -424,19 +423,21 @@ def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutpu
     )
 
 
-def _carrier(way: Way, spec: TaskSpec, rank: int, files: SharedFiles | None) -> Carrier:
+def _carrier(way: OutputRoute, spec: TaskSpec, rank: int, files: SharedFiles | None) -> Carrier:
     if way.address is None:
         if files is None:
             raise InternalError("live output has neither an address nor files.")
         return ChunkWriter(files, way.folder, rank)
     proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, rank + 1, spec.size + 1)
-    return Connection(way.address, proof)
+    return LiveConnection(way.address, proof)
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
     """Return the outcome of a rank that a check keeps from starting."""
     how = "not started"
-    return Outcome(rank, Kind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message)
+    return Outcome(
+        rank, OutcomeKind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message
+    )
 
 
 def exchange_facts(
@@ -445,9 +446,9 @@ def exchange_facts(
     """Gather the facts of every rank, by rank. All tasks of the stage must call it."""
     text = json.dumps(facts)
     if spec.is_local:
-        name = gathering.name_of(spec.key, spec.job_id, spec.attempt)
-        point = gathering.on_this_host(name)
-        texts = gathering.gather(point, barrier.partitionId(), spec.size, text, timeout_s)
+        name = gather.name_of(spec.key, spec.job_id, spec.attempt)
+        point = gather.on_this_host(name)
+        texts = gather.gather(point, barrier.partitionId(), spec.size, text, timeout_s)
     else:
         texts = barrier.allGather(text)
     return [json.loads(text) for text in texts]

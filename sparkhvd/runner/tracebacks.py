@@ -112,8 +112,8 @@ class Raised:
         own, last = self.own, self.frames[-1:]
         if len(own) > _OUTERMOST + _INNERMOST:
             own = own[:_OUTERMOST] + own[-_INNERMOST:]
-        is_told = last and last[0] not in own and last[0].library not in ("sparkhvd", "pyspark")
-        return (*own, *last) if is_told else own
+        is_notified = last and last[0] not in own and last[0].library not in ("sparkhvd", "pyspark")
+        return (*own, *last) if is_notified else own
 
     @property
     def lines(self) -> list[str]:

@@ -23,11 +23,16 @@ from functools import partial
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.runner import allocator, orphans
-from sparkhvd.runner import zygote_client as nurseries
-from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
+from sparkhvd.runner import allocator, orphans, zygote_client
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, exit_text
 from sparkhvd.runner.output import LineReader, Tail
-from sparkhvd.runner.processes import Ended, Ends, FreshProcess, Process, kill_group
+from sparkhvd.runner.processes import (
+    FreshProcess,
+    InheritedPipes,
+    ProcessExit,
+    TrainerProcess,
+    kill_group,
+)
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_frame, read_report, write_frame
 
 # ----------------------------------------------------------------------------------------------------
@@ -39,7 +44,7 @@ _OF_PYTHON = frozenset([*_STDLIB, *(f"{folder}/lib-dynload" for folder in _STDLI
 
 
 @dataclass(frozen=True)
-class Start:
+class TrainerStart:
     """Everything that the start of a trainer needs.
 
     Attributes:
@@ -55,12 +60,12 @@ class Start:
     prologue: Prologue
     program: bytes
     environ: dict[str, str]
-    ends: Ends
+    ends: InheritedPipes
     result: int
     log: int
     is_late: bool = False
 
-    def kept(self) -> Start:
+    def kept(self) -> TrainerStart:
         """Return a start with a listener of its own."""
         listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
         tcp, unix = listener
@@ -87,23 +92,23 @@ class Start:
         os.close(self.log)
 
 
-def prepare(prologue: Prologue, program: bytes) -> tuple[int, Start]:
+def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
     """Make the pipes and the environment of a process; return the pipe to it, and the start."""
     spec_read, spec = os.pipe()
     result, result_write = os.pipe()
     log, log_write = os.pipe()
-    ends = Ends(spec_read, result_write, log_write, prologue.listener)
-    return spec, Start(prologue, program, _environment(prologue), ends, result, log)
+    ends = InheritedPipes(spec_read, result_write, log_write, prologue.listener)
+    return spec, TrainerStart(prologue, program, _environment(prologue), ends, result, log)
 
 
 def prepare_nursery(prologue: Prologue) -> None:
     """Let this process's nursery import what a trainer with this prologue needs; returns at once."""
-    nurseries.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
+    zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
 
 
 def may_fork(prologue: Prologue) -> bool:
     """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
-    return prologue.nursery and not prologue.gpu_views and nurseries.is_possible()
+    return prologue.nursery and not prologue.gpu_views and zygote_client.is_possible()
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:
@@ -157,7 +162,7 @@ class Trainer:
         log: Callable[[str], None],
         on_end: Callable[[], None] = lambda: None,
         mark: str = "",
-        tell: Callable[[str], object] | None = None,
+        notify: Callable[[str], object] | None = None,
         progress: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
@@ -169,13 +174,13 @@ class Trainer:
             log: called with each line of its output from a thread of this trainer.
             on_end: called once when it has ended, from a thread of this trainer.
             mark: in its variables, for `orphans`; "" for none.
-            tell: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
+            notify: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
             progress: called with each line on the progress of the training, from the same thread.
         """
         self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
-        self._log, self._tell, self._progress = log, tell or log, progress
+        self._log, self._notify, self._progress = log, notify or log, progress
         self._tail = Tail(LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
         self._status: int | None = 0
@@ -194,13 +199,13 @@ class Trainer:
         self._is_forced = False
         self._on_end = on_end
         self._mark = mark
-        self._process: Process | None = None
+        self._process: TrainerProcess | None = None
         self._reaper: threading.Thread | None = None
         self._pumps: list[threading.Thread] = []
         # Guards what has yet to start, and whether it still may.
         self._start_lock = threading.Lock()
         self._is_given_up = False
-        self._late: Start | None = None
+        self._late: TrainerStart | None = None
         self._spec, start = prepare(prologue, program)
         if may_fork(prologue):
             self._late = start.kept()
@@ -218,13 +223,13 @@ class Trainer:
             finally:
                 start.close_listener()
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: TrainerStart) -> None:
         frames = [start.prologue.to_bytes(), start.program]
         environ = orphans.marked(start.environ, self._mark)  # not the nursery's
         try:
-            process: Process | None = None
+            process: TrainerProcess | None = None
             if start.is_late:
-                process = nurseries.fork(start.prologue.preload, start.variables(), start.ends)
+                process = zygote_client.fork(start.prologue.preload, start.variables(), start.ends)
             if process is None:
                 process = FreshProcess(environ, start.ends)
             else:
@@ -343,7 +348,7 @@ class Trainer:
             late, self._late = self._late, None
         if late is not None:
             late.abandon()
-            self._end(Ended(-signal.SIGKILL))
+            self._end(ProcessExit(-signal.SIGKILL))
             return
         with self._reap_lock:
             if self._process is not None and not self._is_reaped:
@@ -367,13 +372,13 @@ class Trainer:
         if (
             report is not None
             and is_complete
-            and (report["kind"] != Kind.OK or not self._status or self._is_forced)
+            and (report["kind"] != OutcomeKind.OK or not self._status or self._is_forced)
         ):
             return Outcome(**{**base, **report})
         started = {k: v for k, v in (report or {}).items() if k in ("started_at", "run_s")}
         message = "after its function had returned" if is_complete else ""
         return Outcome(
-            **base, **started, kind=Kind.CRASH, exit=exit_text(self._status), message=message
+            **base, **started, kind=OutcomeKind.CRASH, exit=exit_text(self._status), message=message
         )
 
     def __enter__(self) -> Trainer:
@@ -405,7 +410,7 @@ class Trainer:
         reader.catch_up(_BLOCKED_S)  # what was printed before comes before
         lines = message.decode(errors="replace").split("\n")
         with contextlib.suppress(Exception):  # as above
-            self._tell("\n".join(f"[{self.rank}] {line}" for line in lines))
+            self._notify("\n".join(f"[{self.rank}] {line}" for line in lines))
 
     def _pass_progress(self, text: bytes) -> None:
         with contextlib.suppress(Exception):  # as above
@@ -427,17 +432,17 @@ class Trainer:
                 return
             self.result = result
             self._report = json.loads(report)
-            nurseries.of_this_process.remember(self._report.pop("modules", ()))
+            zygote_client.of_this_process.remember(self._report.pop("modules", ()))
             self._reported.set()
 
-    def _reap(self, process: Process) -> None:
+    def _reap(self, process: TrainerProcess) -> None:
         process.wait_for_end()
         with self._reap_lock:
             ended = process.reap()
             self._is_reaped = True
         self._end(ended)
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: ProcessExit) -> None:
         self._status, self._rss = ended.status, ended.peak_rss_bytes
         _drain(self._pumps, self._mark)
         self._ended.set()

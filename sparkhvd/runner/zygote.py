@@ -3,7 +3,7 @@
 It is started as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY` by `nurseries.Nursery`, and serves owners, which
 launch ranks: one, or the Python workers of a Spark executor.
 
-    owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `Ends`   fork a trainer
+    owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `InheritedPipes`   fork a trainer
     owner -> nursery   {"modules": [...]}                                                 import them for later trainers, once none runs whose end it
                                                                                           would tell late
     nursery -> nursery   a connection                                                     another one of the family has been started
@@ -31,9 +31,7 @@ from typing import NoReturn
 
 from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner import child
-from sparkhvd.runner import child as blas
-from sparkhvd.runner import child as spawning
-from sparkhvd.runner.processes import Ends, kill_group, receive, send
+from sparkhvd.runner.processes import InheritedPipes, kill_group, receive, send
 from sparkhvd.runner.protocol import dumps, read_frame
 
 # How long a nursery waits for work.
@@ -58,7 +56,7 @@ class _Forked:
     def end(self) -> None:
         """Tell the owner, who then may send no signal any more and lets it be reaped."""
         self.has_ended = True
-        self._tell({})
+        self._notify({})
 
     def reap(self) -> None:
         """Kill the rest of the group, free the number, and tell the status."""
@@ -66,11 +64,11 @@ class _Forked:
         _, status, usage = os.wait4(self.pid, 0)
         os.close(self.pidfd)
         code = os.waitstatus_to_exitcode(status)
-        self._tell({"status": code, "peak_rss_bytes": usage.ru_maxrss * 1024})
+        self._notify({"status": code, "peak_rss_bytes": usage.ru_maxrss * 1024})
         if self.channel is not None:
             self.channel.close()
 
-    def _tell(self, message: dict[str, int]) -> None:
+    def _notify(self, message: dict[str, int]) -> None:
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 send(self.channel, message)
@@ -184,7 +182,7 @@ class _Server:
             pid = os.fork()
             if pid == 0:
                 self._leave()
-                ends = Ends(spec, result, log, (-1, -1))
+                ends = InheritedPipes(spec, result, log, (-1, -1))
                 _become_trainer(channel, gate, ends, listener, parent)
         for fd in fds[1:]:
             os.close(fd)
@@ -236,7 +234,7 @@ def _load(modules: list[str]) -> None:
 
 
 def _become_trainer(
-    channel: socket.socket, gate: int, ends: Ends, listener: list[int], parent: int
+    channel: socket.socket, gate: int, ends: InheritedPipes, listener: list[int], parent: int
 ) -> NoReturn:
     """Be a trainer in a fork, as `python -m sparkhvd.runner.child` is one."""
     try:
@@ -279,7 +277,7 @@ def main(listener_fd: int, lifetime: int, family: str) -> None:
     # The working directory, which trainers have in their path only if the owner has; Python 3.10 cannot leave it out.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
-    blas.hold_threads()
+    child.hold_threads()
     with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)
@@ -287,6 +285,6 @@ def main(listener_fd: int, lifetime: int, family: str) -> None:
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
-    spawning.pickle_main_by_value(dumps)
+    child.pickle_main_by_value(dumps)
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkhvd.rendezvous.event_loop import is_same_user
-from sparkhvd.runner.processes import Ends, ForkedProcess, python_of, receive
+from sparkhvd.runner.processes import ForkedProcess, InheritedPipes, python_of, receive
 from sparkhvd.runner.protocol import USEFUL_MODULES
 
 # Read when a process starts, or when what it imports loads.
@@ -62,7 +62,7 @@ class _LeftRunning(subprocess.Popen[bytes]):
         super().__del__(_warn=_warn)  # type: ignore[call-arg]
 
 
-class Nursery:
+class ZygoteClient:
     """Connection to a nursery process, which is started if there is none.
 
     Args:
@@ -137,7 +137,7 @@ class Nursery:
         poller.register(self.socket, select.POLLIN)
         return not poller.poll(0)  # it only answers on the channels of trainers: this is its end
 
-    def fork(self, modules: Sequence[str], ends: Ends) -> ForkedProcess | None:
+    def fork(self, modules: Sequence[str], ends: InheritedPipes) -> ForkedProcess | None:
         """Fork a trainer; None if that is not possible, and nothing has been or will be started then.
 
         Args:
@@ -192,7 +192,7 @@ class Nursery:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.socket.sendmsg([json.dumps({"modules": list(modules)}).encode()], rights)
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ZygoteClient:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -231,7 +231,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nursery: Nursery | None = None
+        self._zygote: ZygoteClient | None = None
         self._useful: set[str] = set()
         self._shared_by = 0
         self._silent = 0
@@ -242,12 +242,12 @@ class _Kept:
         with self._lock:
             self._shared_by = belongs_to
 
-    def find(self, environ: Mapping[str, str]) -> Nursery | None:
+    def find(self, environ: Mapping[str, str]) -> ZygoteClient | None:
         """Return the nursery that fits an environment, another one where the current one does not or has ended; None if none can be had."""
         with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
             key = _key(environ, belongs_to)
-            kept = self._nursery
+            kept = self._zygote
             if kept is not None and kept.has_threads:
                 return None
             if kept is None or kept.key != key or not kept.is_usable():
@@ -256,8 +256,8 @@ class _Kept:
                 self._close()
                 facts = repr((key, self._silent)).encode()
                 name = hashlib.sha256(facts).hexdigest() if self._shared_by else ""
-                self._nursery = Nursery(key, environ, belongs_to, name)
-            return self._nursery
+                self._zygote = ZygoteClient(key, environ, belongs_to, name)
+            return self._zygote
         return None
 
     def useful(self, modules: Sequence[str]) -> list[str]:
@@ -270,20 +270,20 @@ class _Kept:
         with self._lock:
             new = set(modules).intersection(USEFUL_MODULES) - self._useful
             self._useful.update(new)
-            nursery = self._nursery
+            nursery = self._zygote
         if nursery is not None and nursery.is_usable():
             nursery.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
         """Return the number of the nursery's process, or None."""
         with self._lock:
-            usable = self._nursery is not None and self._nursery.is_usable()
-            return self._nursery.pid if usable and self._nursery is not None else None
+            usable = self._zygote is not None and self._zygote.is_usable()
+            return self._zygote.pid if usable and self._zygote is not None else None
 
     def descriptor(self) -> int | None:
         """Return the descriptor of the nursery's socket, or None."""
         with self._lock:
-            return None if self._nursery is None else self._nursery.socket.fileno()
+            return None if self._zygote is None else self._zygote.socket.fileno()
 
     def forget(self) -> None:
         """End the nursery, if there is one."""
@@ -297,15 +297,17 @@ class _Kept:
             self._lock.release()
 
     def _close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
-        self._nursery = None
+        if self._zygote is not None:
+            self._zygote.close()
+        self._zygote = None
 
 
 of_this_process = _Kept()
 
 
-def fork(modules: Sequence[str], environ: Mapping[str, str], ends: Ends) -> ForkedProcess | None:
+def fork(
+    modules: Sequence[str], environ: Mapping[str, str], ends: InheritedPipes
+) -> ForkedProcess | None:
     """Fork a trainer from this process's nursery; None if a fresh process must do.
 
     Args:

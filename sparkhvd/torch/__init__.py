@@ -52,13 +52,11 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.launchers import environment as horovod
+from sparkhvd.launchers import environment
 from sparkhvd.launchers.mpi import Communicator, is_communicator
 from sparkhvd.observe import timeline
 from sparkhvd.rank_messages import log_to_driver
-from sparkhvd.torch import collectives, context, elastic
-from sparkhvd.torch import startup as joining
-from sparkhvd.torch import startup as own_gpu
+from sparkhvd.torch import collectives, context, elastic, startup
 from sparkhvd.torch.broadcast import (
     allgather_object,
     broadcast_object,
@@ -150,8 +148,8 @@ def init(
         EngineUnavailableError: the compiled library is missing.
     """
     sets = _sets(process_sets)
-    if not context.initialize(joining.way_to_join(comm), may_join_later=not sets):
-        joining.check_joined(comm)
+    if not context.initialize(startup.way_to_join(comm), may_join_later=not sets):
+        startup.check_joined(comm)
         return
     if rank() == 0:
         _tell_choices()
@@ -160,7 +158,7 @@ def init(
         for process_set in sets:
             if _exists(process_set):
                 add_process_set(process_set)
-        own_gpu.make_current()
+        startup.make_current()
     except BaseException:
         shutdown()
         raise
@@ -168,7 +166,7 @@ def init(
 
 @functools.cache  # once per process
 def _tell_choices() -> None:
-    if note := horovod.note_of():
+    if note := environment.note_of():
         sys.stderr.write(f"{note}\n")
 
 
@@ -296,7 +294,7 @@ def mpi_threads_supported() -> bool:
 
     Nothing here calls MPI, so nothing waits for it.
     """
-    return horovod.is_mpi()
+    return environment.is_mpi()
 
 
 def gloo_built() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers import mpi as communicator
+from sparkhvd.launchers import mpi
 from sparkhvd.launchers.mpi import Communicator
 from sparkhvd.torch import process_sets
 from sparkhvd.torch.collectives import allgather
@@ -40,7 +40,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> P
         MismatchError: ranks disagree on the set; raised on every rank.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
-    if communicator.is_communicator(process_set):
+    if mpi.is_communicator(process_set):
         process_set = ProcessSet(process_set)
     if isinstance(process_set, ProcessSet) and process_set.mpi_comm is not None:
         return _add_of_communicators(process_set, process_set.mpi_comm)
@@ -86,9 +86,9 @@ def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
     """Return the job's ranks of a communicator's processes; none of a null one."""
     if not comm:
         return ()
-    communicator.place_of(_WHAT, comm)
+    mpi.place_of(_WHAT, comm)
     rank = context().engine.topology.rank
-    return tuple(sorted(map(int, communicator.gather(_WHAT, comm, str(rank), timeout_s))))
+    return tuple(sorted(map(int, mpi.gather(_WHAT, comm, str(rank), timeout_s))))
 
 
 def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from sparkhvd import launchers
 from sparkhvd import topology as rank_context
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers import mpi as communicator
+from sparkhvd.launchers import mpi
 from sparkhvd.rendezvous import Rendezvous, SingleRendezvous, SocketRendezvous
 from sparkhvd.settings import Settings
 from sparkhvd.topology import context as own_context
@@ -20,7 +20,7 @@ from sparkhvd.topology import topology
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import context
 
-Comm = Rendezvous | communicator.Communicator | Sequence[int]
+Comm = Rendezvous | mpi.Communicator | Sequence[int]
 # Gets what ends with the job.
 Join = Callable[[ExitStack], Rendezvous]
 
@@ -33,8 +33,8 @@ def way_to_join(comm: Comm | None) -> Join:
     """
     if comm is None:
         return lambda _: _launched()
-    if communicator.is_communicator(comm):
-        return lambda cleanup: communicator.join(comm, cleanup)
+    if mpi.is_communicator(comm):
+        return lambda cleanup: mpi.join(comm, cleanup)
     if hasattr(comm, "connect"):
         rendezvous = cast("Rendezvous", comm)
         return lambda _: rendezvous
@@ -51,8 +51,8 @@ def check_joined(comm: Comm | None) -> None:
     place = context().engine.topology
     joined = f"this process is rank {place.rank} of a job of {place.size} ranks already"
     remedy = "Call shutdown() first, on every rank, or init() once."
-    if communicator.is_communicator(comm):
-        rank, size = communicator.place_of("init(comm=...)", comm)
+    if mpi.is_communicator(comm):
+        rank, size = mpi.place_of("init(comm=...)", comm)
         if (rank, size) != (place.rank, place.size):
             raise InvalidArgumentError(
                 f"init(comm=...): this process is rank {rank} of {size} in the communicator, and {joined}. {remedy}"

@@ -18,7 +18,7 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.observe.system import Gpu
 from sparkhvd.runner import RankContext
-from sparkhvd.training.rank_sync import fail_together
+from sparkhvd.training.rank_sync import raise_on_all_ranks
 
 _CPU = torch.device("cpu")
 
@@ -64,10 +64,10 @@ def agree(device: torch.device, problem: str) -> None:
     devices = hvd.allgather_object((device.type, problem), name="device")
     for rank, (_, text) in enumerate(devices):
         if text:
-            fail_together(f"use_gpu: rank {rank} {text}.")
+            raise_on_all_ranks(f"use_gpu: rank {rank} {text}.")
     for rank, (kind, _) in enumerate(devices):
         if kind != devices[0][0]:
-            fail_together(
+            raise_on_all_ranks(
                 f"use_gpu: rank 0 would train on {devices[0][0]} and rank {rank} on {kind}. Run on hosts that all have "
                 "GPUs, or give use_gpu=False."
             )
@@ -97,7 +97,7 @@ def compile_model(model: nn.Module) -> nn.Module:
     device = torch.device("cpu") if parameter is None else parameter.device
     for rank, missing in enumerate(hvd.allgather_object(missing_tools(device), name="compile")):
         if missing:
-            fail_together(
+            raise_on_all_ranks(
                 f"compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, on GPUs Triton "
                 f"too, and on rank {rank} {missing}. Install them there, set CXX to the compiler, or set compile=False."
             )

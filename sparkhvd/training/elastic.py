@@ -47,9 +47,9 @@ from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import move_losses
 from sparkhvd.training.torch_settings import held
-from sparkhvd.training.train import Hooks, build, returned_epoch, train_epochs, tried_widths
+from sparkhvd.training.train import LoopHooks, build, returned_epoch, train_epochs, tried_widths
 from sparkhvd.training.types import History
-from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Moment
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, TrainingClock
 from sparkhvd.training.user_step import StepContext, UserStep
 
 _NEVER_S = 1e9
@@ -76,7 +76,7 @@ class _Within:
     seconds: float
 
 
-class _Training(State, Hooks):
+class _Training(State, LoopHooks):
     """What a rank keeps from one set of ranks to the next."""
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -101,7 +101,7 @@ class _Training(State, Hooks):
         self.others.to(self.device)
         self.call = compile_model(model) if spec.compile else model
         self.checkpoints = Checkpoints(spec.store, spec.run_dir)
-        self.moment = Moment()
+        self.moment = TrainingClock()
         self.state: TrainingState | None = None
         self.schedule: Schedule | None = None
         # State to which a loss leads back, where in the epoch that is, and the number of ranks by which its learning rates are scaled.

@@ -334,7 +334,7 @@ def _take(frozen: dict[str, nn.Parameter], path: str) -> None:
     for name, parameter in frozen.items():
         if _is_equal(parameter.detach(), mapped.get(name)):
             parameter.data = mapped[name]
-    give_back()
+    release()
 
 
 def _is_equal(own: Tensor, other: object) -> bool:
@@ -348,7 +348,7 @@ def _is_equal(own: Tensor, other: object) -> bool:
     return torch.equal(*(torch.empty(0, dtype=torch.uint8).set_(each) for each in (a, b)))
 
 
-def give_back() -> None:
+def release() -> None:
     """Give freed memory to the system: a rank keeps it for its next allocations else."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

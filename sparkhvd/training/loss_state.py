@@ -26,7 +26,7 @@ from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import State, Stateful
 
 
-class Others:
+class LossState:
     """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
 
     Attributes:
@@ -328,9 +328,9 @@ def returned_loss(
         is_changed: their attributes have changed too, so they are copied without state.
     """
     made = losses
-    if (state and Others(losses, (), model)) or is_changed:
+    if (state and LossState(losses, (), model)) or is_changed:
         made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
-        Others(made).load_state_dict(state, "The state of the checkpoint does")
+        LossState(made).load_state_dict(state, "The state of the checkpoint does")
     return made[0] if all(each is made[0] for each in made) else list(made)
 
 

@@ -18,7 +18,7 @@ from sparkhvd.torch.collectives.tensors import Handle
 from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.metrics import Forward, Totals
 from sparkhvd.training.program import Program
-from sparkhvd.training.rank_sync import fail_together
+from sparkhvd.training.rank_sync import raise_on_all_ranks
 from sparkhvd.training.spec import TrainSpec
 
 
@@ -190,7 +190,7 @@ def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | N
     """
     if spec.sample_weight is None or num_steps is not None or totals.weight:
         return
-    fail_together(
+    raise_on_all_ranks(
         f"sample_weight_col: column {spec.sample_weight!r} is 0 in all {totals.num_rows:,} {part} rows, so there is no "
         "mean loss. Give weights above 0, or leave such rows out of the DataFrame."
     )

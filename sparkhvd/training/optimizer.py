@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch import arguments
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.types import Compression, MakeOptimizer
 
 
 def check_optimizer(
-    optimizer: object, model_param: object, model: nn.Module, others: Others | None = None
+    optimizer: object, model_param: object, model: nn.Module, others: LossState | None = None
 ) -> torch.optim.Optimizer:
     """Check an optimizer, or a function that makes one, against the model; neither is changed.
 
@@ -42,7 +42,7 @@ def check_optimizer(
             "for example torch.optim.Adam."
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_instance(optimizer, model_param, model, others or Others())
+        _check_instance(optimizer, model_param, model, others or LossState())
         built = optimizer
     elif callable(optimizer):
         # A copy, because an optimizer may hang hooks on its parameters.
@@ -62,7 +62,9 @@ def check_optimizer(
     return built
 
 
-def _warn_of_untrained(optimizer: torch.optim.Optimizer, others: Others, *, is_made: bool) -> None:
+def _warn_of_untrained(
+    optimizer: torch.optim.Optimizer, others: LossState, *, is_made: bool
+) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if is_made:  # over light copies
         held |= {id(p) for p in others.trained}
@@ -78,7 +80,7 @@ def _warn_of_untrained(optimizer: torch.optim.Optimizer, others: Others, *, is_m
 
 
 def _check_instance(
-    optimizer: torch.optim.Optimizer, model_param: object, model: nn.Module, others: Others
+    optimizer: torch.optim.Optimizer, model_param: object, model: nn.Module, others: LossState
 ) -> None:
     if model_param is not model:
         raise InvalidArgumentError(
@@ -97,7 +99,7 @@ def _check_instance(
                 )
 
 
-def _light(others: Others | None) -> list[Tensor]:
+def _light(others: LossState | None) -> list[Tensor]:
     """Return the parameters of losses as new objects over the same memory."""
     return list(light_copy(nn.ParameterList(others.trained)).parameters()) if others else []
 

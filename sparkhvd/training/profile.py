@@ -363,7 +363,7 @@ _REPEAT_S = 5.0
 _MOST_MEANS, _MOST_BYTES = 9, 4000
 
 
-class Progress:
+class StepReporter:
     """Reports within an epoch: of rank 0 at most two per second, of others how long they wait, if that changes or was told long ago."""
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:

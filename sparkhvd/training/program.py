@@ -21,7 +21,7 @@ from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.loss_functions import ClassMean
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.metrics import AnyMetric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, module_texts, tensors_of
 from sparkhvd.training.modules.copies import hooks_of, light_copy
@@ -60,11 +60,11 @@ class Program:
     functions: RowFunctions = field(default_factory=RowFunctions)
     user: UserCode = field(default_factory=UserCode)
 
-    def others(self) -> Others:
+    def others(self) -> LossState:
         """Find the state of losses and metrics, once the model is there."""
         user = self.user
         trains = not user.computes_loss
-        return Others(self.losses, self.metrics, self.model, user.steps, trains=trains)
+        return LossState(self.losses, self.metrics, self.model, user.steps, trains=trains)
 
 
 def dump_program(program: Program) -> tuple[bytes, str]:

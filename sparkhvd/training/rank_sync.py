@@ -21,7 +21,7 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
     random.seed(int(state[2]))
 
 
-def fail_together(message: str, cause: Exception | None = None) -> NoReturn:
+def raise_on_all_ranks(message: str, cause: Exception | None = None) -> NoReturn:
     """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
     # A rank that ended now would take the message from a slower one, which would see only its loss.
     with contextlib.suppress(CollectiveError):

@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.training.early_stopping import Monitor
-from sparkhvd.training.rank_sync import fail_together
+from sparkhvd.training.rank_sync import raise_on_all_ranks
 from sparkhvd.training.types import MakeScheduler, Record
 
 # ----------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Schedule:
         total = epochs * steps_per_epoch if self._is_per_step else epochs
         self.scheduler = make_scheduler(function, optimizer, total)
         if self._is_per_step and isinstance(self.scheduler, _Plateau):
-            fail_together(
+            raise_on_all_ranks(
                 "lr_scheduler_interval is 'step' and lr_scheduler makes a ReduceLROnPlateau, which looks at a number of "
                 "each epoch. Leave lr_scheduler_interval at 'epoch'."
             )

@@ -27,7 +27,7 @@ from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss,
 from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
-from sparkhvd.training.rank_sync import fail_together
+from sparkhvd.training.rank_sync import raise_on_all_ranks
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.to_device import Mover
@@ -250,7 +250,7 @@ class Step:
         if num_problems:
             for rank, text in enumerate(hvd.allgather_object(problem, name="step.problem")):
                 if text:
-                    fail_together(f"{text} on rank {rank}, {where}. {_NAN_HINT}")
+                    raise_on_all_ranks(f"{text} on rank {rank}, {where}. {_NAN_HINT}")
         if not self.is_weighted or self.is_sum:
             return 1.0
         return plan.num_rows / total if total else 0.0
@@ -308,7 +308,7 @@ class Step:
         for rank, (text, _) in enumerate(outcomes):
             if text:
                 here = cause if rank == hvd.rank() else None
-                fail_together(f"The first batch, on rank {rank}: {text}", here)
+                raise_on_all_ranks(f"The first batch, on rank {rank}: {text}", here)
         # Rows that decoders leave out are known only when they are read.
         skips = self.program.functions.skips
         self.is_weighted = skips or any(weighted for _, weighted in outcomes)

@@ -48,7 +48,7 @@ from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
 from sparkhvd.training.host_memory import share_frozen
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Logs, Totals
 from sparkhvd.training.model import build_model
@@ -56,9 +56,9 @@ from sparkhvd.training.modules.fitted import output_widths
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.precision import loss_scaler
-from sparkhvd.training.profile import Profile, Progress, RunTimeline
+from sparkhvd.training.profile import Profile, RunTimeline, StepReporter
 from sparkhvd.training.program import Program, load_program
-from sparkhvd.training.rank_sync import fail_together, seed_everything
+from sparkhvd.training.rank_sync import raise_on_all_ranks, seed_everything
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
@@ -66,7 +66,7 @@ from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.torch_settings import held
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.types import History, Record
-from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, Moment
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks, TrainingClock
 from sparkhvd.training.user_step import StepContext, UserStep
 
 
@@ -107,7 +107,7 @@ def train(spec: TrainSpec) -> TrainResult:
         data.prepare(*start.position)
         load_compression(program.compression, start.compression, device)
         state, schedule = build(spec, program, data, profile, others)
-        moment = Moment()
+        moment = TrainingClock()
         ctx = CallbackContext(spec, state, moment)
         callbacks = Callbacks(program.user.callbacks, ctx, others)
         state.callbacks = callbacks
@@ -186,7 +186,7 @@ def tried_widths(
     return tuple(widths or ())
 
 
-class Hooks:
+class LoopHooks:
     """What else happens on every rank at the end of steps and epochs: nothing, here."""
 
     def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
@@ -213,10 +213,10 @@ def train_epochs(
     callbacks: Callbacks,
     saver: Saver,
     position: Position,
-    hooks: Hooks | None = None,
+    hooks: LoopHooks | None = None,
 ) -> str:
     """Train from `position` on, adding records to its history; return the reason to end early, or ""."""
-    hooks = hooks or Hooks()
+    hooks = hooks or LoopHooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
     with repeated(step.state, position, "on_train_begin"):
@@ -253,7 +253,7 @@ def train_epochs(
 
 
 def build(
-    spec: TrainSpec, program: Program, data: Data, profile: Profile, others: Others
+    spec: TrainSpec, program: Program, data: Data, profile: Profile, others: LossState
 ) -> tuple[TrainingState, Schedule]:
     """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
@@ -302,7 +302,7 @@ def train_epoch(
     callbacks: Callbacks,
     saver: Saver,
     position: Position,
-    hooks: Hooks,
+    hooks: LoopHooks,
 ) -> Record:
     """Train one pass over the rows, or the rest of one; return the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
@@ -311,7 +311,7 @@ def train_epoch(
     step.waited_s = 0.0
     profile = step.state.profile
     profile.begin_epoch()
-    progress = Progress(epoch + 1, step.spec.epochs, data.steps_in_all(epoch, position.done))
+    progress = StepReporter(epoch + 1, step.spec.epochs, data.steps_in_all(epoch, position.done))
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step, position.done):
         moment.step = epoch * data.num_steps + plan.number + 1
@@ -381,7 +381,7 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
     if not step.program.functions.skips:
         return {}
     if planned and not totals.num_rows:
-        fail_together(
+        raise_on_all_ranks(
             f"The images of all {planned:,} {'validation' if prefix else 'training'} rows are missing or broken, and "
             "image(broken='skip') leaves these out, so no row is left. Look at what the ranks have printed; can they reach the files?"
         )

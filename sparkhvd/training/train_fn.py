@@ -38,7 +38,7 @@ from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.rank_sync import seed_everything
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import Record, State, Stateful, TensorBatch, Value
-from sparkhvd.training.user_code.callbacks import Context, Moment
+from sparkhvd.training.user_code.callbacks import Context, TrainingClock
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 
@@ -153,7 +153,7 @@ class TrainFnContext(Context):
         self,
         spec: TrainSpec,
         state: TrainingState,
-        moment: Moment,
+        moment: TrainingClock,
         saver: Saver,
         position: Position,
         kept: State,

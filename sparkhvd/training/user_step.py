@@ -27,7 +27,7 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.metrics import Forward, Logs
 from sparkhvd.training.to_device import moved
 from sparkhvd.training.types import Columns, TensorBatch
-from sparkhvd.training.user_code.callbacks import Context, Moment
+from sparkhvd.training.user_code.callbacks import Context, TrainingClock
 
 if TYPE_CHECKING:  # they import this
     from sparkhvd.training.checkpoints.resume import TrainingState
@@ -56,7 +56,7 @@ class StepContext(Context):
         num_rows: rows of the batch on this rank, at least 1.
     """
 
-    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+    def __init__(self, spec: TrainSpec, state: TrainingState, moment: TrainingClock) -> None:
         """Begin without rows; the loop sets them per batch."""
         super().__init__(spec, state, moment)
         self.num_rows = 0

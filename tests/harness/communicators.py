@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from sparkhvd.launchers import gather as gathering
+from sparkhvd.launchers import gather
 
 DEADLINE_S = 30.0
 
@@ -85,9 +85,9 @@ class ProcessComm:
         return self._size
 
     def allgather(self, sendobj: str) -> list[str]:
-        name = gathering.name_of("ab" * 32, self._name, next(self._numbers))
-        point = gathering.on_this_host(name)
-        return gathering.gather(point, self._rank, self._size, sendobj, DEADLINE_S)
+        name = gather.name_of("ab" * 32, self._name, next(self._numbers))
+        point = gather.on_this_host(name)
+        return gather.gather(point, self._rank, self._size, sendobj, DEADLINE_S)
 
 
 def world(size: int) -> list[ThreadComm]:

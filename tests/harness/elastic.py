@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sparkhvd.elastic import Coordinator, Formed, Invitation, Limits
+from sparkhvd.elastic import Coordinator, GenerationFormed, JoinToken, Limits
 from sparkhvd.elastic.membership import Refusal
 from sparkhvd.rendezvous import Endpoint, Listener
 from sparkhvd.settings import Settings
@@ -24,7 +24,7 @@ class ElasticJob:
         self.limits = limits
         self.settings = settings
         self.tcp_only = tcp_only
-        self.formed: queue.SimpleQueue[Formed] = queue.SimpleQueue()
+        self.formed: queue.SimpleQueue[GenerationFormed] = queue.SimpleQueue()
         self.refused: queue.SimpleQueue[tuple[int, Refusal]] = queue.SimpleQueue()
         self.members: list[RankProcess] = []
         self._key, self._job_id = secrets.token_bytes(32), secrets.token_hex(4)
@@ -51,7 +51,7 @@ class ElasticJob:
                 coordinator = self.coordinator.endpoint
                 if self.tcp_only:
                     coordinator = replace(coordinator, host_key="", unix_name="")
-                invitation = Invitation(
+                join_token = JoinToken(
                     self._key, self._job_id, number, coordinator, 120.0, self.limits.patience_s
                 )
                 made.append(
@@ -61,13 +61,13 @@ class ElasticJob:
                         listener,
                         self.settings,
                         fork_server.running(),
-                        invitation=invitation.to_dict(),
+                        join_token=join_token.to_dict(),
                     )
                 )
             self.members.append(made[-1])
         return made
 
-    def next_change(self, timeout_s: float = DEADLINE_S) -> Formed:
+    def next_change(self, timeout_s: float = DEADLINE_S) -> GenerationFormed:
         """Return the next change that the members have carried out, or that another one has overtaken."""
         return self.formed.get(timeout=timeout_s)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.data.store.store import Store
 from sparkhvd.runner import context, run_local
 from sparkhvd.settings import Settings
@@ -54,7 +54,7 @@ def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
-        rank_context.install(replace(mine, gpu=0))
+        topology.install(replace(mine, gpu=0))
     seen: list[str] = []
     forward = nn.Linear.forward
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparkhvd.elastic import ElasticRendezvous, Invitation
+from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
@@ -225,8 +225,8 @@ def main(filenos: Sequence[int] | None = None) -> None:
     parent = os.getpid()
     try:
         if "invitation" in start:
-            invitation = Invitation.from_dict(start["invitation"])
-            talk.say(body(ElasticRendezvous(invitation, listener, lambda: settings), talk))
+            join_token = JoinToken.from_dict(start["invitation"])
+            talk.say(body(ElasticRendezvous(join_token, listener, lambda: settings), talk))
             return
         rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)
         if not start["with_engine"]:

@@ -36,7 +36,7 @@ from sparkhvd.rendezvous import (
 )
 from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED, unix_address
-from sparkhvd.rendezvous.meeting import Meeting, check_memory
+from sparkhvd.rendezvous.meeting import MeshBuilder, check_memory
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -199,7 +199,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
             return [meetings[0].connect(), meetings[0].connect()]
 
         def rank1_ahead() -> Connections:
-            ahead = Meeting(meetings[1].job, meetings[1]._listener, QUICK, 1, [], [])
+            ahead = MeshBuilder(meetings[1].job, meetings[1]._listener, QUICK, 1, [], [])
             knocked.set()
             return ahead.run()
 
@@ -218,7 +218,7 @@ def test_rank_comes_again_when_its_proof_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Close a connection for the next generation after its proof was sent, as a rank that completes one does."""
-    real = Meeting._adopt
+    real = MeshBuilder._adopt
     dropped = []
 
     def adopt(self: Any, peer: int, sock: socket.socket) -> None:
@@ -231,7 +231,7 @@ def test_rank_comes_again_when_its_proof_was_not_read(
     def edit(_: int, endpoint: Endpoint) -> Endpoint:
         return replace(endpoint, host_key="", unix_name="") if tcp_only else endpoint
 
-    monkeypatch.setattr(Meeting, "_adopt", adopt)
+    monkeypatch.setattr(MeshBuilder, "_adopt", adopt)
     with job_of(3, edit=edit) as meetings:
         assert_connected(connect_all(meetings), socket.AF_INET if tcp_only else socket.AF_UNIX)
     assert sorted(dropped) == [1, 2]
@@ -319,7 +319,7 @@ def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, by
 def test_malicious_peer_is_shut_out(trick: str) -> None:
     with job_of(2) as meetings:
         job = meetings[1].job
-        turn = handshake.Turn(0, 0)
+        stage = handshake.ConnectionPhase(0, 0)
         replayed: list[bytes] = []
 
         def attack() -> bytes:
@@ -328,14 +328,14 @@ def test_malicious_peer_is_shut_out(trick: str) -> None:
                     mine, theirs, _ = exchange_as_client(sock, 1)
                     replayed.append(
                         handshake.proof_of(
-                            job, b"C", client=1, server=0, turn=turn, nonces=mine + theirs
+                            job, b"C", client=1, server=0, stage=stage, nonces=mine + theirs
                         )
                     )
             with connection_to(job.endpoints[0]) as sock:
                 mine, theirs, proof = exchange_as_client(sock, 1)
                 # What an honest rank must see, or it would not answer.
                 assert proof == handshake.proof_of(
-                    job, b"S", client=1, server=0, turn=turn, nonces=mine + theirs
+                    job, b"S", client=1, server=0, stage=stage, nonces=mine + theirs
                 )
                 other = {
                     "wrong key": replace(job, key=bytes(32)),
@@ -343,7 +343,7 @@ def test_malicious_peer_is_shut_out(trick: str) -> None:
                 }.get(trick, job)
                 answers = {"reflected": proof, "replayed": replayed[0] if replayed else b""}
                 honest = handshake.proof_of(
-                    other, b"C", client=1, server=0, turn=turn, nonces=mine + theirs
+                    other, b"C", client=1, server=0, stage=stage, nonces=mine + theirs
                 )
                 sock.sendall(answers.get(trick) or honest)
                 return sock.recv(1)

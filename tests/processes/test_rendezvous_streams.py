@@ -29,7 +29,7 @@ from sparkhvd.rendezvous import (
     in_process,
 )
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED
-from sparkhvd.rendezvous.meeting import Link, Meeting, agree_on_hosts
+from sparkhvd.rendezvous.meeting import MeshBuilder, PeerLink, agree_on_hosts
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -116,7 +116,7 @@ def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
 def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def split(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
+    def split(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
         for peer, link in links.items():
             if 1 in (peer, job.rank):  # rank 1 shares with no other
                 link.shares_memory = False
@@ -150,7 +150,7 @@ def test_unauthenticated_peers_do_not_disturb_the_further_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They come between the first turn and the second, some with the hello of a stream."""
-    real = Meeting._open_streams
+    real = MeshBuilder._open_streams
     socks = []
 
     def disturbed(self: Any, hosts: tuple[int, ...]) -> None:
@@ -164,7 +164,7 @@ def test_unauthenticated_peers_do_not_disturb_the_further_turns(
                     sock.sendall(handshake.HELLO.pack(b"sparkhvd", 1, 0, phase, bytes(32)))
         real(self, hosts)
 
-    monkeypatch.setattr(Meeting, "_open_streams", disturbed)
+    monkeypatch.setattr(MeshBuilder, "_open_streams", disturbed)
     try:
         with job_of(2, settings=THREE) as meetings:
             assert_connected(connect_all(meetings), 3)
@@ -177,13 +177,13 @@ def test_unauthenticated_peers_do_not_disturb_the_further_turns(
 
 
 def turn_of(stream: int, generation: int = 0) -> Any:
-    return handshake.Turn(generation, handshake.PHASE_STREAM + stream - 1)
+    return handshake.ConnectionPhase(generation, handshake.PHASE_STREAM + stream - 1)
 
 
-def hello(sock: socket.socket, turn: Any, rank: int) -> bytes:
+def hello(sock: socket.socket, stage: Any, rank: int) -> bytes:
     """Say hello as a rank; return both nonces."""
     nonce = secrets.token_bytes(32)
-    sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, turn.generation, turn.phase, nonce))
+    sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, stage.generation, stage.phase, nonce))
     sock.settimeout(5)
     return nonce + sock.recv(64, socket.MSG_WAITALL)[:32]
 
@@ -191,21 +191,23 @@ def hello(sock: socket.socket, turn: Any, rank: int) -> bytes:
 PROOFS: dict[str, Callable[[Any, bytes], bytes]] = {
     "right": lambda job, nonces: client_proof(job, turn_of(2), nonces),
     "of another stream": lambda job, nonces: client_proof(job, turn_of(1), nonces),
-    "of the first turn": lambda job, nonces: client_proof(job, handshake.Turn(0, 0), nonces),
+    "of the first turn": lambda job, nonces: client_proof(
+        job, handshake.ConnectionPhase(0, 0), nonces
+    ),
     "of another generation": lambda job, nonces: client_proof(job, turn_of(2, 1), nonces),
     "of another attempt": lambda job, nonces: client_proof(
         replace(job, attempt=1), turn_of(2), nonces
     ),
     "of another rank": lambda job, nonces: handshake.proof_of(
-        job, b"C", client=2, server=0, turn=turn_of(2), nonces=nonces
+        job, b"C", client=2, server=0, stage=turn_of(2), nonces=nonces
     ),
     "wrong key": lambda job, nonces: client_proof(replace(job, key=bytes(32)), turn_of(2), nonces),
     "garbage": lambda job, nonces: secrets.token_bytes(32),
 }
 
 
-def client_proof(job: Any, turn: Any, nonces: bytes) -> bytes:
-    return handshake.proof_of(job, b"C", client=1, server=0, turn=turn, nonces=nonces)
+def client_proof(job: Any, stage: Any, nonces: bytes) -> bytes:
+    return handshake.proof_of(job, b"C", client=1, server=0, stage=stage, nonces=nonces)
 
 
 @pytest.mark.parametrize("trick", PROOFS)
@@ -250,8 +252,8 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
 ) -> None:
     with job_of(2, settings=THREE) as meetings:
         job = meetings[1].job
-        meeting = Meeting(job, meetings[1]._listener, THREE, 0, [], [])
-        meeting.turn = turn_of(2)
+        meeting = MeshBuilder(job, meetings[1]._listener, THREE, 0, [], [])
+        meeting.stage = turn_of(2)
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
         accepted = []
@@ -265,7 +267,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
             theirs.sendall(
                 bytes(32)
                 + handshake.proof_of(
-                    job, b"S", client=1, server=0, turn=turn_of(stream), nonces=nonces
+                    job, b"S", client=1, server=0, stage=turn_of(stream), nonces=nonces
                 )
                 + handshake.WELCOME
             )
@@ -306,7 +308,7 @@ def instead_of_streams(
     monkeypatch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], None]
 ) -> Iterator[None]:
     """Let `rank` act when the others open stream 1, and fail then."""
-    real = Meeting._open_streams
+    real = MeshBuilder._open_streams
 
     def patched(self: Any, hosts: tuple[int, ...]) -> None:
         if self.job.rank == rank:
@@ -315,7 +317,7 @@ def instead_of_streams(
         real(self, hosts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Meeting, "_open_streams", patched)
+        patch.setattr(MeshBuilder, "_open_streams", patched)
         yield
 
 

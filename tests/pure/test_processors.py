@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd.cpus import cgroup_quota
 
 
@@ -39,14 +39,14 @@ def test_allowed_is_the_lesser_of_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, allowed: float, whole: int
 ) -> None:
     before = os.sched_getaffinity(0)
-    monkeypatch.setattr(processors, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(cpus, "cgroup_quota", lambda: quota)
     os.sched_setaffinity(0, {min(before)})
     try:
-        assert (processors.allowed(), processors.whole()) == (allowed, whole)
+        assert (cpus.allowed(), cpus.whole()) == (allowed, whole)
     finally:
         os.sched_setaffinity(0, before)
 
 
 def test_a_fraction_of_a_processor_is_one_more_for_the_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "allowed", lambda: 1.5)
-    assert processors.whole() == 2
+    monkeypatch.setattr(cpus, "allowed", lambda: 1.5)
+    assert cpus.whole() == 2

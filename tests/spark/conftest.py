@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparkhvd.runner import job as planning
+from sparkhvd.runner import job
 
-_BY_DEFAULT = planning._fixed_threads
+_BY_DEFAULT = job._fixed_threads
 
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread_per_rank() -> Iterator[None]:
     """Let launches of one rank and of two in the shared session have the same nursery."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_fixed_threads", lambda *_: 1)
+        patch.setattr(job, "_fixed_threads", lambda *_: 1)
         yield
 
 
 @pytest.fixture
 def threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks of a test have as many threads as a user's."""
-    monkeypatch.setattr(planning, "_fixed_threads", _BY_DEFAULT)
+    monkeypatch.setattr(job, "_fixed_threads", _BY_DEFAULT)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, problems, usable_rows
+from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, usable_rows
 from sparkhvd.data.arrow_types import num_leaves, spark_type
 from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema
@@ -194,7 +194,7 @@ def _check_nulls(
         for c in schema.columns
         if c.invalid[0] == "error"
         for line in problems(
-            c, Findings(nulls=nulls[c.name]), num_rows, is_flag=c is schema.validation
+            c, InvalidRowCounts(nulls=nulls[c.name]), num_rows, is_flag=c is schema.validation
         )
     )
 
@@ -213,7 +213,7 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
             )
         pieces = list(source.arrays([c.name for c in schema.columns], rows))
         entries = {c.name: _entry_shape(source, c) for c in schema.columns if _is_nested(c)}
-    findings = {c.name: Findings() for c in schema.columns}
+    findings = {c.name: InvalidRowCounts() for c in schema.columns}
     bytes_seen = dict.fromkeys(findings, 0)
     for arrays in pieces:
         for column in schema.columns:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, problems, shape_text, usable_rows
+from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, shape_text, usable_rows
 from sparkhvd.data.arrow_types import VERIFIED, plain
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, Values, joined
 from sparkhvd.data.columns.schema import Column
@@ -301,7 +301,7 @@ class ParquetSource:
     def _refuse(self, number: int, column: Column) -> NoReturn:
         """Read the column in the whole file, and raise an error with the counts of all its rows."""
         schema, file = self._manifest.schema, self._manifest.files[number]
-        findings = Findings()
+        findings = InvalidRowCounts()
         rows = negative = 0
         for _, arrays in self._file_pieces(number, [column.name], None):
             array = arrays[column.name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkhvd.data.columns.ragged import Rows
-from sparkhvd.data.reading.sampler import Plan, epoch_plan, permutation
+from sparkhvd.data.reading.sampler import SamplingPlan, epoch_plan, permutation
 from sparkhvd.data.reading.subset import count_of, fits_in_memory, group_plan
 from sparkhvd.errors import InvalidArgumentError
 
@@ -73,13 +73,13 @@ class RowOrder:
     def _block_rows(self) -> int:
         return min(max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16))
 
-    def plan(self, epoch: int, first_row: int = 0) -> Plan:
+    def plan(self, epoch: int, first_row: int = 0) -> SamplingPlan:
         """Plan an epoch, with row numbers of the files."""
         return self._plan(epoch, self.rows, None, first_row)
 
     def held_plan(
         self, epoch: int, permute: Callable[[], Rows] | None = None, first_row: int = 0
-    ) -> Plan:
+    ) -> SamplingPlan:
         """Plan an epoch, with row numbers of the subset if it is held in memory.
 
         Args:
@@ -99,7 +99,7 @@ class RowOrder:
         rows: Rows | int,
         permute: Callable[[], Rows] | None,
         first_row: int = 0,
-    ) -> Plan:
+    ) -> SamplingPlan:
         block_rows = self._block_rows
         if self.groups is not None and first_row:
             raise InvalidArgumentError(

@@ -27,11 +27,11 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.files import Buffers
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
-from sparkhvd.data.reading.sampler import Plan, Window, permutation
+from sparkhvd.data.reading.sampler import SamplingPlan, Window, permutation
 from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reading.subset import (
     SUBSETS,
-    Division,
+    RowDivision,
     column_names,
     count_of,
     group_edges,
@@ -149,7 +149,7 @@ class ResidentRows:
         source: Source,
         names: Sequence[str],
         rows: Rows | int,
-        division: Division,
+        division: RowDivision,
         *,
         sharing: Sharing | None,
     ) -> None:
@@ -482,7 +482,7 @@ class Reader:
         )
         self._resident: ResidentRows | None = None
         if self._order.is_resident:
-            division = Division(self._source.block_edges)
+            division = RowDivision(self._source.block_edges)
             self._resident = ResidentRows(
                 self._source, self._names, rows, division, sharing=sharing
             )
@@ -552,7 +552,7 @@ class Reader:
             if running.stop(STOP_S) and self._running is running:
                 self._running = None
 
-    def plan(self, epoch: int, first_row: int = 0) -> Plan:
+    def plan(self, epoch: int, first_row: int = 0) -> SamplingPlan:
         """Return the rows of the manifest that each rank has at each step of an epoch, or of its rest."""
         return self._order.plan(epoch, first_row)
 
@@ -582,7 +582,7 @@ class Reader:
 
     # -- the background thread's side ----------------------------------------------------------------
 
-    def _chunks(self, plan: Plan, start_step: int) -> Iterator[Chunk]:
+    def _chunks(self, plan: SamplingPlan, start_step: int) -> Iterator[Chunk]:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         first = plan.rows_before(self._rank, start_step)
         if self._resident is not None:
@@ -622,7 +622,7 @@ class Reader:
 
     def _batches(
         self,
-        plan: Plan,
+        plan: SamplingPlan,
         running: Prefetch[Chunk],
         epoch: int,
         step: int,
@@ -657,7 +657,7 @@ class Reader:
                 start = stop
                 step += 1
 
-    def _empty_batch(self, plan: Plan, step: int) -> Batch:
+    def _empty_batch(self, plan: SamplingPlan, step: int) -> Batch:
         return Batch({c.name: no_rows(c) for c in self.columns}, 0, plan.rows_per_rank(step), step)
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:

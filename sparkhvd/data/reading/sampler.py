@@ -117,7 +117,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """The rows of every rank and step of an epoch. Every rank computes the same plan.
 
     Attributes:
@@ -134,7 +134,7 @@ class Plan:
     num_rows: int
     num_full_steps: int
     last_counts: tuple[int, ...]
-    _order: Order = field(repr=False)
+    _order: SampleOrder = field(repr=False)
     first_row: int = 0
 
     @property
@@ -176,12 +176,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """An order of rows."""
 
     rows: Rows | int
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         """Yield the rank's rows without its first `start`."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
     return positions if isinstance(rows, int) else rows[positions]
 
 
-def _sliced(plan: Plan, rank: int) -> Rows:
+def _sliced(plan: SamplingPlan, rank: int) -> Rows:
     """Return the positions in the global sequence that a rank takes: its slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
@@ -210,23 +210,23 @@ def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Uniform(Order):
+class _Uniform(SampleOrder):
     permute: Callable[[], Rows]
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         order = self.permute()
         yield Window(None, numbers_at(self.rows, order[_sliced(plan, rank)[start:]]))
 
 
 @dataclass(frozen=True)
-class _Interleaved(Order):
+class _Interleaved(SampleOrder):
     """File order in memory: every rank takes its slice of every global batch."""
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         yield Window(numbers_at(self.rows, _sliced(plan, rank)[start:]), None)
 
 
-def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
+def _shard(plan: SamplingPlan, rank: int) -> tuple[int, int, int]:
     """Return (first, last + 1, rows of the last step) of a rank's contiguous part of a sequence of rows."""
     last = plan.last_counts or (0,) * plan.size
     full = plan.num_full_steps * plan.batch_size
@@ -235,12 +235,12 @@ def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Shards(Order):
+class _Shards(SampleOrder):
     """File order beyond memory: every rank reads one contiguous shard, window by window."""
 
     window_rows: int
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         begin, end, last = _shard(plan, rank)
         window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
         for first, stop in cuts(end - begin, window, last):
@@ -251,14 +251,14 @@ class _Shards(Order):
 
 
 @dataclass(frozen=True)
-class _Blocks(Order):
+class _Blocks(SampleOrder):
     seed: int
     epoch: int
     window_rows: int
     block_rows: int
     block_edges: Rows | None = None
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         num_rows = self.rows if isinstance(self.rows, int) else len(self.rows)
         edges = self.block_edges
         if edges is None:
@@ -320,7 +320,7 @@ def epoch_plan(
     block_edges: Rows | None = None,
     permute: Callable[[], Rows] | None = None,
     first_row: int = 0,
-) -> Plan:
+) -> SamplingPlan:
     """Plan one epoch.
 
     Args:
@@ -353,7 +353,7 @@ def epoch_plan(
         # BatchNorm cannot train on one row: the step before takes it too.
         full_steps, rest = full_steps - 1, size * batch_size + 1
     last = level(rest, size, batch_size) if rest and not drop_last else ()
-    order: Order
+    order: SampleOrder
     if not shuffle:
         order = _Interleaved(rows) if window_rows is None else _Shards(rows, window_rows)
     elif window_rows is None:
@@ -362,4 +362,4 @@ def epoch_plan(
         block = block_rows if block_rows is not None else max(1, window_rows // 16)
         order = _Blocks(rows, seed, epoch, window_rows, max(1, block), block_edges)
     used = full_steps * size * batch_size + sum(last)
-    return Plan(size, batch_size, used, full_steps, last, order, first_row)
+    return SamplingPlan(size, batch_size, used, full_steps, last, order, first_row)

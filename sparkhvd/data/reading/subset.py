@@ -12,8 +12,8 @@ import numpy.typing as npt
 from sparkhvd.data.columns.ragged import Flags, Rows, Values
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.sampler import (
-    Order,
-    Plan,
+    SampleOrder,
+    SamplingPlan,
     Window,
     expanded,
     numbers_at,
@@ -70,7 +70,7 @@ def split_groups(numbers: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]
     return np.flatnonzero(~of_rows), np.flatnonzero(of_rows)
 
 
-class GroupPlan(Plan):
+class GroupPlan(SamplingPlan):
     """Plan of an epoch whose batches differ in length."""
 
     _order: _Groups
@@ -97,7 +97,7 @@ class GroupPlan(Plan):
 
 
 @dataclass(frozen=True)
-class _Groups(Order):
+class _Groups(SampleOrder):
     """Order of groups.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Groups(Order):
             edges[rank] = _nearest_groups(pieces[low : high + 1], wanted)
         return edges
 
-    def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
+    def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         """Yield the rank's rows without its first `start`, in windows of whole batches."""
         edges = self.batch_edges[rank]
         first, end = int(edges[0]) + start, int(edges[-1])
@@ -253,7 +253,7 @@ def is_flagged(manifest: Manifest, subset: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Division:
+class RowDivision:
     """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
 
     Attributes:
@@ -297,7 +297,7 @@ def read_flags(
     column = manifest.schema.validation
     assert column is not None
     rows = manifest.num_rows if usable is None else usable
-    values = read_rows(source, [column.name], rows, part, Division(source.block_edges))
+    values = read_rows(source, [column.name], rows, part, RowDivision(source.block_edges))
     flags: Flags = np.asarray(values[column.name]) != 0
     return flags
 
@@ -306,7 +306,7 @@ def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 
     """Read the number of the group of every row, or of a part of the rows."""
     column = manifest.schema.group
     assert column is not None
-    division = Division(source.block_edges)
+    division = RowDivision(source.block_edges)
     return np.asarray(
         read_rows(source, [column.name], manifest.num_rows, part, division)[column.name]
     )
@@ -381,7 +381,7 @@ def read_rows(
     names: Sequence[str],
     rows: Rows | int,
     part: tuple[int, int],
-    division: Division,
+    division: RowDivision,
 ) -> dict[str, Values]:
     """Read columns of a part of the rows, as `Source.read` gives them."""
     numbers = division.part(rows, *part)

@@ -34,7 +34,7 @@ _TRIES = 100
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
-class Sink(io.RawIOBase):
+class AtomicFile(io.RawIOBase):
     """A file to be written once from start to end; keeps the store's own error, which callers may wrap.
 
     Attributes:
@@ -87,10 +87,10 @@ class Sink(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def local_output(target: str, temporary: str) -> Iterator[Sink]:
+def local_output(target: str, temporary: str) -> Iterator[AtomicFile]:
     """Write a file of a local folder as `temporary`, then rename it to `target`."""
     # No fsync: a store outlives processes, and a lost machine loses the run anyway.
-    sink = Sink(open(temporary, "wb"))  # noqa: SIM115
+    sink = AtomicFile(open(temporary, "wb"))  # noqa: SIM115
     try:
         yield sink
         sink.is_whole = True
@@ -140,10 +140,10 @@ def _copy(source: IO[bytes], sink: io.RawIOBase) -> None:
 
 
 @contextlib.contextmanager
-def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[Sink]:
+def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[AtomicFile]:
     """Write a file on this host's disk; `deliver` copies it into the store when the block ends without error."""
     with tempfile.TemporaryFile(prefix="sparkhvd-staged-") as file:
-        sink = Sink(file, tempfile.gettempdir())
+        sink = AtomicFile(file, tempfile.gettempdir())
         yield sink
         sink.flush()
         sink.is_whole = True
@@ -152,9 +152,9 @@ def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[Sink]:
 
 
 @contextlib.contextmanager
-def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> Iterator[Sink]:
+def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> Iterator[AtomicFile]:
     """Write a file of another file system as `temporary`, then rename it to `target`."""
-    sink = Sink(filesystem.open_output_stream(temporary))
+    sink = AtomicFile(filesystem.open_output_stream(temporary))
     try:
         yield sink
         sink.is_whole = True

@@ -97,7 +97,7 @@ def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """A process of a machine.
 
     Attributes:
@@ -113,12 +113,12 @@ class Process:
     started: str
 
     @classmethod
-    def current(cls) -> Process:
+    def current(cls) -> ProcessIdentity:
         """Return this process."""
         return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Process:
+    def from_dict(cls, values: Mapping[str, object]) -> ProcessIdentity:
         """Return the process that `to_dict` described."""
         names = ("host", "machine", "started")
         return cls(pid=int(str(values["pid"])), **{n: str(values[n]) for n in names})
@@ -220,7 +220,7 @@ _LAST_S = 10.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """The fit that holds a run.
 
     Attributes:
@@ -230,14 +230,14 @@ class Holder:
         renewed: its last renewal, by that clock.
     """
 
-    process: Process
+    process: ProcessIdentity
     token: str
     since: float
     renewed: float
 
     def is_alive(self) -> bool | None:
         """Return True if the fit is alive; None if only the age of its file can tell."""
-        if self.process == Process.current():
+        if self.process == ProcessIdentity.current():
             return self.token in _held
         return self.process.is_alive()
 
@@ -250,11 +250,11 @@ class Holder:
 _held: set[str] = set()
 
 
-class Held:
+class RunLock:
     """A run that this process holds; a context manager that releases it."""
 
     def __init__(self, store: _Store, run_id: str) -> None:
-        """Hold the run; `hold` has checked that no other fit does."""
+        """Hold the run; `acquire` has checked that no other fit does."""
         self._store = store
         self._run_id = run_id
         self._path = _path(run_id)
@@ -275,7 +275,7 @@ class Held:
             InvalidArgumentError: another fit has; the message names it.
         """
         if self._thread is not None:
-            holder = holder_of(self._store, self._run_id)
+            holder = lock_owner(self._store, self._run_id)
             if holder is not None and holder.token != self._token:
                 raise _refusal(self._store, self._run_id, holder)
 
@@ -286,14 +286,14 @@ class Held:
             self._thread.join(_LAST_S)  # a store that hangs must not hold a fit that has ended
             _held.discard(self._token)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def _is_own(self) -> bool:
-        holder = holder_of(self._store, self._run_id)
+        holder = lock_owner(self._store, self._run_id)
         return holder is not None and holder.token == self._token
 
     def _renew(self) -> None:
@@ -311,11 +311,11 @@ class Held:
 
     def _write(self) -> None:
         values: dict[str, object] = {"token": self._token, "since": self._since}
-        values |= {"renewed": time.time(), "process": Process.current().to_dict()}
+        values |= {"renewed": time.time(), "process": ProcessIdentity.current().to_dict()}
         self._store.write_bytes(self._path, dump_sealed(values))
 
 
-def hold(store: _Store, run_id: str, *, verbose: int = 1) -> Held:
+def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
     """Hold a run, if no other fit does.
 
     Args:
@@ -326,16 +326,16 @@ def hold(store: _Store, run_id: str, *, verbose: int = 1) -> Held:
     Raises:
         InvalidArgumentError: another fit holds it and is alive; the message names its host, its process and its start.
     """
-    holder = holder_of(store, run_id)
+    holder = lock_owner(store, run_id)
     if holder is not None:
         alive = holder.is_alive()
         if alive or (alive is None and _changes(store, run_id, holder, verbose)):
             raise _refusal(store, run_id, holder)
         store.delete(_path(run_id))
-    return Held(store, run_id)
+    return RunLock(store, run_id)
 
 
-def holder_of(store: _Store, run_id: str) -> Holder | None:
+def lock_owner(store: _Store, run_id: str) -> LockOwner | None:
     """Return the holder of a run, alive or not; None if there is none, or its file is damaged."""
     try:
         values = load_sealed(store.read_bytes(_path(run_id)))
@@ -343,11 +343,11 @@ def holder_of(store: _Store, run_id: str) -> Holder | None:
         return None
     if values is None:
         return None
-    process = Process.from_dict(values["process"])
-    return Holder(process, values["token"], values["since"], values["renewed"])
+    process = ProcessIdentity.from_dict(values["process"])
+    return LockOwner(process, values["token"], values["since"], values["renewed"])
 
 
-def is_running(holder: Holder) -> bool:
+def is_running(holder: LockOwner) -> bool:
     """Return True if a fit is alive, without waiting: on another machine by the time in its file."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
@@ -357,7 +357,7 @@ def _path(run_id: str) -> str:
     return f"runs/{run_id}/{HOLDER_NAME}"
 
 
-def _changes(store: _Store, run_id: str, holder: Holder, verbose: int) -> bool:
+def _changes(store: _Store, run_id: str, holder: LockOwner, verbose: int) -> bool:
     """Watch a holder on another machine; return True if it renews its file."""
     if verbose:
         sys.stdout.write(
@@ -366,7 +366,7 @@ def _changes(store: _Store, run_id: str, holder: Holder, verbose: int) -> bool:
         sys.stdout.flush()
     deadline = time.monotonic() + EXPIRES_S
     while time.monotonic() < deadline:
-        now = holder_of(store, run_id)
+        now = lock_owner(store, run_id)
         if now is None:
             return False
         if now != holder:
@@ -375,7 +375,7 @@ def _changes(store: _Store, run_id: str, holder: Holder, verbose: int) -> bool:
     return False
 
 
-def _refusal(store: _Store, run_id: str, holder: Holder) -> InvalidArgumentError:
+def _refusal(store: _Store, run_id: str, holder: LockOwner) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"The run {run_id!r} in {store.url} is held by another fit: {holder}. Wait until it has ended, or end it; or give "
         "this fit another run_id."

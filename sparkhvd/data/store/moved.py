@@ -8,13 +8,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sparkhvd.data.store import addresses
-from sparkhvd.data.store.store import Place, Store, Writer
+from sparkhvd.data.store.store import Store, StoreFilesystem, StoreWriter
 from sparkhvd.errors import InvalidArgumentError
 
 _RUNS = "runs"
 
 
-class _Moved(Place):
+class _MovedFilesystem(StoreFilesystem):
     """Folder of a store whose runs are elsewhere; their paths begin with "runs", as in any other."""
 
     def __init__(self, url: str, options: Mapping[str, object], runs: str) -> None:
@@ -27,9 +27,13 @@ class _Moved(Place):
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Moved) and self.runs == other.runs and super().__eq__(other)
+        return (
+            isinstance(other, _MovedFilesystem)
+            and self.runs == other.runs
+            and super().__eq__(other)
+        )
 
-    __hash__ = Place.__hash__
+    __hash__ = StoreFilesystem.__hash__
 
     @property
     def _runs_root(self) -> str:
@@ -76,7 +80,7 @@ class StoreWithRuns(Store):
     def described(self) -> dict[str, Any]:
         """Return what a saved estimator or model says of the store besides its URL, as JSON holds it."""
         place = self._place
-        return {"runs": place.runs.url if isinstance(place, _Moved) else None}
+        return {"runs": place.runs.url if isinstance(place, _MovedFilesystem) else None}
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
@@ -90,13 +94,13 @@ class StoreWithRuns(Store):
             InvalidArgumentError: it is in another file system.
         """
         place = self._place
-        moved = _Moved(place.address.full, place.options, runs)
-        self._place, self._writer = moved, Writer(moved)
+        moved = _MovedFilesystem(place.address.full, place.options, runs)
+        self._place, self._writer = moved, StoreWriter(moved)
 
     def full_url(self, path: str) -> str:
         """Return the URL of a path in the store."""
         first, _, rest = path.partition("/")
-        if first != _RUNS or not isinstance(self._place, _Moved):
+        if first != _RUNS or not isinstance(self._place, _MovedFilesystem):
             return super().full_url(path)
         url, mark, query = self._place.runs.url.partition("?")
         return f"{url}/{rest}{mark}{query}" if rest else self._place.runs.url
@@ -104,14 +108,14 @@ class StoreWithRuns(Store):
     def below(self, path: str) -> Store:
         """Return a folder or file of this store as a store with the same options."""
         first, _, rest = path.partition("/")
-        if first != _RUNS or not isinstance(self._place, _Moved):
+        if first != _RUNS or not isinstance(self._place, _MovedFilesystem):
             return super().below(path)
         runs = Store(self._place.runs.full, self._place.options)
         return runs.below(rest) if rest else runs
 
     def __reduce__(self) -> tuple[Any, ...]:
         place = self._place
-        if isinstance(place, _Moved):
+        if isinstance(place, _MovedFilesystem):
             return StoreWithRuns, (place.address.full, place.options, place.runs.full)
         return Store, (place.address.full, place.options)
 

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 
 from sparkhvd.arrow_buffers import binary_array, int32_array
-from sparkhvd.data.store.atomic import COPY_BYTES, Sink, staged_output
+from sparkhvd.data.store.atomic import COPY_BYTES, AtomicFile, staged_output
 from sparkhvd.data.store.store import Paths, Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.runner.slots import is_launched
@@ -285,7 +285,7 @@ class RemoteStore(Store):
         return None
 
     @contextlib.contextmanager
-    def open_output(self, path: str) -> Iterator[Sink]:
+    def open_output(self, path: str) -> Iterator[AtomicFile]:
         """Open a file for sequential writing: collected here, then sent as a whole."""
         with staged_output(lambda file: self._send(path, file)) as sink:
             yield sink

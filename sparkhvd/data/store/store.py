@@ -39,13 +39,13 @@ import pyarrow.fs as pafs
 from sparkhvd.data.store import addresses, atomic
 from sparkhvd.data.store.locks import (
     HOLDER_NAME,
-    hold,
-    holder_of,
+    acquire,
     is_abandoned,
     is_owners,
     is_running,
     lease_of,
     load_sealed,
+    lock_owner,
 )
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
@@ -63,7 +63,7 @@ TEMPORARY = ".sparkhvd-tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Place:
+class StoreFilesystem:
     """The folder of a store in its file system; every path is relative to it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Place:
         self._opened = threading.local()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Place):
+        if not isinstance(other, StoreFilesystem):
             return NotImplemented
         return (self.address, self.options) == (other.address, other.options)
 
@@ -237,7 +237,7 @@ class StoredFile:
     modified_ns: int
 
 
-def list_paths(place: Place, path: str, *, recursive: bool) -> Paths:
+def list_paths(place: StoreFilesystem, path: str, *, recursive: bool) -> Paths:
     """List a folder, sorted, without unfinished files; empty if it does not exist.
 
     Args:
@@ -253,7 +253,7 @@ def list_paths(place: Place, path: str, *, recursive: bool) -> Paths:
     )
 
 
-def list_files(place: Place) -> tuple[StoredFile, ...]:
+def list_files(place: StoreFilesystem) -> tuple[StoredFile, ...]:
     """List every file below the root with size and time, sorted by path; a root that is a file is ".".
 
     Raises:
@@ -273,7 +273,7 @@ def list_files(place: Place) -> tuple[StoredFile, ...]:
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def list_above(place: Place, names: Sequence[str]) -> Paths:
+def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
     """List the files directly in folders of these names that lie beside or above the root, as "../name/file".
 
     Only the names are asked for: a folder above may have very many entries. A level that may not be read counts as one without them.
@@ -292,14 +292,14 @@ def list_above(place: Place, names: Sequence[str]) -> Paths:
     return sorted(posixpath.relpath(path, root) for path in found)
 
 
-def last_change(place: Place, path: str) -> float | None:
+def last_change(place: StoreFilesystem, path: str) -> float | None:
     """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
     infos = [place.info(path), *_infos(place, path, recursive=True)]
     times = [info.mtime_ns for info in infos if info.mtime_ns]
     return max(times) / 1e9 if times else None
 
 
-def data_directories(place: Place) -> Paths:
+def data_directories(place: StoreFilesystem) -> Paths:
     """List the folders `data/<key>/<owner>`; a key that may not be listed stands for its owners."""
     directories = []
     for key in _folders(place, "data"):
@@ -310,7 +310,7 @@ def data_directories(place: Place) -> Paths:
     return directories
 
 
-def unfinished_files(place: Place, path: str) -> Paths:
+def unfinished_files(place: StoreFilesystem, path: str) -> Paths:
     """List the files directly in a folder that were never finished."""
     return [
         place.relative(info.path)
@@ -319,7 +319,7 @@ def unfinished_files(place: Place, path: str) -> Paths:
     ]
 
 
-def _folders_above(place: Place, root: str) -> Paths:
+def _folders_above(place: StoreFilesystem, root: str) -> Paths:
     """List the folders above a root, the nearest first; of a local root also those where links lead to."""
     folders: dict[str, None] = {}
     for path in (root, os.path.realpath(root)) if place.is_local else (root,):
@@ -332,12 +332,12 @@ def _folders_above(place: Place, root: str) -> Paths:
     return list(folders)
 
 
-def _folders(place: Place, path: str) -> Paths:
+def _folders(place: StoreFilesystem, path: str) -> Paths:
     infos = _infos(place, path)
     return sorted(place.relative(i.path) for i in infos if i.type == pafs.FileType.Directory)
 
 
-def _infos(place: Place, path: str, *, recursive: bool = False) -> list[pafs.FileInfo]:
+def _infos(place: StoreFilesystem, path: str, *, recursive: bool = False) -> list[pafs.FileInfo]:
     selector = pafs.FileSelector(place.full(path), recursive=recursive, allow_not_found=True)
     with place.explained("read", path):
         infos: list[pafs.FileInfo] = place.fs.get_file_info(selector)
@@ -348,19 +348,19 @@ def _infos(place: Place, path: str, *, recursive: bool = False) -> list[pafs.Fil
 # Write and delete files of a store, by the means that its file system has (see `atomic`).
 
 
-class Writer:
+class StoreWriter:
     """Writes and deletes below the root of a store, which must exist."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreFilesystem) -> None:
         self._place = place
         self._device: int | None = None
         self._is_sequential: bool | None = None
 
     @contextlib.contextmanager
-    def open(self, path: str) -> Iterator[atomic.Sink]:
+    def open(self, path: str) -> Iterator[atomic.AtomicFile]:
         """Open a file for sequential writing; it appears when the block ends without error."""
         place = self._place
-        sink: atomic.Sink | None = None
+        sink: atomic.AtomicFile | None = None
         try:
             full = place.full(path)
             self._make_folder(posixpath.dirname(full))
@@ -375,7 +375,7 @@ class Writer:
             staged_in = sink.staged_in if sink is not None and not sink.is_whole else ""
             raise place.error("written", path, cause, staged_in) from place.cause(cause)
 
-    def _output(self, full: str) -> contextlib.AbstractContextManager[atomic.Sink]:
+    def _output(self, full: str) -> contextlib.AbstractContextManager[atomic.AtomicFile]:
         parent, name = posixpath.split(full)
         temporary = posixpath.join(parent, f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
         place = self._place
@@ -507,7 +507,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     # Each fit with warm_start has a folder of its own in that of the run.
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
-    holder = holder_of(store, run_id) if HOLDER_NAME in names else None
+    holder = lock_owner(store, run_id) if HOLDER_NAME in names else None
     is_held = holder is not None and is_running(holder)
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
     if names <= {JSON_NAME, HTML_NAME, TIMELINE_NAME}:
@@ -538,7 +538,7 @@ def delete_run(store: Store, run_id: str) -> None:
         raise InvalidArgumentError(
             f"There is no run {run_id!r} in {store.url}. It has {', '.join(map(repr, known[:20])) or 'none'}."
         )
-    hold(store, run_id).release()
+    acquire(store, run_id).release()
     _delete(store, f"runs/{run_id}")
 
 
@@ -664,7 +664,7 @@ class Cleaning:
         return (lease is not None and lease.keep) or is_abandoned(self._store, directory, self._now)
 
     def _is_free(self, run: str) -> bool:
-        holder = holder_of(self._store, run.rpartition("/")[2])
+        holder = lock_owner(self._store, run.rpartition("/")[2])
         return holder is None or not is_running(holder)
 
     def _delete(self, path: str, is_wanted: Callable[[str], bool]) -> None:
@@ -696,8 +696,8 @@ class Store:
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         """Use `Store.create`, which also checks that the folder can be written."""
-        self._place = Place(url, storage_options or {})
-        self._writer = Writer(self._place)
+        self._place = StoreFilesystem(url, storage_options or {})
+        self._writer = StoreWriter(self._place)
         self.url = self._place.url  # without secrets
         # The topmost folder that `create` has made, if any.
         self._made = ""
@@ -882,7 +882,7 @@ class Store:
             sink.write(data)
 
     @contextmanager
-    def open_output(self, path: str) -> Iterator[atomic.Sink]:
+    def open_output(self, path: str) -> Iterator[atomic.AtomicFile]:
         """Open a file for sequential writing; it appears under its name when the block ends without error.
 
         Raises:

@@ -13,5 +13,5 @@ Each module imports only those above it:
     on_parquet        sources of `fit_on_parquet`
     progress          epochs, shown while the ranks train
     request           checked request of a fit
-    specify           the ranks' spec
+    train_spec        spec of the ranks from a checked request and prepared data
 """

@@ -16,11 +16,10 @@ import torch
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.generated import FitOptions
 from sparkhvd.estimator.params.groups import TrainParams
-from sparkhvd.estimator.params.table import Row, rows_of
+from sparkhvd.estimator.params.table import ParamRow, rows_of
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import decide, probe
-from sparkhvd.runner.gpu import decide as profiles
 from sparkhvd.settings import CONF_PREFIX, JobSettings, conf_keys
 from sparkhvd.spark import SparkShim
 from sparkhvd.torch.gradients.powersgd import PowerSGD
@@ -84,14 +83,14 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
         preflight.check_conf(conf, is_barrier=least is None)
         preflight.check_databricks(shim.is_connect)
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
-    plan = decide.decide(conf, options.use_gpu, refused=profiles.no_profiles())
-    slots = profiles.slots_of(conf, plan)
-    looks = plan.mode == decide.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
+    plan = decide.decide(conf, options.use_gpu, refused=decide.no_profiles())
+    slots = decide.slots_of(conf, plan)
+    looks = plan.mode == decide.GpuMode.FREE and placement.is_local(conf.get("spark.master", ""))
     may_find = looks and torch.version.cuda is not None
-    takes_gpus = plan.mode == decide.Mode.HOST or may_find
+    takes_gpus = plan.mode == decide.GpuMode.HOST or may_find
     chosen = slots
     if options.num_proc is None and takes_gpus:
-        chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
+        chosen = decide.default_slots(shim, conf, slots, settings.values.cuda_library)
     if not takes_slots:
         assert given is not None
         num_proc = given
@@ -104,7 +103,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
             placement.choose_num_proc(least, chosen)
     if options.num_proc is None and options.verbose:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
-        per = "GPU" if plan.mode == decide.Mode.TASK or chosen is not slots else "task slot"
+        per = "GPU" if plan.mode == decide.GpuMode.TASK or chosen is not slots else "task slot"
         sys.stdout.write(f"num_proc is not given: {ranks}, one per {per} ({chosen.reason}).\n")
         sys.stdout.flush()
     return Cluster(
@@ -173,7 +172,7 @@ def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
     return given
 
 
-def _rows_in_conf() -> dict[str, Row]:
+def _rows_in_conf() -> dict[str, ParamRow]:
     return {name: row for name, row in rows_of(TrainParams).items() if row.in_conf}
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from sparkhvd.data.reuse import Scope
+from sparkhvd.data.reuse import ReuseScope
 
 M = TypeVar("M")
 
@@ -17,7 +17,7 @@ M = TypeVar("M")
 class FoldModels(Iterator[tuple[int, M]]):
     """Iterator over pairs (index of the param map, model); several threads may take them, as a CrossValidator's do."""
 
-    def __init__(self, models: Iterator[tuple[int, M]], num_models: int, scope: Scope) -> None:
+    def __init__(self, models: Iterator[tuple[int, M]], num_models: int, scope: ReuseScope) -> None:
         """Keep `scope` open until all `num_models` fits of `models` have ended, well or not."""
         self._models = models
         self._left = num_models

@@ -32,7 +32,7 @@ ParamMap = dict["Param[Any]", Any]
 
 
 @dataclass(frozen=True)
-class Places:
+class DataPaths:
     """Arguments of `fit_on_parquet` that name the places of data.
 
     Attributes:
@@ -74,7 +74,7 @@ def split_arguments(
 
 
 def open_sources(
-    options: FitOptions, places: Places, spark: SparkSession
+    options: FitOptions, places: DataPaths, spark: SparkSession
 ) -> tuple[FitSources, dict[str, Any] | None]:
     """Find the files; return the sources of the fit, and its decoders, which petastorm's join.
 
@@ -103,7 +103,7 @@ def open_sources(
     return FitSources(ParquetFiles(training, spark), validation, split), decoders or None
 
 
-def _check_options(options: FitOptions, places: Places) -> None:
+def _check_options(options: FitOptions, places: DataPaths) -> None:
     """Refuse Params about materialized data, and two ways of saying which rows validate."""
     for name in ("data_key", "keep_data", "num_partitions", "group_col"):
         if getattr(options, name):
@@ -124,7 +124,7 @@ def _check_options(options: FitOptions, places: Places) -> None:
         )
 
 
-def _locate(options: FitOptions, places: Places) -> tuple[Store, Store | None]:
+def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None]:
     """Return the places of the training data and, if they are files of their own, the validation data."""
     index, validation_path = places.dataset_idx, places.validation_path
     storage = places.storage_options

@@ -18,7 +18,7 @@ from typing import Any
 from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.status_line import of_this_process
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.charts import format_seconds
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.metrics import RESERVED
@@ -155,7 +155,7 @@ class EpochReporter:
         epochs: int,
         verbose: int,
         progress: Callable[[dict[str, Any]], object] | None,
-        followers: Followers | None = None,
+        fanout: LoggerFanout | None = None,
         poll_s: float | None = POLL_S,
         name: str = "",
         label: str = "",
@@ -167,7 +167,7 @@ class EpochReporter:
             epochs: number that the run will have.
             verbose: 0 prints nothing.
             progress: called with the record of each epoch, or None; may raise.
-            followers: loggers of the fit.
+            fanout: loggers of the fit.
             poll_s: seconds between two reads; None reads only when the training has ended.
             name: put before the lines, in brackets, once another fit of this process trains at the same time.
             label: the same, always: what distinguishes this fit from others of its estimator.
@@ -175,7 +175,7 @@ class EpochReporter:
         self._checkpoints = checkpoints
         self._epochs = epochs
         self._verbose = verbose
-        self._followers = followers
+        self._fanout = fanout
         self._progress = progress
         self._poll_s = poll_s
         self._name = name
@@ -309,9 +309,9 @@ class EpochReporter:
         for record in history[self._reported :]:
             self._report(record)
         self._reported = max(self._reported, len(history))
-        if self._followers is not None and self._followers.is_behind:
+        if self._fanout is not None and self._fanout.is_behind:
             with contextlib.suppress(OSError, ValueError):
-                self._followers.load(self._checkpoints.profile())
+                self._fanout.load(self._checkpoints.profile())
 
     def _report(self, record: dict[str, Any]) -> None:
         if "loss" in record:  # a loop of the user's own may not say
@@ -324,8 +324,8 @@ class EpochReporter:
 
     def _tell_others(self, record: dict[str, Any]) -> None:
         self._check_losses(record)
-        if self._followers is not None:
-            self._followers.epoch(record)
+        if self._fanout is not None:
+            self._fanout.epoch(record)
         if self._progress is not None:
             try:
                 self._progress(record)

@@ -17,7 +17,7 @@ from sparkhvd.data.columns.binding import InputBinding, bind_inputs, each_column
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.labels import LabelBinding, bind_labels, is_class_index, is_of_row
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.store.locks import Held, hold
+from sparkhvd.data.store.locks import RunLock, acquire
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import default_store, is_temporary_store
 from sparkhvd.errors import InvalidArgumentError
@@ -36,7 +36,7 @@ from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.metrics import AnyMetric, resolve_metrics, try_metrics
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.modules.copies import light_copy
@@ -192,7 +192,7 @@ def _early_stopping(
 Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
 
 
-class Pairs:
+class PairingCheck:
     """Check of a fit that loss and metrics pair rows: once, as soon as the shapes of outputs and labels are known."""
 
     def __init__(
@@ -290,7 +290,7 @@ def _mismatch(
 
 
 @dataclass(frozen=True)
-class Request:
+class FitRequest:
     """A fit whose arguments have been checked; no Spark job has run yet.
 
     Attributes:
@@ -325,13 +325,13 @@ class Request:
     program: Program
     pickled: bytes
     sha256: str
-    pairs: Pairs
+    pairs: PairingCheck
     links: tuple[str, ...]
     losses: tuple[Any, ...]
     loss_weights: tuple[float, ...]
     seed: int
     run: Run
-    held: Held
+    held: RunLock
     num_checkpoints: int
     short_steps: bool
 
@@ -373,7 +373,7 @@ def check_request(
     *,
     takes_slots: bool = True,
     short_steps: bool = False,
-) -> Request:
+) -> FitRequest:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
 
     Args:
@@ -393,7 +393,9 @@ def check_request(
     _check_optimizer(options, model, user, losses)
     functions = row_functions(options)
     metrics = resolve_metrics(options.metrics, labels, losses.links)
-    pairs = Pairs(losses.used, metrics, is_asked=options.pairs_rows and user.train_fn is None)
+    pairs = PairingCheck(
+        losses.used, metrics, is_asked=options.pairs_rows and user.train_fn is None
+    )
     schema = _check_columns(options, sources, model, user, losses, metrics, functions, pairs)
     program = Program(
         model=model,
@@ -423,11 +425,11 @@ def check_request(
     store = default_store(shim.session, options.store).waiting(limit_s)
     run_id = check_run_id(options.run_id or new_run_id(uid))
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(hold(store, run_id, verbose=cluster.verbose))
+        held = stack.enter_context(acquire(store, run_id, verbose=cluster.verbose))
         run = open_run(store, run_id, warm_start=options.warm_start)
         seed = run.seed(options.random_seed)
         stack.pop_all()  # released by the caller
-    return Request(
+    return FitRequest(
         options=options,
         loop=loop,
         sources=sources,
@@ -479,7 +481,7 @@ def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Mod
 def _check_optimizer(
     options: FitOptions, model: torch.nn.Module, user: UserCode, losses: _Losses
 ) -> None:
-    others = Others(losses.used, (), model, user.steps, trains=not user.computes_loss)
+    others = LossState(losses.used, (), model, user.steps, trains=not user.computes_loss)
     if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
         raise InvalidArgumentError(
             f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."
@@ -515,7 +517,7 @@ def _check_columns(
     losses: _Losses,
     metrics: Sequence[AnyMetric],
     functions: RowFunctions,
-    pairs: Pairs,
+    pairs: PairingCheck,
 ) -> DataSchema:
     """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
     named = zip(options.label_cols or [], losses.given, strict=True)

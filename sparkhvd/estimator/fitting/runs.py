@@ -146,7 +146,7 @@ class Run:
             num_checkpoints: number of last epochs whose checkpoints stay, at least 1.
         """
         self._write(FINISHED_NAME, asdict(finished))
-        with _warning_of_leftovers():
+        with _warning_of_orphans():
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
@@ -169,7 +169,7 @@ class Run:
 
     def delete(self, keeps: Collection[str] = ()) -> None:
         """Delete the run, whose model the driver has, but for the files with these names; Ctrl-C meanwhile is a warning, or the model would be lost."""
-        with _warning_of_leftovers():
+        with _warning_of_orphans():
             paths = self.store.list(self.run_dir)
             kept = [path for path in paths if path.rpartition("/")[2] in keeps]
             if not kept:
@@ -299,7 +299,7 @@ def position_text(position: Position, epochs: int) -> str:
 
 
 @contextlib.contextmanager
-def _warning_of_leftovers() -> Iterator[None]:
+def _warning_of_orphans() -> Iterator[None]:
     """Warn if files cannot be deleted: a store that fails at the very end costs disk space, and the model is there."""
     try:
         yield

@@ -13,7 +13,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.table import GROUPS, Row, TableParam, rows_of, short_repr
+from sparkhvd.estimator.params.table import GROUPS, ParamRow, TableParam, rows_of, short_repr
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,7 +48,7 @@ def camel_case(name: str) -> str:
 
 
 # Of a Param that has none.
-_PLAIN = Row(accepts="Any", holds="Any")
+_PLAIN = ParamRow(accepts="Any", holds="Any")
 
 
 def _own_params(cls: type) -> list[TableParam]:
@@ -139,7 +139,7 @@ class TorchParams(Params):
         return names[close[0]] if close else ""
 
     @classmethod
-    def _row(cls, name: str) -> Row:
+    def _row(cls, name: str) -> ParamRow:
         """Return the row of a Param; that of one without effects for Params of a subclass of the user's."""
         return getattr(getattr(cls, name, None), "row", _PLAIN)
 

@@ -26,7 +26,7 @@ OF_THE_OPTIMIZER = "of the optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ParamRow:
     """Facts of a Param besides its name, type converter and doc.
 
     Attributes:
@@ -70,7 +70,7 @@ class Row:
 class TableParam(Param[Any]):
     """Param with its row of the table."""
 
-    row: Row
+    row: ParamRow
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -83,15 +83,15 @@ def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -
         convert: makes its value of what was given; raises TypeError.
         doc: for `explainParams`.
         annotation: its Python type where the converter has none.
-        facts: the other fields of `Row`.
+        facts: the other fields of `ParamRow`.
     """
     made = TableParam(Params._dummy(), "", doc, typeConverter=convert)
     accepts = annotation or ACCEPTED.get(convert, "Any")
-    made.row = Row(accepts=accepts, holds=CONVERTED.get(convert, accepts), **facts)
+    made.row = ParamRow(accepts=accepts, holds=CONVERTED.get(convert, accepts), **facts)
     return made
 
 
-def rows_of(cls: type) -> dict[str, Row]:
+def rows_of(cls: type) -> dict[str, ParamRow]:
     """Collect the rows of a class's Params by name, its bases' first; a subclass may have replaced one by a Param of its own."""
     rows = {}
     for base in reversed(cls.__mro__):

@@ -37,9 +37,9 @@ from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
 from sparkhvd.spark import is_connect, is_dataframe, ml_context
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.modules import weights
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
 
 if TYPE_CHECKING:
@@ -181,10 +181,10 @@ class ModelWriter(_Writer):
         }
 
 
-def _loss_of(fitted: Fitted, archive: Archive) -> dict[str, Any]:
+def _loss_of(fitted: TrainedState, archive: Archive) -> dict[str, Any]:
     """Encode a loss that has a state; others are in the user's program."""
     losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
-    return {"loss": archive.encode("loss", fitted.loss)} if Others(losses) else {}
+    return {"loss": archive.encode("loss", fitted.loss)} if LossState(losses) else {}
 
 
 class _Reader(MLReader[Any]):
@@ -271,7 +271,7 @@ def encode_model(model: TorchParams, archive: Archive) -> dict[str, Any]:
     return ModelWriter(model)._content(archive)
 
 
-def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
+def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
     """Decode the module of `encode_model`, with columns, links and history."""
     decoder.prefixes["model"] = ""
     module = decoder.decode("model", content["module"])
@@ -288,7 +288,7 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
             warnings.warn(
                 f"The model is loaded without its loss, and getLoss() gives None: {e}", stacklevel=4
             )
-    return Fitted(
+    return TrainedState(
         module=in_mode(module, is_training=False),
         columns=tuple(columns),
         labels=tuple(content["labels"]),

@@ -26,7 +26,7 @@ from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted,
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -98,7 +98,7 @@ def load_run_model(
         fitted.module.load_state_dict(state)
     if fitted.loss is not None:
         losses = fitted.loss if isinstance(fitted.loss, list) else [fitted.loss]
-        Others(losses).load_state_dict(decoder.result.others, f"The state in {url} does")
+        LossState(losses).load_state_dict(decoder.result.others, f"The state in {url} does")
         finish(fitted.module, decoder.result, losses)
     else:
         finish(fitted.module, decoder.result)

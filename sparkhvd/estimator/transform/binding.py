@@ -23,7 +23,7 @@ from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.params.groups import columns_in
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.copies import light_copy
-from sparkhvd.training.modules.fitted import Fitted, fitted_widths, output_widths
+from sparkhvd.training.modules.fitted import TrainedState, fitted_widths, output_widths
 from sparkhvd.training.modules.modes import in_mode
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _NOT_SENT = ("CalendarIntervalType", "YearMonthIntervalType", "NullType", "Varia
 _LAYOUTS = {"vector": "rows", "array": "rows", "sparse": "rows"}
 
 
-def source_names(fitted: Fitted, options: PredictOptions) -> list[str]:
+def source_names(fitted: TrainedState, options: PredictOptions) -> list[str]:
     """List the DataFrame's columns that the model reads, in the order of the training columns."""
     names = options.feature_cols or [c.name for c in fitted.columns]
     if len(names) != len(fitted.columns):
@@ -54,7 +54,7 @@ def source_names(fitted: Fitted, options: PredictOptions) -> list[str]:
 
 
 def match_columns(
-    fitted: Fitted, options: PredictOptions, schema: StructType
+    fitted: TrainedState, options: PredictOptions, schema: StructType
 ) -> tuple[Column, ...]:
     """Describe the training columns as a DataFrame with this schema has them: an array may stand for a vector.
 
@@ -141,7 +141,7 @@ def _check_untransformed(
             )
 
 
-def functions_of(fitted: Fitted, options: PredictOptions) -> RowFunctions:
+def functions_of(fitted: TrainedState, options: PredictOptions) -> RowFunctions:
     """Select the user's functions for the training columns, by the names of these.
 
     Raises:
@@ -178,7 +178,7 @@ def check_passing(schema: StructType) -> None:
             )
 
 
-def warn_of_large_rows(fitted: Fitted, options: PredictOptions, df: DataFrame) -> None:
+def warn_of_large_rows(fitted: TrainedState, options: PredictOptions, df: DataFrame) -> None:
     """Warn where rows are so large that Spark's Arrow batches may not hold them."""
     pairs = zip(source_names(fitted, options), fitted.columns, strict=True)
     kinds = ("array", "vector")
@@ -238,14 +238,14 @@ def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]
 
 
 def described(
-    fitted: Fitted,
+    fitted: TrainedState,
     *,
     loss: object = None,
     loss_constructors: object = None,
     link: str | Sequence[str] | None = None,
     history: Sequence[Mapping[str, Any]] | None = None,
     run_id: str | None = None,
-) -> Fitted:
+) -> TrainedState:
     """Return a module with facts of its training."""
     made = construct_losses(to_losses(loss), loss_constructors, fitted.module)
     return replace(
@@ -258,8 +258,8 @@ def described(
 
 
 def bind_module(
-    fitted: Fitted, options: PredictOptions, schema: StructType
-) -> tuple[Fitted, PredictOptions]:
+    fitted: TrainedState, options: PredictOptions, schema: StructType
+) -> tuple[TrainedState, PredictOptions]:
     """Bind a module without columns to those of a DataFrame with this schema, by the rules of a fit.
 
     A type does not tell how many elements an array has, or what shape a decoder gives: `input_shapes` does, or a vector's metadata.
@@ -377,7 +377,7 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
     )
 
 
-def _widths(bound: Fitted, precision: str) -> tuple[int, ...]:
+def _widths(bound: TrainedState, precision: str) -> tuple[int, ...]:
     """Find the elements per row of each output by running the module on zeros."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.worker import Output
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -23,14 +23,16 @@ OUTPUT_PARAMS = {
 }
 
 
-def output_columns(fitted: Fitted, options: PredictOptions, df: DataFrame) -> tuple[Output, ...]:
+def output_columns(
+    fitted: TrainedState, options: PredictOptions, df: DataFrame
+) -> tuple[Output, ...]:
     """Decide on the columns to add; errors are those of `named_outputs`, and a name that exists already."""
     outputs = named_outputs(fitted, options)
     _check_new(outputs, df)
     return outputs
 
 
-def named_outputs(fitted: Fitted, options: PredictOptions) -> tuple[Output, ...]:
+def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...]:
     """Decide on the columns to add, whatever DataFrame they are added to.
 
     Raises:
@@ -74,7 +76,7 @@ def _left_out(output: Output) -> str:
     return f"{names[0]}=''" if names else "outputCols with '' in its place"
 
 
-def _spark_outputs(fitted: Fitted, options: PredictOptions) -> list[Output]:
+def _spark_outputs(fitted: TrainedState, options: PredictOptions) -> list[Output]:
     """List the columns that Spark ML's own names ask for; by their defaults, those whose meaning is known."""
     known = _known_kinds(fitted, options)
     outputs = []
@@ -87,14 +89,14 @@ def _spark_outputs(fitted: Fitted, options: PredictOptions) -> list[Output]:
     return outputs
 
 
-def _check_meaning(param: str, kind: str, fitted: Fitted, options: PredictOptions) -> None:
+def _check_meaning(param: str, kind: str, fitted: TrainedState, options: PredictOptions) -> None:
     name = getattr(options, param)
     if len(fitted.widths) > 1:
         raise InvalidArgumentError(
             f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
             "is meant. Use outputCols."
         )
-    has_probability = fitted.links[0] in heads.WITH_PROBABILITY or options.output_fn
+    has_probability = fitted.links[0] in labels.WITH_PROBABILITY or options.output_fn
     thresholds = options.thresholds if kind == "prediction" else None
     if (kind == "probability" or thresholds) and not has_probability:
         asked = f"thresholds is {thresholds}" if thresholds else f"probabilityCol is {name!r}"
@@ -110,20 +112,20 @@ def _check_meaning(param: str, kind: str, fitted: Fitted, options: PredictOption
         )
 
 
-def _size(kind: str, fitted: Fitted, options: PredictOptions) -> int:
+def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
     """Count the elements of a vector, or the classes of a prediction; 0: only the user's function knows, or it is a value."""
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths
-    num_classes = heads.num_classes(fitted.links[0], width)
+    num_classes = labels.num_classes(fitted.links[0], width)
     return num_classes if kind == "prediction" else num_classes or width
 
 
-def _known_kinds(fitted: Fitted, options: PredictOptions) -> tuple[str, ...]:
+def _known_kinds(fitted: TrainedState, options: PredictOptions) -> tuple[str, ...]:
     """List the kinds of columns whose meaning follows from the loss: those that are added without being asked for."""
     if len(fitted.widths) > 1:
         return ()
     link = fitted.links[0]
     # A function makes probabilities of classes; of a value it may make anything.
-    is_known = options.output_fn is None or link != heads.VALUE
-    return heads.known_kinds(link, fitted.widths[0]) if is_known else ()
+    is_known = options.output_fn is None or link != labels.VALUE
+    return labels.known_kinds(link, fitted.widths[0]) if is_known else ()

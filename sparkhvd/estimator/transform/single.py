@@ -23,7 +23,7 @@ from sparkhvd.estimator.transform.binding import (
     source_names,
 )
 from sparkhvd.estimator.transform.worker import Computation, Output, features, run, to_arrow
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.to_device import Mover
 
 Array = npt.NDArray[np.float64]
@@ -33,14 +33,16 @@ Row: TypeAlias = Vector | Sequence[float] | npt.NDArray[Any]
 _NUMBERS = ("scalar", "array", "vector", "sparse")
 
 
-def num_features(fitted: Fitted) -> int:
+def num_features(fitted: TrainedState) -> int:
     """Count the numbers of a row that the model reads; -1 if they are not known, or not all are numbers."""
     if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
         return -1
     return sum(c.num_elements for c in fitted.columns)
 
 
-def bind_row(fitted: Fitted, options: PredictOptions, value: Row) -> tuple[Fitted, PredictOptions]:
+def bind_row(
+    fitted: TrainedState, options: PredictOptions, value: Row
+) -> tuple[TrainedState, PredictOptions]:
     """Bind a module that no fit has trained to the columns of a row: one vector, or one number each."""
     names = options.feature_cols or []
     if fitted.columns:
@@ -52,7 +54,7 @@ def bind_row(fitted: Fitted, options: PredictOptions, value: Row) -> tuple[Fitte
     return bind_module(fitted, options, StructType(fields))
 
 
-def predict_one(fitted: Fitted, options: PredictOptions, output: Output, value: Row) -> Array:
+def predict_one(fitted: TrainedState, options: PredictOptions, output: Output, value: Row) -> Array:
     """Compute an output column for one row, as `transform` does.
 
     Args:
@@ -105,7 +107,7 @@ def _numbers(value: Row) -> Array:
     return np.asarray(numbers, np.float64).reshape(-1)
 
 
-def _split(fitted: Fitted, value: Row) -> list[Array]:
+def _split(fitted: TrainedState, value: Row) -> list[Array]:
     """Share the numbers of a row out among the feature columns."""
     for column in fitted.columns:
         if not _is_numbers(column):

@@ -27,9 +27,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, shape_text, usable_rows
+from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, shape_text, usable_rows
 from sparkhvd.data.arrow_types import numpy_to_array
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
@@ -104,23 +104,23 @@ def column_tensor(spec: Computation, column: Output, output: Tensor) -> Tensor:
     """Compute one output column."""
     link = spec.links[column.label]
     if column.kind == "output":
-        return heads.rows(output)
+        return labels.rows(output)
     if column.kind == "raw":
-        return heads.raw(link, output)
+        return labels.raw(link, output)
     if column.kind == "probability":
         return _probability(spec, link, output)
     if spec.thresholds is not None:
-        return heads.most_likely(_probability(spec, link, output), spec.thresholds)
+        return labels.most_likely(_probability(spec, link, output), spec.thresholds)
     if spec.output_fn is not None:
-        return heads.prediction(heads.IDENTITY, _probability(spec, link, output))
-    return heads.prediction(link, output)
+        return labels.prediction(labels.IDENTITY, _probability(spec, link, output))
+    return labels.prediction(link, output)
 
 
 def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
     if spec.output_fn is not None:
-        rows = heads.rows(spec.output_fn(output))
-        return heads.both_classes(rows) if link in (heads.SIGMOID, heads.PROBABILITY) else rows
-    found = heads.probability(link, output)
+        rows = labels.rows(spec.output_fn(output))
+        return labels.both_classes(rows) if link in (labels.SIGMOID, labels.PROBABILITY) else rows
+    found = labels.probability(link, output)
     assert found is not None  # checked on the driver
     return found
 
@@ -518,7 +518,7 @@ def _outputs(
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
     with autocast(spec.precision, move.device):
         result = model(*arguments, **keywords)
-    outputs = widened(heads.outputs_of(result))
+    outputs = widened(labels.outputs_of(result))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
             raise InvalidArgumentError(
@@ -567,7 +567,7 @@ def feature(array: pa.Array, column: Column, source: str) -> Values:
     return values
 
 
-def _problem(found: Findings, column: Column) -> str:
+def _problem(found: InvalidRowCounts, column: Column) -> str:
     if found.nulls:
         return f"is null, or has a null element, in {found.nulls} rows of a batch. {_REMEDY}"
     if found.nans:

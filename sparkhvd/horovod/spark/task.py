@@ -2,7 +2,7 @@
 
 from pyspark import TaskContext
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 
 __all__ = ["get_available_devices"]
 
@@ -13,7 +13,7 @@ def get_available_devices() -> list[str]:
     Empty if there is none. A rank's is the number that `sparkhvd.torch.init()` makes the current one: where a process sees the GPUs of all ranks
     of its host, that is its local rank, whatever address Spark has for the GPU.
     """
-    if (rank := rank_context.context()) is not None:
+    if (rank := topology.context()) is not None:
         return [] if rank.gpu is None else [str(rank.gpu)]
     task = TaskContext.get()
     gpu = None if task is None else task.resources().get("gpu")

@@ -9,5 +9,5 @@ Each module imports only those above it:
     base         interface: a logger, and where one fit's numbers go
     mlflow       MLflow
     tensorboard  TensorBoard
-    followers    the loggers of one fit
+    fanout       loggers of one fit, or of one call of `run`, fed with what the driver gets anyway: records of epochs, the report, the model
 """

@@ -129,7 +129,7 @@ class Delivery:
             patience_s: longest wait of `close`.
             say: shows a line to the user.
         """
-        self._sink, self._patience_s, self._say = sink, patience_s, say
+        self._sink, self._patience_s, self._log = sink, patience_s, say
         self._queue: deque[Metric | Call] = deque([_start])
         self._changed = threading.Condition()
         self._is_closing = self._is_over = False
@@ -235,14 +235,14 @@ class Delivery:
     def _note_down(self, error: Exception) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
-            self._say(
+            self._log(
                 f"{self._sink.place} does not answer ({_first_line(error)}). The training goes on; what there is to log waits."
             )
 
     def _note_up(self) -> None:
         if self._down_since is not None:
             self._down_since = None
-            self._say(f"{self._sink.place} answers again; what has waited is logged.")
+            self._log(f"{self._sink.place} answers again; what has waited is logged.")
 
     def _refused(self, part: Sequence[Metric | Call], error: Exception) -> None:
         place = self._sink.place

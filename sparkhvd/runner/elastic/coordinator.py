@@ -26,28 +26,34 @@ from urllib.parse import urlsplit
 
 from sparkhvd import interfaces
 from sparkhvd.arrow_buffers import binary_array, int32_array
-from sparkhvd.elastic import Coordinator, Invitation, Service
+from sparkhvd.elastic import Coordinator, CoordinatorThread, JoinToken
 from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import ElasticError, SparkhvdError, StoreError
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.event_loop import Task, Wait, send, sleep
-from sparkhvd.rendezvous.listener import Reception, bind_tcp
+from sparkhvd.rendezvous.listener import Acceptor, bind_tcp
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.driver_port import FIRST, connect, keep_alive, proof_between
-from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Stopped, Verdict
-from sparkhvd.runner.elastic.options import Terms
+from sparkhvd.runner.elastic.launcher import (
+    ElasticLauncher,
+    Event,
+    JobResult,
+    MemberRefused,
+    ProcessesStopped,
+)
+from sparkhvd.runner.elastic.options import CoordinatorTerms
 from sparkhvd.runner.elastic.slots import Offer, Slot
 from sparkhvd.runner.elastic.task import PURPOSE, TaskSlot, executor_option
-from sparkhvd.runner.head_start import share_nursery
 from sparkhvd.runner.hosts.protocol import Message, pack, unpack
 from sparkhvd.runner.options import RankChange
-from sparkhvd.runner.outcomes import Kind, Outcome, error_of, is_retryable, root_cause
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, is_retryable, root_cause
 from sparkhvd.runner.preflight import RankFacts, SharedFiles, describe_shared
+from sparkhvd.runner.prewarm import share_nursery
 from sparkhvd.runner.protocol import bytes_of, frame_of, take_frame
 from sparkhvd.runner.results import OUTCOME_PART
+from sparkhvd.runner.supervisor import RankEnded, SignalReceived
 from sparkhvd.runner.task import TaskSpec, files_of, output_of
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
-from sparkhvd.runner.watch import Ended, Signalled
 from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
@@ -65,20 +71,20 @@ _FAILED = 1
 _SHOWN = 200
 
 
-def end_of(outcome: Outcome) -> Ended:
+def end_of(outcome: Outcome) -> RankEnded:
     """Return the end of a process for the launcher."""
     assert outcome.rank is not None
     # What a function raises before it was a rank, another process would raise, too.
-    is_final = outcome.kind in (Kind.EXCEPTION, Kind.EXIT, Kind.PREFLIGHT)
-    status = 0 if outcome.kind == Kind.OK else _FAILED
-    return Ended(outcome.rank, status, _how(outcome), is_final)
+    is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
+    status = 0 if outcome.kind == OutcomeKind.OK else _FAILED
+    return RankEnded(outcome.rank, status, _how(outcome), is_final)
 
 
 def _how(outcome: Outcome) -> str:
     """Return how a process has ended, for the line of a change."""
-    if outcome.kind == Kind.LOST:
+    if outcome.kind == OutcomeKind.LOST:
         return "was lost with its Spark task"
-    if outcome.kind == Kind.PREFLIGHT:
+    if outcome.kind == OutcomeKind.PREFLIGHT:
         return f"could not start: {outcome.message[:_SHOWN]}"
     if outcome.error:
         text = outcome.message.partition("\n")[0]
@@ -87,30 +93,32 @@ def _how(outcome: Outcome) -> str:
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Failure of a job, and whether all of its ranks were lost, so that it may do better if it begins anew."""
 
     error: SparkhvdError
     is_lost: bool
 
 
-class Ends:
+class ProcessOutcomes:
     """Ends of a job's processes.
 
     Args:
-        verdict: end of the job.
+        job_result: end of the job.
         outcomes: of its processes, by number.
     """
 
-    def __init__(self, verdict: Verdict, outcomes: Mapping[int, Outcome]) -> None:
+    def __init__(self, job_result: JobResult, outcomes: Mapping[int, Outcome]) -> None:
         self._outcomes = outcomes
-        self._members = verdict.members
-        self._failed = [self._ranked(outcomes[ended.rank]) for ended in verdict.failed]
+        self._members = job_result.members
+        self._failed = [self._ranked(outcomes[ended.rank]) for ended in job_result.failed]
         self._cause = root_cause(self._failed)
 
     def order(self) -> list[int]:
         """Return the numbers of the processes whose results count, by rank."""
-        well = [number for number, outcome in self._outcomes.items() if outcome.kind == Kind.OK]
+        well = [
+            number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
+        ]
         # Those that never met others are of a function without `init()`.
         return [number for number in self._members if number in well] or sorted(well)
 
@@ -124,7 +132,7 @@ class Ends:
         """Number of ranks of the last generation, as an error names it."""
         return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
 
-    def failure(self, problem: str) -> Failure:
+    def failure(self, problem: str) -> JobFailure:
         """Return the failure of a job that has not finished.
 
         Args:
@@ -134,11 +142,11 @@ class Ends:
         if self._cause is not None:
             error = error_of(self._cause, self.size, others=self._failed)
             if not problem:
-                return Failure(error, self.is_lost)
+                return JobFailure(error, self.is_lost)
         problem = problem or STATE_IS_GONE
         elastic = ElasticError(f"The elastic job cannot go on: {problem}.")
         elastic.__cause__ = error
-        return Failure(elastic, self.is_lost and problem == STATE_IS_GONE)
+        return JobFailure(elastic, self.is_lost and problem == STATE_IS_GONE)
 
     def _ranked(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a process as one of the rank that it was last."""
@@ -180,10 +188,10 @@ class Tasks:
         job: the coordinator's side of the proof.
         driver: facts about the process that has launched the job; tasks must suit it.
         wanted: tasks that are waited for a moment before the first process starts.
-        tell: called from the thread with the end of a process, and with the slots that are there.
+        notify: called from the thread with the end of a process, and with the slots that are there.
         refuse: called from the thread with the reason why a task cannot take part, if no other one does.
         replace: called from the thread for each task that shall be started in place of one that leaves.
-        say: writes a line.
+        log: writes a line.
 
     Attributes:
         outcomes: of processes that have ended, by number.
@@ -196,14 +204,14 @@ class Tasks:
         job: Job,
         driver: RankFacts,
         wanted: int,
-        tell: Callable[[Ended | Offer], None],
+        notify: Callable[[RankEnded | Offer], None],
         refuse: Callable[[str], None],
         replace: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._listening = listening
         self._wanted = wanted
-        self._tell, self._refuse, self._replace, self._say = tell, refuse, replace, say
+        self._notify, self._refuse, self._replace, self._log = notify, refuse, replace, log
         self.outcomes: dict[int, Outcome] = {}
         self.results: dict[int, bytes] = {}
         self._driver = driver
@@ -211,8 +219,8 @@ class Tasks:
         self._tasks: list[_Task] = []
         self._idle: list[socket.socket] = []  # of tasks that take no part
         self._is_open = self._is_over = False
-        self._service = Service("sparkhvd-tasks")
-        reception = Reception(
+        self._service = CoordinatorThread("sparkhvd-tasks")
+        acceptor = Acceptor(
             job,
             [listening],
             self._service.loop,
@@ -221,13 +229,13 @@ class Tasks:
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
         )
-        reception.start()
+        acceptor.start()
         self._service.start(at_end=self._close)
 
-    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+    def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
         """Start a process in a slot; its end is told as an event."""
         del slots
-        self._service.call(lambda: self._start(slot, invitation))
+        self._service.call(lambda: self._start(slot, join_token))
 
     def send(self, number: int, member: int | None = None) -> None:
         """Send a signal to all processes, or to one."""
@@ -281,14 +289,14 @@ class Tasks:
         for sock in (*self._idle, *(task.sock for task in self._tasks)):
             sock.close()
 
-    def _start(self, slot: Slot, invitation: Invitation) -> None:
-        number = invitation.number
+    def _start(self, slot: Slot, join_token: JoinToken) -> None:
+        number = join_token.number
         task = next((task for task in self._tasks if task.slot == slot), None)
         if task is None or task.member is not None or task.is_leaving:
-            self._end(Outcome(number, Kind.LOST, host=slot.host, exit="lost"))
+            self._end(Outcome(number, OutcomeKind.LOST, host=slot.host, exit="lost"))
             return
         task.member = number
-        self._post(task.sock, "start", slot=slot.number, invitation=invitation.to_dict())
+        self._post(task.sock, "start", slot=slot.number, join_token=join_token.to_dict())
 
     def _post(self, sock: socket.socket, kind: str, **values: object) -> None:
         try:
@@ -318,7 +326,7 @@ class Tasks:
             return
         self._tasks.remove(task)
         if task.member is not None:
-            self._end(Outcome(task.member, Kind.LOST, host=task.slot.host, exit="lost"))
+            self._end(Outcome(task.member, OutcomeKind.LOST, host=task.slot.host, exit="lost"))
         self._offer()
 
     def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
@@ -332,7 +340,7 @@ class Tasks:
             if self._first is None:
                 self._refuse(problem)
             else:
-                self._say(f"A task cannot take part. {problem}")
+                self._log(f"A task cannot take part. {problem}")
             return None
         self._first = self._first or facts
         taken = {task.slot.number for task in self._tasks if task.slot.host == facts.host}
@@ -353,7 +361,7 @@ class Tasks:
     def _offer(self) -> None:
         self._is_open = self._is_open or len(self._tasks) >= self._wanted
         if self._is_open:
-            self._tell(Offer(tuple(task.slot for task in self._tasks if not task.is_leaving)))
+            self._notify(Offer(tuple(task.slot for task in self._tasks if not task.is_leaving)))
 
     def _receive(self, task: _Task, message: Message) -> None:
         member = int(message.values["member"])
@@ -372,7 +380,7 @@ class Tasks:
     def _end(self, outcome: Outcome) -> None:
         assert outcome.rank is not None
         self.outcomes[outcome.rank] = outcome
-        self._tell(end_of(outcome))
+        self._notify(end_of(outcome))
 
 
 def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message]:
@@ -403,7 +411,7 @@ class AttemptResult:
     """End of an attempt.
 
     Attributes:
-        verdict: of its launcher.
+        job_result: of its launcher.
         outcomes: of its processes, by number.
         results: of those that have returned one, by number; pickled.
         refused: why the first task could not take part; "" if it could.
@@ -411,7 +419,7 @@ class AttemptResult:
         changes: of the ranks.
     """
 
-    verdict: Verdict
+    job_result: JobResult
     outcomes: Mapping[int, Outcome]
     results: Mapping[int, bytes]
     refused: str = ""
@@ -421,7 +429,7 @@ class AttemptResult:
     def to_bytes(self) -> bytes:
         """Return bytes from which `from_bytes` rebuilds this."""
         values = {
-            "verdict": asdict(self.verdict),
+            "verdict": asdict(self.job_result),
             "outcomes": [[number, each.to_json()] for number, each in self.outcomes.items()],
             "results": [[number, len(data)] for number, data in self.results.items()],
             "refused": self.refused,
@@ -434,15 +442,15 @@ class AttemptResult:
     def from_bytes(cls, content: bytes) -> AttemptResult:
         """Rebuild a result from `to_bytes`."""
         message = unpack(content)
-        values, verdict = message.values, message.values["verdict"]
+        values, job_result = message.values, message.values["verdict"]
         results, at = {}, 0
         for number, size in values["results"]:
             results[number] = message.data[at : at + size]
             at += size
-        failed = tuple(Ended(**each) for each in verdict["failed"])
-        members = tuple(verdict["members"])
+        failed = tuple(RankEnded(**each) for each in job_result["failed"])
+        members = tuple(job_result["members"])
         return cls(
-            Verdict(**{**verdict, "failed": failed, "members": members}),
+            JobResult(**{**job_result, "failed": failed, "members": members}),
             {number: Outcome.from_json(text) for number, text in values["outcomes"]},
             results,
             values["refused"],
@@ -466,7 +474,7 @@ class Coordination:
         spec: what the tasks get, too.
         listening: where tasks reach this process; closed at the end.
         listener: where their processes do; likewise.
-        say: writes a line.
+        log: writes a line.
         replace: called from a thread for each task that shall be started in place of one that leaves.
 
     Attributes:
@@ -478,10 +486,10 @@ class Coordination:
         spec: TaskSpec,
         listening: socket.socket,
         listener: Listener,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         replace: Callable[[], None] = lambda: None,
     ) -> None:
-        terms = Terms.from_dict(spec.elastic)
+        terms = CoordinatorTerms.from_dict(spec.elastic)
         self._limits, self._job_id = terms.limits, spec.job_id
         self._key = bytes.fromhex(spec.key)
         self._patience_s = JobSettings.from_json(spec.settings).values.elastic_patience_s
@@ -492,7 +500,7 @@ class Coordination:
             proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 0, 2)
             facts = RankFacts.from_dict(spec.driver)
             self.tasks = stack.enter_context(
-                Tasks(listening, proof, facts, terms.wanted, put, self._refuse, replace, say)
+                Tasks(listening, proof, facts, terms.wanted, put, self._refuse, replace, log)
             )
             self._coordinator = stack.enter_context(
                 Coordinator(
@@ -502,25 +510,25 @@ class Coordination:
                     self._limits.limits(self._patience_s),
                     on_decided=put,
                     on_formed=put,
-                    on_refused=lambda number, refusal: put(Refused(number, refusal)),
+                    on_refused=lambda number, refusal: put(MemberRefused(number, refusal)),
                 )
             )
             self._stack = stack.pop_all()
-        self._launcher = Launcher(
-            self._limits, (), self.tasks, self._coordinator, self._invite, say, INTERRUPT_GRACE_S
+        self._launcher = ElasticLauncher(
+            self._limits, (), self.tasks, self._coordinator, self._invite, log, INTERRUPT_GRACE_S
         )
 
     def run(self) -> AttemptResult:
         """Run the job to its end; Ctrl-C interrupts the ranks, and is raised when they have ended."""
         try:
-            verdict = self._launcher.run(self._events)
+            job_result = self._launcher.run(self._events)
         except KeyboardInterrupt:
             self.interrupt()
             with contextlib.suppress(Exception):  # it came while something was being noted
                 self._launcher.run(self._events, INTERRUPT_GRACE_S + MARGIN_S)
             raise
         return AttemptResult(
-            verdict,
+            job_result,
             self.tasks.outcomes,
             self.tasks.results,
             self._refused,
@@ -529,11 +537,11 @@ class Coordination:
 
     def interrupt(self) -> None:
         """Interrupt the ranks, and kill those that do not end; from any thread."""
-        self._events.put(Signalled(signal.SIGINT))
+        self._events.put(SignalReceived(signal.SIGINT))
 
     def stop(self, why: str) -> None:
         """End the job: its tasks have ended; from any thread."""
-        self._events.put(Stopped(why))
+        self._events.put(ProcessesStopped(why))
 
     def __enter__(self) -> Coordination:
         return self
@@ -546,8 +554,8 @@ class Coordination:
         self._refused = problem
         self.stop(problem)
 
-    def _invite(self, number: int) -> Invitation:
-        return self._limits.invitation(
+    def _invite(self, number: int) -> JoinToken:
+        return self._limits.join_token(
             self._key, self._job_id, number, self._coordinator.endpoint, self._patience_s
         )
 
@@ -740,12 +748,12 @@ class _Entry:
         with hosted or contextlib.nullcontext():
             outcome = self._join(coordinator)
         if hosted is not None and hosted.problem:
-            return Outcome(None, Kind.SPARK, exit="failed", message=hosted.problem)
+            return Outcome(None, OutcomeKind.SPARK, exit="failed", message=hosted.problem)
         return outcome
 
     def _join(self, coordinator: CoordinatorFiles) -> Outcome | None:
         """Serve the coordinator whose address is in the store."""
-        limit_s = Terms.from_dict(self._spec.elastic).limits.start_timeout_s
+        limit_s = CoordinatorTerms.from_dict(self._spec.elastic).limits.start_timeout_s
         if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
                 f"After {limit_s:g} s (start_timeout=) the task that decides who the ranks are had not told its address in the store. Free slots of "
@@ -757,7 +765,7 @@ class _Entry:
             if coordinator.is_over():
                 return None
             where = f"{address[0]}, port {address[1]}"
-            return Outcome(None, Kind.LOST, exit="lost", message=f"{where}: {error}")
+            return Outcome(None, OutcomeKind.LOST, exit="lost", message=f"{where}: {error}")
         self._serve(sock)
         return None
 
@@ -785,7 +793,7 @@ class _Entry:
 
 
 def _refusal(message: str) -> Outcome:
-    return Outcome(None, Kind.PREFLIGHT, exit="not started", message=message)
+    return Outcome(None, OutcomeKind.PREFLIGHT, exit="not started", message=message)
 
 
 class _OwnCoordinator:

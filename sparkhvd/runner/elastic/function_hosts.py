@@ -17,25 +17,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TextIO, TypeVar
 
-from sparkhvd.elastic import Coordinator, Invitation
+from sparkhvd.elastic import Coordinator, JoinToken
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK, own_address
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import launching
-from sparkhvd.runner.elastic.coordinator import Ends, end_of
-from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused
+from sparkhvd.runner.elastic.coordinator import ProcessOutcomes, end_of
+from sparkhvd.runner.elastic.launcher import ElasticLauncher, Event, MemberRefused
 from sparkhvd.runner.elastic.options import Discovered, DiscoveryScript, ElasticOptions, RankRange
-from sparkhvd.runner.elastic.processes import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.processes import (
+    ElasticProcesses,
+    ElasticProcessesHere,
+    ElasticProcessesOnHosts,
+)
 from sparkhvd.runner.elastic.slots import slots_of
 from sparkhvd.runner.host_names import Host, forwarded, merged
 from sparkhvd.runner.hosts.agent import FunctionMembers
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import bare, loopback_addresses
-from sparkhvd.runner.hosts.protocol import Order
+from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.local import TrainersPlan
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
+from sparkhvd.runner.supervisor import HostLost, RankEnded, SignalReceived
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
-from sparkhvd.runner.watch import Ended, Lost, Signalled
 from sparkhvd.settings import JobSettings, Settings
 
 # ----------------------------------------------------------------------------------------------------
@@ -76,9 +80,9 @@ class HostGroup:
         command: Sequence[str] | None = None,
         sys_path: Sequence[str] = (),
         use_gpu: bool | None = None,
-    ) -> Order:
-        """Return what the agent of a host is asked for; see `Order` for the arguments."""
-        return Order(
+    ) -> StartRequest:
+        """Return what the agent of a host is asked for; see `StartRequest` for the arguments."""
+        return StartRequest(
             first=0,
             count=0,
             cwd=os.getcwd(),
@@ -207,10 +211,10 @@ def launch_elastic_function(
         group = replace(group, env={**forwarded(launching.environ()), **env})
     log = launching.log_to(stream, verbose=verbose, timestamps=False)
     job = _Job(group, limits, program, use_gpu, log)
-    return job.run(known, discovery, say=functools.partial(_say, verbose))
+    return job.run(known, discovery, say=functools.partial(_log, verbose))
 
 
-def _say(verbose: int, text: str) -> None:
+def _log(verbose: int, text: str) -> None:
     if verbose > 0:
         sys.stderr.write(f"sparkhvd: {text}\n")
         sys.stderr.flush()
@@ -261,19 +265,19 @@ class _Job:
                     self.limits.limits(patience_s),
                     on_decided=put,
                     on_formed=put,
-                    on_refused=lambda number, refusal: put(Refused(number, refusal)),
+                    on_refused=lambda number, refusal: put(MemberRefused(number, refusal)),
                 )
             )
 
-            def invite(number: int) -> Invitation:
-                return self.limits.invitation(key, job_id, number, coordinator.endpoint, patience_s)
+            def issue_token(number: int) -> JoinToken:
+                return self.limits.join_token(key, job_id, number, coordinator.endpoint, patience_s)
 
-            launcher = Launcher(
+            launcher = ElasticLauncher(
                 self.limits,
                 slots_of(known),
                 processes,
                 coordinator,
-                invite,
+                issue_token,
                 say,
                 INTERRUPT_GRACE_S,
             )
@@ -281,46 +285,50 @@ class _Job:
                 stack.enter_context(discovery)
                 discovery.follow(known, lambda found: put(self.group.checked(found)))
             try:
-                verdict = launcher.run(self.events)
+                job_result = launcher.run(self.events)
             except KeyboardInterrupt:
-                put(Signalled(signal.SIGINT))
+                put(SignalReceived(signal.SIGINT))
                 launcher.run(self.events, INTERRUPT_GRACE_S + _MARGIN_S)
                 raise
-        ends = Ends(verdict, self.outcomes)
-        if not verdict.has_finished:
-            raise ends.failure(verdict.problem).error
+        ends = ProcessOutcomes(job_result, self.outcomes)
+        if not job_result.has_finished:
+            raise ends.failure(job_result.problem).error
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
-    def _processes(self, stack: contextlib.ExitStack, address: str) -> Processes:
+    def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
         """Return what starts processes; they end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
-                Agents(
+                ElasticProcessesOnHosts(
                     group.reach,
                     None,
                     lambda host: group.order(host, sys_path=sys.path, use_gpu=self.use_gpu),
                     lambda _, __, line: self.log(line.decode(errors="replace")),
                     self._note_loss,
                     self.program,
-                    self._note_end,
+                    self._record_end,
                 )
             )
         plan = TrainersPlan(group.env, sys.path, os.getcwd(), group.settings, self.use_gpu)
         members = FunctionMembers(
-            plan, self.program, address, socket.gethostname(), self.log, self._note_end
+            plan, self.program, address, socket.gethostname(), self.log, self._record_end
         )
-        return LocalProcesses(stack.enter_context(members))
+        return ElasticProcessesHere(stack.enter_context(members))
 
-    def _note_end(self, outcome: Outcome, result: bytes) -> None:
+    def _record_end(self, outcome: Outcome, result: bytes) -> None:
         assert outcome.rank is not None
         self.outcomes[outcome.rank], self.results[outcome.rank] = outcome, result
         self.events.put(end_of(outcome))
 
-    def _note_loss(self, event: Ended | Lost) -> None:
-        if isinstance(event, Lost):
+    def _note_loss(self, event: RankEnded | HostLost) -> None:
+        if isinstance(event, HostLost):
             for number in event.ranks:
                 self.outcomes[number] = Outcome(
-                    number, Kind.LOST, host=event.host, exit="connection lost", message=event.why
+                    number,
+                    OutcomeKind.LOST,
+                    host=event.host,
+                    exit="connection lost",
+                    message=event.why,
                 )
         self.events.put(event)

@@ -23,23 +23,22 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from sparkhvd import spark as connect
 from sparkhvd.errors import ElasticError, InvalidArgumentError, PreflightError, SparkhvdError
 from sparkhvd.rendezvous import Listener
-from sparkhvd.runner import driver_port, launching, task
-from sparkhvd.runner import live_output as spark_log
+from sparkhvd.runner import driver_port, launching, live_output, task
 from sparkhvd.runner.elastic.coordinator import (
     LOOK_S,
     MARGIN_S,
     AttemptResult,
     Coordination,
     CoordinatorFiles,
-    Ends,
-    Failure,
+    JobFailure,
+    ProcessOutcomes,
 )
-from sparkhvd.runner.elastic.options import ElasticOptions, RankRange, Terms
+from sparkhvd.runner.elastic.options import CoordinatorTerms, ElasticOptions, RankRange
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.decide import share_of
 from sparkhvd.runner.job import (
     SHOWS_SPARKS_LOG,
-    Plan,
+    LaunchPlan,
     check_size,
     make_plan,
     no_progress,
@@ -49,8 +48,8 @@ from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.live_output import Attempt
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.outcomes import (
-    Kind,
     Outcome,
+    OutcomeKind,
     error_of,
     from_spark_failure,
     is_retryable,
@@ -58,16 +57,11 @@ from sparkhvd.runner.outcomes import (
 )
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.protocol import carried
-from sparkhvd.runner.slots import turn
+from sparkhvd.runner.slots import launch_ticket
 from sparkhvd.runner.task import TaskSpec
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
-from sparkhvd.spark import (
-    SparkShim,
-    cancel_until_over,
-    job_thread,
-    plain_interrupts,
-)
+from sparkhvd.spark import SparkShim, cancel_until_over, job_thread, plain_interrupts
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -120,12 +114,12 @@ class Stages:
         self._wakes = threading.Event()
         self._is_over = False
         self._threads = [job_thread(shim, self._serve, "sparkhvd-stages")]
-        self._look: Callable[[], None] = lambda: None
+        self._poll: Callable[[], None] = lambda: None
 
-    def submit(self, size: int, look: Callable[[], None]) -> None:
-        """Submit the first stage; from then on `look` is called every second, from a thread that may ask Spark."""
+    def submit(self, size: int, poll: Callable[[], None]) -> None:
+        """Submit the first stage; from then on `poll` is called every second, from a thread that may ask Spark."""
         self._begin(size)
-        self._look = look
+        self._poll = poll
         self._threads[0].start()
 
     def add(self) -> None:
@@ -162,13 +156,13 @@ class Stages:
             except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
                 future.set_exception(e)
 
-        future.add_done_callback(lambda _: self._note_end(future))
+        future.add_done_callback(lambda _: self._record_end(future))
         self._futures.append(future)
         thread = job_thread(self._shim, collects, "sparkhvd-collect")
         self._threads.append(thread)
         thread.start()
 
-    def _note_end(self, future: Future) -> None:
+    def _record_end(self, future: Future) -> None:
         with self._lock:
             has_more = self._wanted > 0 or not all(each.done() for each in self._futures)
         if future.exception() is not None or not has_more:
@@ -181,7 +175,7 @@ class Stages:
             if self._is_over:
                 return
             with contextlib.suppress(Exception):  # Spark is gone, which the stage tells
-                self._look()
+                self._poll()
             with self._lock:
                 wanted = self._wanted
             if wanted:
@@ -215,10 +209,10 @@ class AttemptCoordinator(Protocol):
     def take(self, spec: TaskSpec) -> None:
         """Begin, before the stage is submitted."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do what is due every second; called from a thread that may ask Spark."""
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Note that the stage has ended; from any thread."""
 
     def run(self) -> AttemptResult | None:
@@ -237,15 +231,15 @@ class CoordinatorInDriver:
 
     Args:
         shim: session.
-        say: writes a line.
+        log: writes a line.
         replace: called from a thread for each task that shall be started in place of one that leaves.
     """
 
     def __init__(
-        self, shim: SparkShim, say: Callable[[str], None], replace: Callable[[], None]
+        self, shim: SparkShim, log: Callable[[str], None], replace: Callable[[], None]
     ) -> None:
         self._shim = shim
-        self._say, self._replace = say, replace
+        self._log, self._replace = log, replace
         self._listening, host = driver_port.listen(shim)
         self.address: tuple[str, int] | None = (host, int(self._listening.getsockname()[1]))
         self._stack = contextlib.ExitStack()
@@ -254,16 +248,16 @@ class CoordinatorInDriver:
         """Begin, before the stage is submitted."""
         settings = JobSettings.from_json(spec.settings).values
         listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
-        self._made = Coordination(spec, self._listening, listener, self._say, self._replace)
+        self._made = Coordination(spec, self._listening, listener, self._log, self._replace)
         self._stack.enter_context(self._made)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Let ranks leave whose executors Spark will take away."""
         tasks = self._made.tasks
         if gone := self._shim.decommissioned(tasks.executors()):
             tasks.retire(gone)
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Note that the stage has ended."""
         self._made.stop(STAGE_HAS_ENDED)
 
@@ -303,12 +297,12 @@ class CoordinatorInTask:
         files = self._options.shared
         assert files is not None
         self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
-        self._start_s = Terms.from_dict(spec.elastic).limits.start_timeout_s
+        self._start_s = CoordinatorTerms.from_dict(spec.elastic).limits.start_timeout_s
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do nothing: Spark Connect tells of no executors."""
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Note that the stage has ended."""
         self._ended.set()
 
@@ -391,14 +385,14 @@ def launch_elastic(
         count = plan.slots()
         return None if count is None or count < limits.smallest else count
 
-    say = functools.partial(print_line, options.verbose)
-    is_alone = options.is_alone or plan.gpus.mode == decide.Mode.HOST
+    log = functools.partial(print_line, options.verbose)
+    is_alone = options.is_alone or plan.gpus.mode == decide.GpuMode.HOST
     share = share_of(plan.options.profile)
     application, most = shim.application(), limits.largest
     last_progress: object = None
-    with turn(application, share, limits.smallest, is_alone=is_alone, most=most) as place:
+    with launch_ticket(application, share, limits.smallest, is_alone=is_alone, most=most) as place:
         for attempt in range(options.max_retries + 1):
-            with place.slots(usable, limits.start_timeout_s, say):
+            with place.slots(usable, limits.start_timeout_s, log):
                 ended = _Attempt(plan, limits, attempt).run()
             if isinstance(ended, JobReport):
                 return ended
@@ -410,21 +404,21 @@ def launch_elastic(
                     raise no_progress(ended.error, attempt + 1, progress)
                 last_progress = progress
             options.relaunched(str(ended.error))
-            say(f"{ended.error}\nRelaunching ({attempt + 1} of {options.max_retries}).")
+            log(f"{ended.error}\nRelaunching ({attempt + 1} of {options.max_retries}).")
     raise AssertionError("the last attempt returns or raises")
 
 
 class _Attempt:
     """One stage."""
 
-    def __init__(self, plan: Plan, limits: ElasticOptions, number: int) -> None:
+    def __init__(self, plan: LaunchPlan, limits: ElasticOptions, number: int) -> None:
         self._plan = plan
         self._limits = limits
         self._named = Attempt(secrets.token_hex(32), secrets.token_hex(8), number, _NUMBERS)
         self._submitted_at = time.time()
         self._stages: Stages | None = None
 
-    def run(self) -> JobReport[Any] | Failure:
+    def run(self) -> JobReport[Any] | JobFailure:
         """Run it to its end."""
         plan, largest = self._plan, self._limits.largest
         live = plan.live_output(self._named)
@@ -435,7 +429,7 @@ class _Attempt:
             coordinator.take(spec)
             stack.enter_context(live)
             self._stages = stages = self._prepare(stack, spec, coordinator)
-            stages.submit(largest, coordinator.look)
+            stages.submit(largest, coordinator.poll)
             try:
                 with plain_interrupts():
                     result = coordinator.run()
@@ -444,11 +438,11 @@ class _Attempt:
                 stages.end(_LEAVE_S)
         if result is None:
             return self._unreported(stages.ended())
-        own = Outcome(_NUMBERS - 1, Kind.OK, unsent=result.unsent)
+        own = Outcome(_NUMBERS - 1, OutcomeKind.OK, unsent=result.unsent)
         live.show_rest((own, *result.outcomes.values()))
         for change in result.changes:
             plan.options.ranks_changed(change)
-        if result.verdict.has_finished:
+        if result.job_result.has_finished:
             return self._report(result)
         return self._failure(result, stages)
 
@@ -464,9 +458,9 @@ class _Attempt:
         if self._stages is not None:
             self._stages.add()
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> CoordinatorTerms:
         first = self._limits.first
-        return Terms(self._limits, min(first, self._plan.slots() or first))
+        return CoordinatorTerms(self._limits, min(first, self._plan.slots() or first))
 
     def _prepare(
         self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
@@ -475,7 +469,7 @@ class _Attempt:
         plan, limits, job_id = self._plan, self._limits, self._named.job_id
         program = stack.enter_context(carried(plan.shim, plan.program))
         is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
-        stack.enter_context(spark_log.hidden_failures(plan.shim, job_id, is_hidden=is_hidden))
+        stack.enter_context(live_output.hidden_failures(plan.shim, job_id, is_hidden=is_hidden))
         body = task.make_task(spec, program, plan.shared, "sparkhvd.runner.elastic.coordinator")
 
         def make(size: int) -> DataFrame:
@@ -483,12 +477,12 @@ class _Attempt:
             return plan.shim.stage(size, body, task.ROW_SCHEMA, profile, is_barrier=False)
 
         text = f"sparkhvd: {limits.smallest} to {limits.largest} ranks, attempt {spec.attempt + 1}"
-        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.note_end)
+        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.record_end)
 
     # --- The end. ---
 
     def _report(self, result: AttemptResult) -> JobReport[Any]:
-        order = Ends(result.verdict, result.outcomes).order()
+        order = ProcessOutcomes(result.job_result, result.outcomes).order()
         outcomes = tuple(
             replace(result.outcomes[number], rank=rank) for rank, number in enumerate(order)
         )
@@ -500,28 +494,28 @@ class _Attempt:
             outcomes=outcomes,
         )
 
-    def _failure(self, result: AttemptResult, stages: Stages) -> Failure:
-        verdict = result.verdict
+    def _failure(self, result: AttemptResult, stages: Stages) -> JobFailure:
+        job_result = result.job_result
         if result.refused:
-            return Failure(PreflightError(result.refused), is_lost=False)
-        ends = Ends(verdict, result.outcomes)
-        if verdict.problem == STAGE_HAS_ENDED and ends.is_lost:
+            return JobFailure(PreflightError(result.refused), is_lost=False)
+        ends = ProcessOutcomes(job_result, result.outcomes)
+        if job_result.problem == STAGE_HAS_ENDED and ends.is_lost:
             cause = self._of_spark(stages.ended())
-            cause = cause or Outcome(None, Kind.SPARK, message=f"{STAGE_HAS_ENDED} early")
-            return Failure(error_of(cause, ends.size), is_retryable(cause))
-        if not verdict.has_begun:
-            return Failure(not_started(self._limits.start_timeout_s), is_lost=False)
-        return ends.failure(verdict.problem.replace(STAGE_HAS_ENDED, ""))
+            cause = cause or Outcome(None, OutcomeKind.SPARK, message=f"{STAGE_HAS_ENDED} early")
+            return JobFailure(error_of(cause, ends.size), is_retryable(cause))
+        if not job_result.has_begun:
+            return JobFailure(not_started(self._limits.start_timeout_s), is_lost=False)
+        return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
 
-    def _unreported(self, future: Future) -> Failure:
+    def _unreported(self, future: Future) -> JobFailure:
         """Return the failure of an attempt whose coordinator, in a task, could not tell of it."""
         cause = self._of_spark(future)
-        if future.exception() is None and (cause is None or cause.kind == Kind.LOST):
+        if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
             where = "" if cause is None else f" ({cause.message})"
             text = f"its coordinator was lost with its Spark task{where}"
-            return Failure(ElasticError(f"The elastic job cannot go on: {text}."), is_lost=True)
+            return JobFailure(ElasticError(f"The elastic job cannot go on: {text}."), is_lost=True)
         assert cause is not None
-        return Failure(error_of(cause, self._limits.first), is_retryable(cause))
+        return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
 
     def _of_spark(self, future: Future) -> Outcome | None:
         """Return what Spark, or the tasks, tell of the end of the stage; None if they tell nothing."""

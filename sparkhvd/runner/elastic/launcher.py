@@ -11,21 +11,28 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sparkhvd.elastic import Coordinator, Decided, Formed, Invitation
+from sparkhvd.elastic import Coordinator, Decided, GenerationFormed, JoinToken
 from sparkhvd.elastic.membership import FINISHED, Refusal
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.runner.elastic.options import Discovered, ElasticOptions
-from sparkhvd.runner.elastic.processes import Processes
+from sparkhvd.runner.elastic.processes import ElasticProcesses
 from sparkhvd.runner.elastic.slots import Cooldown, Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.options import RankChange
-from sparkhvd.runner.watch import SIGNAL_S, Ended, Ending, Lost, Signalled, ended_how
+from sparkhvd.runner.supervisor import (
+    SIGNAL_S,
+    HostLost,
+    RankEnded,
+    ShutdownSequence,
+    SignalReceived,
+    ended_how,
+)
 
 # ----------------------------------------------------------------------------------------------------
 # What the launcher tells of each change of the ranks.
 
 
 @dataclass
-class Report:
+class ChangeReport:
     """Describes changes. One that another has overtaken before the ranks had met is told of with that one."""
 
     _before: int | None = None
@@ -33,7 +40,7 @@ class Report:
     _seconds: float = 0.0
 
     def describe(
-        self, formed: Formed, hosts: Mapping[int, str], ends: Mapping[int, str]
+        self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
     ) -> RankChange | None:
         """Describe a change; None if another one has overtaken it.
 
@@ -98,7 +105,7 @@ _LOST = 255
 
 
 @dataclass(frozen=True)
-class Refused:
+class MemberRefused:
     """News that a member takes no part any more."""
 
     number: int
@@ -106,17 +113,27 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class ProcessesStopped:
     """News that what holds the processes has ended; they end with it."""
 
     why: str
 
 
-Event = Ended | Signalled | Lost | Discovered | Offer | Decided | Formed | Refused | Stopped
+Event = (
+    RankEnded
+    | SignalReceived
+    | HostLost
+    | Discovered
+    | Offer
+    | Decided
+    | GenerationFormed
+    | MemberRefused
+    | ProcessesStopped
+)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobResult:
     """End of a job.
 
     Attributes:
@@ -131,7 +148,7 @@ class Verdict:
     has_finished: bool
     has_begun: bool
     problem: str
-    failed: tuple[Ended, ...]
+    failed: tuple[RankEnded, ...]
     received: int
     members: tuple[int, ...]
 
@@ -155,7 +172,7 @@ class _Process:
     is_surplus: bool = False
 
 
-class Launcher:
+class ElasticLauncher:
     """Decides what to start; all methods are called by one thread.
 
     Args:
@@ -163,8 +180,8 @@ class Launcher:
         slots: those that are there at the beginning.
         processes: starts processes.
         coordinator: of the job.
-        invite: makes the invitation of a process, by its number.
-        say: writes a line.
+        issue_token: makes the invitation of a process, by its number.
+        log: writes a line.
         save_s: how long processes may save after an interrupt.
     """
 
@@ -172,10 +189,10 @@ class Launcher:
         self,
         options: ElasticOptions,
         slots: Sequence[Slot],
-        processes: Processes,
+        processes: ElasticProcesses,
         coordinator: Coordinator,
-        invite: Callable[[int], Invitation],
-        say: Callable[[str], None],
+        issue_token: Callable[[int], JoinToken],
+        log: Callable[[str], None],
         save_s: float = SIGNAL_S,
     ) -> None:
         self.changes: list[RankChange] = []
@@ -183,12 +200,12 @@ class Launcher:
         self._slots = tuple(slots)
         self._processes = processes
         self._coordinator = coordinator
-        self._invite = invite
-        self._say = say
+        self._invite = issue_token
+        self._log = log
         self._cooldown = Cooldown(*options.cooldown_s)
-        self._ending = Ending(processes.send, save_s)
-        self._report = Report()
-        self._lines: deque[tuple[float, Formed]] = deque()
+        self._ending = ShutdownSequence(processes.send, save_s)
+        self._report = ChangeReport()
+        self._lines: deque[tuple[float, GenerationFormed]] = deque()
         self._running: dict[int, _Process] = {}
         self._places: dict[int, str] = {}  # hosts of all processes that there were
         self._ends: dict[int, str] = {}
@@ -196,13 +213,13 @@ class Launcher:
         self._have_met: set[int] = set()
         self._say_waiting_at = math.inf
         self._members: tuple[int, ...] = ()
-        self._failed: list[Ended] = []  # since the ranks have met
+        self._failed: list[RankEnded] = []  # since the ranks have met
         self._has_finished = False
         self._problem = ""  # why the job cannot go on
         self._received = 0  # signal to this process
         self._deadline = time.monotonic() + options.start_timeout_s  # for a first process
 
-    def run(self, events: queue.SimpleQueue[Event], limit_s: float = math.inf) -> Verdict:
+    def run(self, events: queue.SimpleQueue[Event], limit_s: float = math.inf) -> JobResult:
         """Run the job to its end, or for so long."""
         until = time.monotonic() + limit_s
         self._fill()
@@ -217,8 +234,8 @@ class Launcher:
         self._write_lines(at_once=True)
         if self._has_finished and self._have_joined and (late := self._awaited()):
             named = listed(late, self._places, time.monotonic())
-            self._say(f"the job has finished, and ends those that had not joined: {named}")
-        return Verdict(
+            self._log(f"the job has finished, and ends those that had not joined: {named}")
+        return JobResult(
             self._has_finished,
             bool(self._places),
             self._problem,
@@ -247,19 +264,19 @@ class Launcher:
     # --- Events. ---
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Signalled):
+        if isinstance(event, SignalReceived):
             self._received = self._received or event.number
             self._ending.interrupt(event.number)
-        elif isinstance(event, Ended):
-            self._note_end(event)
-        elif isinstance(event, Lost):
+        elif isinstance(event, RankEnded):
+            self._record_end(event)
+        elif isinstance(event, HostLost):
             if not event.ranks:
-                self._say(f"the connection to {event.host} was lost: {event.why}")
+                self._log(f"the connection to {event.host} was lost: {event.why}")
             for number in event.ranks:
-                self._note_end(Ended(number, _LOST), f"was lost with its host: {event.why}")
+                self._record_end(RankEnded(number, _LOST), f"was lost with its host: {event.why}")
         elif isinstance(event, Decided):
             self._have_joined.update(event.members)
-        elif isinstance(event, Formed):
+        elif isinstance(event, GenerationFormed):
             self._lines.append((time.monotonic() + _REPORT_S, event))
             if event.has_met:
                 self._failed.clear()
@@ -267,8 +284,8 @@ class Launcher:
                 new = event.change.members
                 self._members = (*(each for each in finished if each not in new), *new)
                 self._have_met.update(new)
-        elif isinstance(event, Refused):
-            self._note_refusal(event)
+        elif isinstance(event, MemberRefused):
+            self._record_refusal(event)
         elif isinstance(event, Discovered):
             self._note_hosts(event)
         elif isinstance(event, Offer):
@@ -278,15 +295,15 @@ class Launcher:
 
     def _note_hosts(self, found: Discovered) -> None:
         if found.hosts is None:
-            self._say(f"{found.problem} The hosts that were known are kept.")
+            self._log(f"{found.problem} The hosts that were known are kept.")
             return
         self._slots = slots_of(found.hosts)
         if not self._slots:
-            self._say(
+            self._log(
                 "--host-discovery-script printed no host. The last process that has the training's state stays until another one has it."
             )
 
-    def _note_end(self, ended: Ended, how: str = "") -> None:
+    def _record_end(self, ended: RankEnded, how: str = "") -> None:
         process = self._running.pop(ended.rank)
         number, refusal = ended.rank, process.refusal
         how = how or ended.how or ended_how(ended.status)
@@ -304,14 +321,14 @@ class Launcher:
         if ended.is_final and not self._have_met:
             self._ending.begin()
         if number not in self._have_met:  # no line of a change will tell
-            self._say(f"process {number} on {host} {how} before it was a rank")
+            self._log(f"process {number} on {host} {how} before it was a rank")
         seconds = self._cooldown.fail(host, time.monotonic())
         if seconds > self._options.cooldown_s[0]:
-            self._say(
+            self._log(
                 f"{host} is left out for {seconds:.0f} s: process {number} there {how}, and others before."
             )
 
-    def _note_refusal(self, refused: Refused) -> None:
+    def _record_refusal(self, refused: MemberRefused) -> None:
         if (process := self._running.get(refused.number)) is None:
             return
         process.refusal = refused.refusal
@@ -374,8 +391,8 @@ class Launcher:
         except (OSError, SparkhvdError) as error:
             if number == 0:  # nothing has begun
                 raise
-            self._say(f"process {number} cannot be started on {slot.host}: {error}")
-            self._note_end(Ended(number, _FAILED))
+            self._log(f"process {number} cannot be started on {slot.host}: {error}")
+            self._record_end(RankEnded(number, _FAILED))
 
     def _kill_those_left_out(self) -> None:
         now = time.monotonic()
@@ -402,7 +419,7 @@ class Launcher:
             return
         since = self._awaited()
         if late := {number: at for number, at in since.items() if now >= at + WAITING_S}:
-            self._say(f"still waiting for these to join: {listed(late, self._places, now)}")
+            self._log(f"still waiting for these to join: {listed(late, self._places, now)}")
         next_at = now + WAITING_AGAIN_S if late else math.inf
         first = min(
             (at + WAITING_S for at in since.values() if at + WAITING_S > now), default=math.inf
@@ -418,5 +435,5 @@ class Launcher:
                 return
             self._lines.popleft()
             if change := self._report.describe(formed, self._places, self._ends):
-                self._say(str(change))
+                self._log(str(change))
                 self.changes.append(replace(change, at=time.time()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparkhvd.elastic import Invitation, Limits
+from sparkhvd.elastic import JoinToken, Limits
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.runner import orphans
@@ -133,16 +133,16 @@ class ElasticOptions:
             patience_s=patience_s,
         )
 
-    def invitation(
+    def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
-    ) -> Invitation:
+    ) -> JoinToken:
         """Return the invitation of a member; see there for the arguments."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
-        return Invitation(key, job_id, number, coordinator, wait_s, patience_s)
+        return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 
 
 @dataclass(frozen=True)
-class Terms:
+class CoordinatorTerms:
     """What a coordinator of tasks must know; crosses as JSON.
 
     Attributes:
@@ -158,7 +158,7 @@ class Terms:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Terms:
+    def from_dict(cls, values: Mapping[str, Any] | None) -> CoordinatorTerms:
         """Rebuild terms from `to_dict`, as JSON has it."""
         assert values is not None
         limits = values["limits"]
@@ -272,12 +272,12 @@ class DiscoveryScript:
         """
         return self._run()
 
-    def follow(self, known: Sequence[Host], tell: Callable[[Discovered], None]) -> None:
+    def follow(self, known: Sequence[Host], notify: Callable[[Discovered], None]) -> None:
         """Run it every second from now on.
 
         Args:
             known: result of the last run.
-            tell: called when the result of a run is another one than the last one's.
+            notify: called when the result of a run is another one than the last one's.
         """
 
         def repeat() -> None:
@@ -288,7 +288,7 @@ class DiscoveryScript:
                 except PreflightError as error:
                     found = Discovered(None, str(error))
                 if found != last and not self._closing.is_set():
-                    tell(found)
+                    notify(found)
                 last = found
 
         self._thread = threading.Thread(target=repeat, name="sparkhvd-discovery", daemon=True)

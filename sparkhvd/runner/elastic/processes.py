@@ -12,26 +12,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkhvd.elastic import Invitation
+from sparkhvd.elastic import JoinToken
 from sparkhvd.runner.elastic.slots import Slot
-from sparkhvd.runner.host_names import Place
+from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
-from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
-from sparkhvd.runner.hosts.protocol import Message, Order
-from sparkhvd.runner.orphans import Guard
+from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
+from sparkhvd.runner.hosts.protocol import Message, StartRequest
+from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.outcomes import Outcome
-from sparkhvd.runner.watch import Ended, Lost
+from sparkhvd.runner.supervisor import HostLost, RankEnded
 
 
-class Processes(Protocol):
+class ElasticProcesses(Protocol):
     """Processes of members, wherever they are."""
 
-    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+    def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
         """Start a process; its end is told as an event.
 
         Args:
             slot: its place.
-            invitation: to the job.
+            join_token: to the job.
             slots: of that host.
         """
 
@@ -40,48 +40,48 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalProcesses:
+class ElasticProcessesHere:
     """Processes on this host."""
 
     members: Members | FunctionMembers
 
-    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+    def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
         """Start a process."""
-        self.members.start(invitation, slot.number, slots)
+        self.members.start(join_token, slot.number, slots)
 
     def send(self, number: int, member: int | None = None) -> None:
         """Send a signal to all processes, or to one."""
         self.members.send(number, member)
 
 
-class Agents:
+class ElasticProcessesOnHosts:
     """Processes on several hosts; a context manager that leaves none.
 
     Args:
         reach: how hosts are reached.
-        guard: ends ssh with this process; None where it has threads.
+        reaper: ends ssh with this process; None where it has threads.
         order: what an agent is asked for, by its host.
         show: called with a process's number, stream and line.
-        tell: called with its end, or the loss of its host.
+        notify: called with its end, or the loss of its host.
         program: pickled call of a function, which goes with the order; b"" for a script.
-        on_outcome: called with the outcome of a function's process and its pickled result, in place of `tell` with its end.
+        on_outcome: called with the outcome of a function's process and its pickled result, in place of `notify` with its end.
     """
 
     def __init__(
         self,
         reach: Reach,
-        guard: Guard | None,
-        order: Callable[[str], Order],
+        reaper: ParentDeathReaper | None,
+        order: Callable[[str], StartRequest],
         show: Callable[[int, str, bytes], None],
-        tell: Callable[[Ended | Lost], None],
+        notify: Callable[[RankEnded | HostLost], None],
         program: bytes = b"",
         on_outcome: Callable[[Outcome, bytes], None] = lambda _, __: None,
     ) -> None:
         self._reach = reach
-        self._guard = guard
+        self._reaper = reaper
         self._order = order
         self._show = show
-        self._tell = tell
+        self._notify = notify
         self._program = program
         self._on_outcome = on_outcome
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Agents:
         self._threads = [threading.Thread(target=self._beat, daemon=True)]
         self._threads[0].start()
 
-    def start(self, slot: Slot, invitation: Invitation, slots: int) -> None:
+    def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
         """Start a process, by the agent of its host, which is started before if there is none."""
         with self._lock:
             agent = self._agents.get(slot.host)
@@ -99,8 +99,8 @@ class Agents:
                 thread = threading.Thread(target=self._serve, args=(agent,), daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            agent.members.add(invitation.number)
-            values = {"slot": slot.number, "slots": slots, "invitation": invitation.to_dict()}
+            agent.members.add(join_token.number)
+            values = {"slot": slot.number, "slots": slots, "invitation": join_token.to_dict()}
             agent.ask("start", **values)
 
     def send(self, number: int, member: int | None = None) -> None:
@@ -114,7 +114,7 @@ class Agents:
         """Start an agent, and pass its messages on until its end."""
         why = ""
         try:
-            connection = Connection(Place(agent.host, 0, 0), self._reach, self._guard)
+            connection = HostConnection(HostSlots(agent.host, 0, 0), self._reach, self._reaper)
             try:
                 connection.greet(self._reach.start_timeout_s)
                 connection.send("order", self._program, **vars(self._order(agent.host)))
@@ -133,7 +133,7 @@ class Agents:
         with self._lock:
             del self._agents[agent.host]
         if not self._closing.is_set():
-            self._tell(Lost(agent.host, tuple(sorted(agent.members)), why))
+            self._notify(HostLost(agent.host, tuple(sorted(agent.members)), why))
 
     def _take(self, agent: _Agent, message: Message) -> str:
         """Take a message; return why the agent has failed, or ""."""
@@ -149,7 +149,7 @@ class Agents:
                 outcome = Outcome.from_json(str(message.values["outcome"]))
                 self._on_outcome(replace(outcome, host=agent.host), message.data)
             else:
-                self._tell(Ended(number, int(message.values["status"])))
+                self._notify(RankEnded(number, int(message.values["status"])))
         return ""
 
     def _beat(self) -> None:
@@ -158,7 +158,7 @@ class Agents:
                 for agent in self._agents.values():
                     agent.ask("beat")
 
-    def __enter__(self) -> Agents:
+    def __enter__(self) -> ElasticProcessesOnHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,16 +171,16 @@ class Agents:
 
 
 class _Agent:
-    """An agent, whose messages wait until it is there; guarded by the lock of `Agents`."""
+    """An agent, whose messages wait until it is there; guarded by the lock of `ElasticProcessesOnHosts`."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.members: set[int] = set()
-        self._connection: Connection | None = None
+        self._connection: HostConnection | None = None
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._has_ended = False
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, connection: HostConnection) -> None:
         """Send what waits."""
         self._connection = connection
         for kind, values in self._waiting:

@@ -8,20 +8,24 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 
-from sparkhvd.elastic import Coordinator, Invitation
+from sparkhvd.elastic import Coordinator, JoinToken
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner.elastic.function_hosts import HostGroup
-from sparkhvd.runner.elastic.launcher import Event, Launcher, Refused, Verdict
+from sparkhvd.runner.elastic.launcher import ElasticLauncher, Event, JobResult, MemberRefused
 from sparkhvd.runner.elastic.options import DiscoveryScript, ElasticOptions
-from sparkhvd.runner.elastic.processes import Agents, LocalProcesses, Processes
+from sparkhvd.runner.elastic.processes import (
+    ElasticProcesses,
+    ElasticProcessesHere,
+    ElasticProcessesOnHosts,
+)
 from sparkhvd.runner.elastic.slots import slots_of
 from sparkhvd.runner.host_names import Host, merged
 from sparkhvd.runner.hosts.agent import Members
 from sparkhvd.runner.hosts.connection import Reach
-from sparkhvd.runner.hosts.protocol import Order
-from sparkhvd.runner.local_processes import Crew
-from sparkhvd.runner.orphans import Guard
-from sparkhvd.runner.watch import Ended, Output, Screen, first_cause, signals, tell
+from sparkhvd.runner.hosts.protocol import StartRequest
+from sparkhvd.runner.local_processes import LocalProcesses
+from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.runner.supervisor import Output, RankEnded, Screen, first_cause, notify, signals
 from sparkhvd.settings import JobSettings, Settings
 
 _FAILED = 1
@@ -70,29 +74,31 @@ def run_elastic_script(
                 options.limits(settings.elastic_patience_s),
                 on_decided=events.put,
                 on_formed=events.put,
-                on_refused=lambda number, refusal: events.put(Refused(number, refusal)),
+                on_refused=lambda number, refusal: events.put(MemberRefused(number, refusal)),
             )
         )
 
-        def invite(number: int) -> Invitation:
+        def issue_token(number: int) -> JoinToken:
             screen.add(number)
-            return options.invitation(
+            return options.join_token(
                 key, job_id, number, coordinator.endpoint, settings.elastic_patience_s
             )
 
-        launcher = Launcher(options, slots_of(hosts), processes, coordinator, invite, _say)
+        launcher = ElasticLauncher(
+            options, slots_of(hosts), processes, coordinator, issue_token, _log
+        )
         if discovery is not None:
             stack.enter_context(discovery)
             discovery.follow(hosts, lambda found: events.put(group.checked(found)))
         return _status(launcher.run(events), options, screen)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"sparkhvdrun: {text}\n")
     sys.stderr.flush()
 
 
-def _status(ended: Verdict, options: ElasticOptions, screen: Screen) -> int:
+def _status(ended: JobResult, options: ElasticOptions, screen: Screen) -> int:
     """Say why a job has failed; return the exit status."""
     if ended.received:
         return 128 + ended.received
@@ -104,9 +110,9 @@ def _status(ended: Verdict, options: ElasticOptions, screen: Screen) -> int:
     elif not problem and not ended.failed:
         problem = "no host is left, and with their ranks the training's state is gone"
     if problem:
-        _say(f"the elastic job cannot go on: {problem}.")
+        _log(f"the elastic job cannot go on: {problem}.")
         return _FAILED
-    return tell(first_cause(ended.failed, screen), screen)
+    return notify(first_cause(ended.failed, screen), screen)
 
 
 def _processes(
@@ -116,16 +122,18 @@ def _processes(
     screen: Screen,
     events: queue.SimpleQueue[Event],
     address: str,
-) -> Processes:
+) -> ElasticProcesses:
     """Prepare for processes, before this process has threads; they end with the stack."""
     if group.others:
-        guard = stack.enter_context(Guard())
+        reaper = stack.enter_context(ParentDeathReaper())
 
-        def order(host: str) -> Order:
+        def order(host: str) -> StartRequest:
             return group.order(host, command=command)
 
-        return stack.enter_context(Agents(group.reach, guard, order, screen.show, events.put))
-    crew = Crew(screen.show, lambda number, status: events.put(Ended(number, status)))
+        return stack.enter_context(
+            ElasticProcessesOnHosts(group.reach, reaper, order, screen.show, events.put)
+        )
+    crew = LocalProcesses(screen.show, lambda number, status: events.put(RankEnded(number, status)))
     stack.enter_context(crew)
     members = Members(crew, command, group.env, group.settings.values, address)
-    return LocalProcesses(members)
+    return ElasticProcessesHere(members)

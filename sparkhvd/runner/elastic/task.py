@@ -29,11 +29,11 @@ from sparkhvd.interfaces import address_on
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import preflight
 from sparkhvd.runner.gpu import agreement
-from sparkhvd.runner.head_start import task_prologue
 from sparkhvd.runner.hosts.protocol import Channel
 from sparkhvd.runner.local_processes import member_variables
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, chunks
 from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.prewarm import task_prologue
 from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.task import TaskSpec, output_of
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -137,7 +137,7 @@ class TaskSlot:
             outcome, result = self._run(member, values)
         except Exception as error:  # noqa: BLE001 - door: the coordinator must learn of every end
             text = str(error) if isinstance(error, PreflightError) else repr(error)
-            outcome = Outcome(member, Kind.PREFLIGHT, exit="not started", message=text)
+            outcome = Outcome(member, OutcomeKind.PREFLIGHT, exit="not started", message=text)
         finally:
             with self._lock:
                 self._trainer = None
@@ -169,7 +169,7 @@ class TaskSlot:
                     prologue,
                     self._program,
                     output.line,
-                    tell=output.message,
+                    notify=output.message,
                     progress=output.progress,
                 )
                 stack.enter_context(trainer)
@@ -180,12 +180,12 @@ class TaskSlot:
                 trainer.kill()
             visible = prologue.env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
             gpu = self._gpu(trainer, slot, visible)
-            invitation = dict(values["invitation"])
+            join_token = dict(values["invitation"])
             # The coordinator's own name for its host is not always the one by which this host knows it.
-            invitation["coordinator"] = {**invitation["coordinator"], "address": self._coordinator}
+            join_token["coordinator"] = {**join_token["coordinator"], "address": self._coordinator}
             trainer.send(
                 JobFrame(
-                    json.dumps(invitation),
+                    json.dumps(join_token),
                     spec.settings,
                     local_rank=slot,
                     attempt=spec.attempt,

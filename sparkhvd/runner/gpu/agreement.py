@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkhvd.runner.gpu.decide import EXECUTOR_AMOUNT, TASK_AMOUNT, Mode, visible_names
+from sparkhvd.runner.gpu.decide import EXECUTOR_AMOUNT, TASK_AMOUNT, GpuMode, visible_names
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class RankGpus:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GpuAgreement:
     """Decision on the GPUs of all ranks; the same on every rank.
 
     Attributes:
-        mode: source of the ranks' GPUs, of `Mode`.
+        mode: source of the ranks' GPUs, of `GpuMode`.
         problem: reason why they cannot run, or "".
         warning: message for the caller, or "".
     """
@@ -48,27 +48,27 @@ class Agreement:
     warning: str = ""
 
 
-def agree(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> Agreement:
+def agree(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> GpuAgreement:
     """Decide whether the ranks use the GPUs that they were given.
 
     A job that has not required GPUs trains on the CPU if its torch cannot use them: Spark may give GPUs for other jobs.
     """
-    if mode not in (Mode.TASK, Mode.HOST):
-        return Agreement(mode)
+    if mode not in (GpuMode.TASK, GpuMode.HOST):
+        return GpuAgreement(mode)
     if text := _cpu_torch(ranks):
         if is_required:
-            return Agreement(
+            return GpuAgreement(
                 mode,
                 problem=f"use_gpu is True, and {text}. Install torch with CUDA on the executors, or leave use_gpu out to "
                 "train on the CPU.",
             )
-        return Agreement(
-            Mode.OFF,
+        return GpuAgreement(
+            GpuMode.OFF,
             warning=f"The ranks train on the CPU, although Spark gives them GPUs: {text}. Install torch with CUDA on the "
             "executors, or give use_gpu=False.",
         )
     problem = check_gpus(mode, ranks, is_required=is_required)
-    return Agreement(mode, problem, unknown_warning(ranks) if mode == Mode.TASK else "")
+    return GpuAgreement(mode, problem, unknown_warning(ranks) if mode == GpuMode.TASK else "")
 
 
 def _cpu_torch(ranks: Sequence[RankGpus]) -> str:
@@ -104,15 +104,15 @@ def own_gpu(
     others', where they are unknown, and where ranks have several: those are cuda:0, cuda:1, ... of each.
 
     Args:
-        mode: of `Mode`.
+        mode: of `GpuMode`.
         local_ranks: GPUs that the processes of this host's ranks see, by local rank.
         local_rank: of this rank.
         seen: UUIDs of all GPUs that this rank's process could see, in the order of CUDA.
         base: CUDA_VISIBLE_DEVICES with which it would see them, or None.
     """
-    if mode == Mode.HOST:
+    if mode == GpuMode.HOST:
         return OwnGpu(local_rank)
-    if mode != Mode.TASK:
+    if mode != GpuMode.TASK:
         return OwnGpu(None)
     if len(local_ranks) == 1 or any(len(gpus.uuids) != 1 for gpus in local_ranks):
         return OwnGpu(0)
@@ -129,11 +129,11 @@ def check_gpus(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> st
 
     The same on every rank, because it depends on nothing but its arguments.
     """
-    if mode not in (Mode.TASK, Mode.HOST):
+    if mode not in (GpuMode.TASK, GpuMode.HOST):
         return ""
     owners: dict[str, int] = {}
     for rank, gpus in enumerate(ranks):
-        index = gpus.local_rank if mode == Mode.HOST else 0
+        index = gpus.local_rank if mode == GpuMode.HOST else 0
         if index >= len(gpus.uuids):
             if is_required:
                 return _describe_missing(rank, gpus)
@@ -172,7 +172,7 @@ def _describe_shared(
     remedy = (
         f"Set {TASK_AMOUNT}=1, and let the discovery script ({EXECUTOR_AMOUNT.replace('amount', 'discoveryScript')}) print each GPU "
         "of a host once"
-        if mode == Mode.TASK
+        if mode == GpuMode.TASK
         else "Let each container see GPUs of its own"
     )
     return f"{where} have the same GPU, {uuid} ({seen}); a GPU is for one rank. {remedy}, or give use_gpu=False."

@@ -34,7 +34,7 @@ DYNAMIC = "spark.dynamicAllocation.enabled"
 _UNKNOWN_SLOTS = 4
 
 
-class Mode:
+class GpuMode:
     """Source of a rank's GPU."""
 
     OFF = "off"  # none: its process sees no GPU
@@ -44,7 +44,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Share:
+class TaskShare:
     """Resources of a task; None stands for the value of the conf.
 
     Attributes:
@@ -61,7 +61,7 @@ class GpuPlan:
     """Decision on the GPUs of a job.
 
     Attributes:
-        mode: of `Mode`.
+        mode: of `GpuMode`.
         reason: its reason, in the user's own conf names.
         profile: resources that a profile of the stage must ask for; None for no profile.
         is_required: whether a rank without a GPU is an error.
@@ -70,7 +70,7 @@ class GpuPlan:
 
     mode: str
     reason: str
-    profile: Share | None = None
+    profile: TaskShare | None = None
     is_required: bool = False
     leaves_gpus: bool = False
 
@@ -80,7 +80,7 @@ def decide(
     use_gpu: bool | None,
     *,
     refused: str = "",
-    given: Share | None = None,
+    given: TaskShare | None = None,
 ) -> GpuPlan:
     """Decide how ranks get GPUs.
 
@@ -105,7 +105,7 @@ def decide(
             "the session without it; with use_gpu=True ranks get the GPUs of this host by their local rank."
         )
     if use_gpu is False:
-        return GpuPlan(Mode.OFF, "use_gpu is False")
+        return GpuPlan(GpuMode.OFF, "use_gpu is False")
     required = bool(use_gpu)
     if is_local(master):
         return _by_local_rank(required, f"master {master!r} gives tasks no GPUs")
@@ -123,12 +123,15 @@ def decide(
     cpus = None if cores is None else max(1, int(cores // gpus))
     if not refused:
         if amount == 1 and (cpus is None or cpus <= int(conf.get("spark.task.cpus") or 1)):
-            return GpuPlan(Mode.TASK, reason, is_required=required)
+            return GpuPlan(GpuMode.TASK, reason, is_required=required)
         return GpuPlan(
-            Mode.TASK, f"{reason}; a rank gets a whole GPU", Share(cpus, 1.0), is_required=required
+            GpuMode.TASK,
+            f"{reason}; a rank gets a whole GPU",
+            TaskShare(cpus, 1.0),
+            is_required=required,
         )
     if amount >= 1:
-        return GpuPlan(Mode.TASK, reason, is_required=required)
+        return GpuPlan(GpuMode.TASK, reason, is_required=required)
     if amount:
         raise PreflightError(
             f"{TASK_AMOUNT} is {amount:g}, so Spark would put {int(1 / amount)} ranks on one GPU, and this stage cannot ask for "
@@ -139,30 +142,30 @@ def decide(
             f"use_gpu is True, {EXECUTOR_AMOUNT} is {gpus:g} and {TASK_AMOUNT} is not set, so tasks get no GPU, and this stage cannot "
             f"ask for one: {refused}. Set {TASK_AMOUNT}=1."
         )
-    return GpuPlan(Mode.FREE, f"{TASK_AMOUNT} is not set, and {refused}", leaves_gpus=True)
+    return GpuPlan(GpuMode.FREE, f"{TASK_AMOUNT} is not set, and {refused}", leaves_gpus=True)
 
 
 def _by_local_rank(required: bool, reason: str) -> GpuPlan:
-    return GpuPlan(Mode.HOST if required else Mode.FREE, reason, is_required=required)
+    return GpuPlan(GpuMode.HOST if required else GpuMode.FREE, reason, is_required=required)
 
 
-def _of_profile(given: Share, required: bool) -> GpuPlan:
+def _of_profile(given: TaskShare, required: bool) -> GpuPlan:
     if not given.gpus:
         if required:
             raise InvalidArgumentError(
                 "use_gpu is True, and the profile given asks for no GPU per task. Add "
                 "TaskResourceRequests().resource('gpu', 1), or leave profile out."
             )
-        return GpuPlan(Mode.FREE, "the profile given asks for no GPU")
+        return GpuPlan(GpuMode.FREE, "the profile given asks for no GPU")
     if given.gpus < 1:
         raise InvalidArgumentError(
             f"The profile given asks for {given.gpus:g} GPUs per task, so Spark would put several ranks on one GPU. Ask "
             "for 1, or leave profile out."
         )
-    return GpuPlan(Mode.TASK, "as the profile given asks", is_required=required)
+    return GpuPlan(GpuMode.TASK, "as the profile given asks", is_required=required)
 
 
-def share_of_a_gpu(conf: Mapping[str, str]) -> Share | None:
+def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
     """Return the share of a GPU for which a stage of Python workers must ask, so that as many tasks run at once as without.
 
     None where its tasks get GPUs without asking, or cannot.
@@ -181,7 +184,7 @@ def share_of_a_gpu(conf: Mapping[str, str]) -> Share | None:
     )
     per_gpu = max(1, math.ceil(slots / gpus))
     # Rounded down: Spark takes the whole part of 1 / amount for the number of tasks.
-    return Share(gpus=1.0 if per_gpu == 1 else math.floor(1e6 / per_gpu) / 1e6)
+    return TaskShare(gpus=1.0 if per_gpu == 1 else math.floor(1e6 / per_gpu) / 1e6)
 
 
 def _number(conf: Mapping[str, str], key: str) -> float:
@@ -201,7 +204,7 @@ def variables(
     """Return the variables that make GPUs visible to a rank's process.
 
     Args:
-        mode: of `Mode`.
+        mode: of `GpuMode`.
         addresses: addresses of the GPUs that Spark gave the task.
         visible: CUDA_VISIBLE_DEVICES of the executor, or None. Addresses that are numbers count in this list.
         order: CUDA_DEVICE_ORDER of the executor, or None.
@@ -209,9 +212,9 @@ def variables(
     Raises:
         PreflightError: Spark gave no address, or one that the executor does not let its processes see.
     """
-    if mode == Mode.OFF:
+    if mode == GpuMode.OFF:
         return {VISIBLE: ""}
-    if mode != Mode.TASK:
+    if mode != GpuMode.TASK:
         return {}
     if not addresses:
         raise PreflightError(
@@ -251,12 +254,12 @@ def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
     see, as in a container of its own, would take those after it out of its list, too.
 
     Args:
-        mode: of `Mode`.
+        mode: of `GpuMode`.
         visible: CUDA_VISIBLE_DEVICES of the executor, or None.
     """
-    if mode == Mode.TASK:
+    if mode == GpuMode.TASK:
         return [{}, {VISIBLE: visible}]
-    return [{}] if mode == Mode.HOST else []
+    return [{}] if mode == GpuMode.HOST else []
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -350,7 +353,7 @@ def slots_of(
     conf: Mapping[str, str], plan: GpuPlan, given: ResourceProfile | None = None
 ) -> placement.Slots:
     """Return the most ranks that the configuration can run at once, each with its share."""
-    share = share_of(given) or plan.profile or Share()
+    share = share_of(given) or plan.profile or TaskShare()
     return placement.configured_slots(conf, processors.whole(), share.cpus, share.gpus)
 
 
@@ -382,10 +385,10 @@ def default_slots(
     return replace(slots, maximum=count, reason=reason)
 
 
-def share_of(profile: ResourceProfile | None) -> Share | None:
+def share_of(profile: ResourceProfile | None) -> TaskShare | None:
     """Return the resources that a profile gives a task; None for no profile."""
     if profile is None:
         return None
     cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))
     # A profile that does not name GPUs gives none, also where the conf does.
-    return Share(None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount)
+    return TaskShare(None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount)

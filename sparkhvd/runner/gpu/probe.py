@@ -105,9 +105,9 @@ def _error_text(cuda: ctypes.CDLL, status: int) -> str:
 
 
 def ask(
-    library: str, views: Sequence[Mapping[str, str | None]], tell: Callable[[bytes], None]
+    library: str, views: Sequence[Mapping[str, str | None]], notify: Callable[[bytes], None]
 ) -> None:
-    """Count in forked processes, one per view, and pass the answers to `tell` as JSON, from a thread.
+    """Count in forked processes, one per view, and pass the answers to `notify` as JSON, from a thread.
 
     Call it while this process has no other thread. The thread waits as long as the driver takes; the reader of the
     answers has the deadline, and ends the process group.
@@ -115,12 +115,12 @@ def ask(
     Args:
         library: the driver's library; "" for `LIBRARY`.
         views: variables to change before counting; None unsets one.
-        tell: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
+        notify: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
     """
     asked = [_fork(library, view) for view in views]
 
     def pass_on() -> None:
-        tell(json.dumps([_read_answer(pid, pipe) for pid, pipe in asked]).encode())
+        notify(json.dumps([_read_answer(pid, pipe) for pid, pipe in asked]).encode())
 
     threading.Thread(target=pass_on, name="sparkhvd-gpus", daemon=True).start()
 

@@ -73,6 +73,6 @@ def own_gpu(
         gpus for gpus, place in zip(ranks, endpoints, strict=True) if place.host_key == host
     ]
     # The user's own variable wins. A driver that has not answered once is not waited for again.
-    asks = mode == decide.Mode.TASK and VISIBLE not in env and bool(ranks[rank].uuids)
+    asks = mode == decide.GpuMode.TASK and VISIBLE not in env and bool(ranks[rank].uuids)
     seen = trainer.gpus(view=1)[0] if asks else ()
     return agreement.own_gpu(mode, neighbours, ranks[rank].local_rank, seen, inherited(VISIBLE))

@@ -19,26 +19,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
-from sparkhvd import __version__
-from sparkhvd import cpus as processors
-from sparkhvd.elastic import Invitation
+from sparkhvd import __version__, cpus
+from sparkhvd.elastic import JoinToken
 from sparkhvd.errors import InternalError, PreflightError, SparkhvdError
 from sparkhvd.interfaces import address_on, is_loopback, own_address
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.rendezvous.event_loop import Loop, Task, open_connection
+from sparkhvd.rendezvous.event_loop import EventLoop, Task, open_connection
 from sparkhvd.rendezvous.listener import tcp_place
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement
-from sparkhvd.runner.hosts.protocol import Channel, Message, Order
+from sparkhvd.runner.hosts.protocol import Channel, Message, StartRequest
 from sparkhvd.runner.local import Trainers, TrainersPlan
 from sparkhvd.runner.local_processes import (
-    Crew,
+    LocalProcesses,
     check_command,
     hand_over,
     hand_over_member,
     member_variables,
 )
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.settings import JobSettings, Settings
@@ -51,7 +50,7 @@ class Members:
     """Processes of the user's command.
 
     Args:
-        crew: runs them.
+        processes: runs them.
         command: program and arguments.
         env: variables of all of them.
         settings: of the launch.
@@ -60,23 +59,23 @@ class Members:
 
     def __init__(
         self,
-        crew: Crew,
+        processes: LocalProcesses,
         command: Sequence[str],
         env: Mapping[str, str],
         settings: Settings,
         address: str,
     ) -> None:
-        self._crew = crew
+        self._processes = processes
         self._command = command
         self._env = env
         self._settings = settings
         self._address = address
 
-    def start(self, invitation: Invitation, slot: int, slots: int) -> None:
+    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
         """Start a process.
 
         Args:
-            invitation: to the job.
+            join_token: to the job.
             slot: its number among the slots of this host.
             slots: of this host.
 
@@ -85,13 +84,13 @@ class Members:
             OSError: it cannot be started.
         """
         listener = Listener.bind(self._address, self._settings)
-        threads = max(1, int(processors.allowed() / slots))
-        given = hand_over_member(listener, invitation, self._env, slot, threads)
-        self._crew.start(given, self._command)
+        threads = max(1, int(cpus.allowed() / slots))
+        given = hand_over_member(listener, join_token, self._env, slot, threads)
+        self._processes.start(given, self._command)
 
     def send(self, number: int, member: int | None = None) -> None:
         """Send a signal to all processes, or to one."""
-        self._crew.send(number, member)
+        self._processes.send(number, member)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -133,9 +132,9 @@ class FunctionMembers:
         self._is_over = False
         self._threads: list[threading.Thread] = []
 
-    def start(self, invitation: Invitation, slot: int, slots: int) -> None:
+    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
         """Start a process; see `Members.start`."""
-        thread = threading.Thread(target=self._live, args=(invitation, slot, slots), daemon=True)
+        thread = threading.Thread(target=self._live, args=(join_token, slot, slots), daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -155,19 +154,19 @@ class FunctionMembers:
         for thread in self._threads:
             thread.join()
 
-    def _live(self, invitation: Invitation, slot: int, slots: int) -> None:
+    def _live(self, join_token: JoinToken, slot: int, slots: int) -> None:
         """Run a process to its end, and tell of it."""
-        number, result = invitation.number, b""
+        number, result = join_token.number, b""
         try:
-            outcome, result = self._run(invitation, slot, slots)
+            outcome, result = self._run(join_token, slot, slots)
         except Exception as error:  # noqa: BLE001 - door: the launcher must learn of every end
             text = str(error) if isinstance(error, PreflightError) else repr(error)
-            outcome = Outcome(number, Kind.PREFLIGHT, exit="not started", message=text)
+            outcome = Outcome(number, OutcomeKind.PREFLIGHT, exit="not started", message=text)
         self._on_end(replace(outcome, host=self._host), result)
 
-    def _run(self, invitation: Invitation, slot: int, slots: int) -> tuple[Outcome, bytes]:
-        number = invitation.number
-        plan = replace(self._plan, num_threads=max(1, int(processors.allowed() / slots)))
+    def _run(self, join_token: JoinToken, slot: int, slots: int) -> tuple[Outcome, bytes]:
+        number = join_token.number
+        plan = replace(self._plan, num_threads=max(1, int(cpus.allowed() / slots)))
         given = ([number], self._address, plan, self._program, self._log, lambda _: None)
         with Trainers(*given) as trainers:
             (trainer,) = trainers.all
@@ -184,7 +183,7 @@ class FunctionMembers:
                     raise PreflightError(problem)
                 trainer.send(
                     JobFrame(
-                        json.dumps(invitation.to_dict()),
+                        json.dumps(join_token.to_dict()),
                         plan.settings.to_json(),
                         local_rank=slot,
                         gpu=agreement.own_gpu(mode, [seen], slot, (), None).ordinal,
@@ -256,7 +255,7 @@ def _take_over() -> Channel:
 def _serve(channel: Channel) -> None:
     channel.send("hello", version=__version__)
     asked = _expect(channel, "order")
-    order = Order(**asked.values)
+    order = StartRequest(**asked.values)
     try:
         os.chdir(order.cwd)
     except OSError as error:
@@ -279,9 +278,9 @@ def _serve(channel: Channel) -> None:
         peers = _expect(channel, "reach").values["peers"]
         own = ranks.endpoints()[0].host_key
         channel.send("reached", problems=_unreached(peers, own))
-        told = _expect(channel, "job")
-        master = (str(told.values["master"][0]), int(told.values["master"][1]))
-        ranks.start(Job.from_json(told.values["job"]), master)
+        notified = _expect(channel, "job")
+        master = (str(notified.values["master"][0]), int(notified.values["master"][1]))
+        ranks.start(Job.from_json(notified.values["job"]), master)
         while message := _receive(channel):
             ranks.send(int(message.values["number"]))
         ranks.send(signal.SIGKILL)
@@ -289,7 +288,7 @@ def _serve(channel: Channel) -> None:
 
 
 def _serve_elastic(
-    order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+    order: StartRequest, settings: JobSettings, address: str, program: bytes, channel: Channel
 ) -> NoReturn:
     """Start processes when the launcher says so, until its end."""
     with contextlib.ExitStack() as stack:
@@ -304,15 +303,19 @@ def _serve_elastic(
         while message := _receive(channel):
             values = message.values
             if message.kind == "start":
-                invitation = Invitation.from_dict(values["invitation"])
-                members.start(invitation, int(values["slot"]), int(values["slots"]))
+                join_token = JoinToken.from_dict(values["invitation"])
+                members.start(join_token, int(values["slot"]), int(values["slots"]))
             else:
                 members.send(int(values["number"]), values["member"])
     os._exit(0)
 
 
 def _script_members(
-    order: Order, settings: Settings, address: str, channel: Channel, stack: contextlib.ExitStack
+    order: StartRequest,
+    settings: Settings,
+    address: str,
+    channel: Channel,
+    stack: contextlib.ExitStack,
 ) -> Members:
     env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
     command = order.command or []
@@ -326,11 +329,11 @@ def _script_members(
         with contextlib.suppress(OSError):
             channel.send("ended", rank=number, status=status)
 
-    return Members(stack.enter_context(Crew(show, end)), command, env, settings, address)
+    return Members(stack.enter_context(LocalProcesses(show, end)), command, env, settings, address)
 
 
 def _function_members(
-    order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+    order: StartRequest, settings: JobSettings, address: str, program: bytes, channel: Channel
 ) -> FunctionMembers:
     def show(line: str) -> None:
         with contextlib.suppress(OSError):
@@ -344,7 +347,7 @@ def _function_members(
     return FunctionMembers(plan, program, address, socket.gethostname(), show, end)
 
 
-def _plan(order: Order, settings: JobSettings) -> TrainersPlan:
+def _plan(order: StartRequest, settings: JobSettings) -> TrainersPlan:
     return TrainersPlan(
         env=order.env,
         sys_path=order.sys_path,
@@ -395,7 +398,7 @@ def _expect(channel: Channel, kind: str) -> Message:
     return message
 
 
-def _address(order: Order, settings: Settings) -> str:
+def _address(order: StartRequest, settings: Settings) -> str:
     """Return this host's address for the other hosts: chosen, or that by which ssh came, which is known to be reached."""
     if settings.interfaces:
         return address_on(settings.interfaces)
@@ -411,7 +414,7 @@ def _address(order: Order, settings: Settings) -> str:
 def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> list[str]:
     """Try to connect to a rank of each other host; return what failed."""
     problems = []
-    loop = Loop()
+    loop = EventLoop()
 
     def reach(host: str, endpoint: Endpoint) -> Task:
         try:
@@ -435,12 +438,14 @@ def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> l
 class _ScriptRanks:
     """Processes of the user's command."""
 
-    def __init__(self, order: Order, settings: Settings, address: str, channel: Channel) -> None:
+    def __init__(
+        self, order: StartRequest, settings: Settings, address: str, channel: Channel
+    ) -> None:
         self._channel = channel
         self._env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
         self._command = order.command or []
         check_command(self._command, self._env)
-        self._crew = Crew(self._show, self._end)  # before there are threads
+        self._processes = LocalProcesses(self._show, self._end)  # before there are threads
         self._listeners = [Listener.bind(address, settings) for _ in range(order.count)]
 
     def endpoints(self) -> list[Endpoint]:
@@ -451,10 +456,10 @@ class _ScriptRanks:
 
     def start(self, job: Job, master: tuple[str, int]) -> None:
         for each in hand_over(self._listeners, job, self._env, master):
-            self._crew.start(each, self._command)
+            self._processes.start(each, self._command)
 
     def send(self, number: int) -> None:
-        self._crew.send(number)
+        self._processes.send(number)
 
     def _show(self, rank: int, stream: str, line: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -468,14 +473,19 @@ class _ScriptRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._crew.__exit__()
+        self._processes.__exit__()
 
 
 class _FunctionRanks:
     """Trainers, which call the user's function."""
 
     def __init__(
-        self, order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+        self,
+        order: StartRequest,
+        settings: JobSettings,
+        address: str,
+        program: bytes,
+        channel: Channel,
     ) -> None:
         self._channel = channel
         self._first = order.first

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import IO
 
 from sparkhvd import __version__
-from sparkhvd.runner.host_names import PLAIN_SSH, Place, is_here
+from sparkhvd.runner.host_names import PLAIN_SSH, HostSlots, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.protocol import Channel, Message
-from sparkhvd.runner.orphans import Guard
+from sparkhvd.runner.orphans import ParentDeathReaper
 
 # How long a host may take to answer by ssh and start a Python: all of them are told of within 10 s.
 CONNECT_S = 9.5
@@ -86,19 +86,19 @@ class Reach:
         return [*words, host, agent]
 
 
-class Connection:
+class HostConnection:
     """Connection to the agent of a host; closing it ends the ranks there.
 
     Args:
         place: host and its ranks.
         reach: how it is reached.
-        guard: ends ssh with this process; None where there is none.
+        reaper: ends ssh with this process; None where there is none.
 
     Raises:
         HostError: there is no ssh here.
     """
 
-    def __init__(self, place: Place, reach: Reach, guard: Guard | None) -> None:
+    def __init__(self, place: HostSlots, reach: Reach, reaper: ParentDeathReaper | None) -> None:
         self.place = place
         self.host = place.host
         command = reach.command(place.host)
@@ -115,9 +115,9 @@ class Connection:
             raise HostError(
                 f"{command[0]!r} cannot be started: {error}. Install OpenSSH's client, or set SPARKHVD_SSH."
             ) from error
-        if guard is not None:
-            guard.add(self._process.pid)
-        self._guard = guard
+        if reaper is not None:
+            reaper.add(self._process.pid)
+        self._reaper = reaper
         self._has_agent = False
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -232,8 +232,8 @@ class Connection:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        if self._guard is not None:
-            self._guard.remove(self._process.pid)
+        if self._reaper is not None:
+            self._reaper.remove(self._process.pid)
         self._process.wait()
 
     def close(self) -> None:

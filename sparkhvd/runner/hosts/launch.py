@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.interfaces import is_loopback
-from sparkhvd.launchers import gather as network
+from sparkhvd.launchers import gather
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.runner.host_names import Place
+from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
-from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
-from sparkhvd.runner.hosts.protocol import Message, Order
-from sparkhvd.runner.orphans import Guard
+from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
+from sparkhvd.runner.hosts.protocol import Message, StartRequest
+from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.settings import JobSettings
 
 T = TypeVar("T")
@@ -32,23 +32,25 @@ class Hosts:
     Args:
         places: hosts and their ranks.
         reach: how the hosts are reached.
-        guard: ends ssh with this process; None where it has threads.
+        reaper: ends ssh with this process; None where it has threads.
 
     Raises:
         PreflightError: some hosts do not answer in time, or run other versions; all of them are listed.
     """
 
-    def __init__(self, places: Sequence[Place], reach: Reach, guard: Guard | None = None) -> None:
+    def __init__(
+        self, places: Sequence[HostSlots], reach: Reach, reaper: ParentDeathReaper | None = None
+    ) -> None:
         self.places = places
         self._reach = reach
-        self._all: list[Connection] = []
+        self._all: list[HostConnection] = []
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:
                 for place in places:
-                    self._all.append(Connection(place, reach, guard))
+                    self._all.append(HostConnection(place, reach, reaper))
             except HostError as error:
                 raise PreflightError(str(error)) from error
             self._each(lambda each: each.greet(reach.start_timeout_s))
@@ -70,7 +72,7 @@ class Hosts:
             settings: of the launch.
             program: pickled call of a function.
             check: gets what each host has told, and returns the reason why ranks cannot start, or "".
-            **ordered: further fields of `Order`.
+            **ordered: further fields of `StartRequest`.
 
         Raises:
             PreflightError: some hosts cannot run their ranks, or hosts do not reach each other; all of them are listed.
@@ -78,9 +80,9 @@ class Hosts:
         timeout_s = self._reach.start_timeout_s
         loopback = loopback_addresses([place.host for place in self.places], self._reach)
 
-        def bind(each: Connection) -> dict[str, Any]:
+        def bind(each: HostConnection) -> dict[str, Any]:
             others = [place.host for place in self.places if place.host != each.host]
-            order = Order(
+            order = StartRequest(
                 first=each.place.first,
                 count=each.place.count,
                 cwd=os.getcwd(),
@@ -93,21 +95,21 @@ class Hosts:
             each.send("order", program, **vars(order))
             return each.expect("bound", timeout_s).values
 
-        told = self._each(bind)
-        by_host = [[Endpoint.from_dict(values) for values in one["endpoints"]] for one in told]
+        notified = self._each(bind)
+        by_host = [[Endpoint.from_dict(values) for values in one["endpoints"]] for one in notified]
         endpoints = tuple(endpoint for one in by_host for endpoint in one)
-        if not network.is_one_host(endpoints):
-            network.check_addresses(endpoints, f"{len(endpoints)} ranks")
-        if problem := check(told):
+        if not gather.is_one_host(endpoints):
+            gather.check_addresses(endpoints, f"{len(endpoints)} ranks")
+        if problem := check(notified):
             raise PreflightError(problem)
         firsts = [
             (place.host, one[0].to_dict()) for place, one in zip(self.places, by_host, strict=True)
         ]
         self._each(lambda each: _check_reach(each, firsts))
         key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
-        master = (endpoints[0].address, told[0]["port"])
+        master = (endpoints[0].address, notified[0]["port"])
 
-        def begin(each: Connection) -> None:
+        def begin(each: HostConnection) -> None:
             job = Job(key, job_id, 0, each.place.first, len(endpoints), endpoints)
             each.send("job", job=job.to_json(), master=master)
 
@@ -115,8 +117,8 @@ class Hosts:
 
     def listen(
         self,
-        on_message: Callable[[Place, Message], None],
-        on_loss: Callable[[Place, str], None],
+        on_message: Callable[[HostSlots, Message], None],
+        on_loss: Callable[[HostSlots, str], None],
     ) -> None:
         """Receive messages from now on, from a thread for each host.
 
@@ -125,7 +127,7 @@ class Hosts:
             on_loss: called with the last words of ssh when a connection has ended.
         """
 
-        def read(each: Connection) -> None:
+        def read(each: HostConnection) -> None:
             while message := each.receive():
                 if message.kind == "failed":  # the ranks could not be started
                     on_loss(each.place, str(message.values["text"]))
@@ -167,11 +169,11 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _each(self, step: Callable[[Connection], T]) -> list[T]:
+    def _each(self, step: Callable[[HostConnection], T]) -> list[T]:
         """Do a step for all hosts at once; return what each gives, in their order."""
         done: queue.SimpleQueue[tuple[int, T | None, str]] = queue.SimpleQueue()
 
-        def run(number: int, each: Connection) -> None:
+        def run(number: int, each: HostConnection) -> None:
             try:
                 done.put((number, step(each), ""))
             except Exception as error:  # noqa: BLE001 - whatever it is, the launcher waits for it
@@ -219,7 +221,7 @@ def bare(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def _check_reach(each: Connection, firsts: Sequence[tuple[str, dict[str, str | int]]]) -> None:
+def _check_reach(each: HostConnection, firsts: Sequence[tuple[str, dict[str, str | int]]]) -> None:
     """Let a host connect to a rank of every other one.
 
     Raises:

@@ -111,7 +111,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Order:
+class StartRequest:
     """Ranks of a host. The job, with its key, comes later.
 
     Attributes:

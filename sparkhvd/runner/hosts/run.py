@@ -16,7 +16,7 @@ from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.host_names import (
     Host,
-    Place,
+    HostSlots,
     forwarded,
     merged,
     parse_hosts,
@@ -27,10 +27,10 @@ from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import Hosts
 from sparkhvd.runner.hosts.protocol import Message
 from sparkhvd.runner.local import check_num_proc, collect, results_of
-from sparkhvd.runner.orphans import Guard
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
+from sparkhvd.runner.supervisor import Events, HostLost, Output, RankEnded, Screen, signals, watch
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
-from sparkhvd.runner.watch import Ended, Events, Lost, Output, Screen, signals, watch
 from sparkhvd.settings import JobSettings, Settings, check_seconds
 
 R = TypeVar("R")
@@ -100,10 +100,10 @@ def launch_on_hosts(
     places = place_ranks(merged(hosts, reach.is_here), size)
     plan = decide.decide({"spark.master": "local"}, options.use_gpu)
 
-    def check(told: Sequence[Mapping[str, Any]]) -> str:
+    def check(notified: Sequence[Mapping[str, Any]]) -> str:
         gpus = [
             agreement.RankGpus(**{**each, "uuids": tuple(each["uuids"])})
-            for one in told
+            for one in notified
             for each in one["gpus"]
         ]
         return agreement.check_gpus(plan.mode, gpus, is_required=plan.is_required)
@@ -134,13 +134,13 @@ def launch_on_hosts(
 class _Answers:
     """Outcomes of ranks, and their output, as they come from the hosts."""
 
-    def __init__(self, places: Sequence[Place], log: Callable[[str], None]) -> None:
+    def __init__(self, places: Sequence[HostSlots], log: Callable[[str], None]) -> None:
         self.results: dict[int, bytes] = {}
         self._log = log
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._running = {place.host: set(place.ranks) for place in places}
 
-    def receive(self, place: Place, message: Message) -> None:
+    def receive(self, place: HostSlots, message: Message) -> None:
         if message.kind == "line":
             self._log(message.data.decode(errors="replace"))
         elif message.kind == "outcome":
@@ -150,10 +150,12 @@ class _Answers:
             self._running[place.host].discard(rank)
             self._outcomes.put(replace(outcome, host=place.host))
 
-    def lose(self, place: Place, why: str) -> None:
+    def lose(self, place: HostSlots, why: str) -> None:
         for rank in sorted(self._running[place.host]):
             self._outcomes.put(
-                Outcome(rank, Kind.LOST, host=place.host, exit="connection lost", message=why)
+                Outcome(
+                    rank, OutcomeKind.LOST, host=place.host, exit="connection lost", message=why
+                )
             )
 
     def take(self, timeout_s: float) -> Outcome:
@@ -172,7 +174,7 @@ class _Answers:
 
 def run_script_on_hosts(
     command: Sequence[str],
-    places: Sequence[Place],
+    places: Sequence[HostSlots],
     env: Mapping[str, str],
     settings: Settings,
     reach: Reach,
@@ -195,21 +197,21 @@ def run_script_on_hosts(
     size = sum(place.count for place in places)
     running = {place.host: set(place.ranks) for place in places}
     with contextlib.ExitStack() as stack:
-        guard = stack.enter_context(Guard())
+        reaper = stack.enter_context(ParentDeathReaper())
         screen = stack.enter_context(Screen(output, size))
-        hosts = stack.enter_context(Hosts(places, reach, guard))
+        hosts = stack.enter_context(Hosts(places, reach, reaper))
         hosts.start(env, JobSettings(settings), command=list(command))
 
-        def receive(place: Place, message: Message) -> None:
+        def receive(place: HostSlots, message: Message) -> None:
             rank = int(message.values["rank"])
             if message.kind == "line":
                 screen.show(rank, message.values["stream"], message.data)
             elif message.kind == "ended":
                 running[place.host].discard(rank)
-                events.put(Ended(rank, int(message.values["status"])))
+                events.put(RankEnded(rank, int(message.values["status"])))
 
-        def lose(place: Place, why: str) -> None:
-            events.put(Lost(place.host, tuple(sorted(running[place.host])), why))
+        def lose(place: HostSlots, why: str) -> None:
+            events.put(HostLost(place.host, tuple(sorted(running[place.host])), why))
 
         stack.enter_context(signals(events))
         hosts.listen(receive, lose)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
-from sparkhvd.rendezvous.event_loop import Loop, Wait
+from sparkhvd.rendezvous.event_loop import EventLoop, Wait
 from sparkhvd.rendezvous.handshake import introduce
 from sparkhvd.runner.driver_port import FIRST
 from sparkhvd.runner.live.frames import ACK, pack
@@ -26,7 +26,7 @@ _PAUSES_S = 0.1, 2.0
 _GATHER_S = 0.2
 
 
-class Connection:
+class LiveConnection:
     """Way of records through TCP, for one thread that delivers and another that aborts."""
 
     def __init__(self, address: tuple[str, int], job: Job) -> None:
@@ -95,7 +95,7 @@ class Connection:
                 self._job, 0, FIRST, sock, time.monotonic() + _CONNECT_S
             )
 
-        loop = Loop()
+        loop = EventLoop()
         try:
             loop.start(prove())
             loop.run(loop.is_idle)

@@ -135,13 +135,13 @@ class ChunkReader:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._mailbox.poll_s):
-            self._look()
+            self._poll()
         until = time.monotonic() + _LAST_LOOK_S
         # The last look finds nothing, and deletes what the one before has found.
-        while self._look() and time.monotonic() < until:
+        while self._poll() and time.monotonic() < until:
             pass
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Show the files that are there; return False if there are none, or the store does not answer."""
         try:
             found = self._mailbox.collect(self.folder, self._done)

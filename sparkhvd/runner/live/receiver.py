@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from sparkhvd.rendezvous.event_loop import Loop, Task, Wait, read, send, sleep
+from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read, send, sleep
 from sparkhvd.rendezvous.handshake import HELLO, answer
 from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.live.frames import ACK, HEADER, MAX_RECORD_BYTES, PURPOSE, Record, left_out
@@ -123,7 +123,7 @@ class Receiver:
         self._of_rank: dict[int, socket.socket] = {}
         self._num_open = 0
         self._was_reached = False
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._is_ending = self._is_over = False
         self._wakes, self._woken = socket.socketpair()
         self._woken.setblocking(False)

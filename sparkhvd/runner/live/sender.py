@@ -249,7 +249,7 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class Way:
+class OutputRoute:
     """Way of an attempt's output to the driver; crosses as JSON.
 
     Attributes:
@@ -273,7 +273,7 @@ class Way:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Way:
+    def from_dict(cls, fields: dict[str, Any]) -> OutputRoute:
         """Rebuild it from `to_dict`, as JSON has it."""
         address = fields["address"]
         return cls(**{**fields, "address": address and (address[0], address[1])})
@@ -289,7 +289,7 @@ class Way:
 class Sender:
     """Sender of one rank's lines; a context manager."""
 
-    def __init__(self, way: Way, rank: int, carrier: Carrier) -> None:
+    def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
         """Prepare a sender; nothing runs before the first line, or before `with` if the way is tried at once.
 
         Args:

@@ -10,12 +10,12 @@ from torch import Tensor
 from sparkhvd.engine.calls import Reduction
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.torch.arguments import check_compression, to_list
-from sparkhvd.torch.collectives import cuda as cuda_reductions
+from sparkhvd.torch.collectives import cuda
 from sparkhvd.torch.collectives.cuda import start_adasum
 from sparkhvd.torch.collectives.tensors import (
     Handle,
     Operation,
-    Request,
+    ReductionRequest,
     Saved,
     as_pairs,
     as_sent,
@@ -39,7 +39,7 @@ _ALLREDUCE = Collective.ALLREDUCE
 
 
 def _operands(
-    tensor: Tensor, request: Request, *, in_place: bool
+    tensor: Tensor, request: ReductionRequest, *, in_place: bool
 ) -> tuple[Context, str, int, DType, Tensor, Tensor, object]:
     """Check one tensor: every operation's path, in little time.
 
@@ -61,7 +61,7 @@ def _operands(
     return ctx, name, number, dtype, source, target, (source, target)  # nobody else has these
 
 
-def _run_one(tensor: Tensor, request: Request, *, in_place: bool) -> Tensor:
+def _run_one(tensor: Tensor, request: ReductionRequest, *, in_place: bool) -> Tensor:
     """Reduce one tensor and wait."""
     ctx, name, number, dtype, source, target, keep = _operands(tensor, request, in_place=in_place)
     if not source.is_cpu:
@@ -73,7 +73,7 @@ def _run_one(tensor: Tensor, request: Request, *, in_place: bool) -> Tensor:
     return torch.view_as_complex(target) if tensor.is_complex() else target
 
 
-def _one(tensor: Tensor, request: Request, *, in_place: bool = False) -> Handle[Tensor]:
+def _one(tensor: Tensor, request: ReductionRequest, *, in_place: bool = False) -> Handle[Tensor]:
     """Start the reduction of one tensor."""
     ctx, name, number, dtype, source, target, keep = _operands(tensor, request, in_place=in_place)
     work: Operation
@@ -91,7 +91,7 @@ def _one(tensor: Tensor, request: Request, *, in_place: bool = False) -> Handle[
 
 
 def _start(
-    tensors: Iterable[Tensor], request: Request, *, in_place: bool
+    tensors: Iterable[Tensor], request: ReductionRequest, *, in_place: bool
 ) -> tuple[str, list[Operation], list[Tensor]]:
     """Submit tensors as one operation per element type; usually that is one.
 
@@ -137,18 +137,18 @@ def _start_on_gpu(
     digest: tuple[int, ...] = (),
 ) -> Operation:
     is_adasum = reduction.op is ReduceOp.ADASUM
-    by = start_adasum if is_adasum else cuda_reductions.start_allreduce
+    by = start_adasum if is_adasum else cuda.start_allreduce
     return by(ctx, name, inputs, outputs, reduction, process_set, digest)
 
 
 def _group(
-    tensors: Iterable[Tensor], request: Request, *, in_place: bool = False
+    tensors: Iterable[Tensor], request: ReductionRequest, *, in_place: bool = False
 ) -> Handle[list[Tensor]]:
     name, works, outputs = _start(tensors, request, in_place=in_place)
     return Handle(name, works, lambda: outputs, outputs if in_place else ())
 
 
-def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
+def _reduced(tensors: Sequence[Tensor], request: ReductionRequest) -> Sequence[Tensor]:
     """Reduce and wait; gradients flow through the new tensors."""
     if any([wants_gradient(tensor) for tensor in tensors]):
         reduced: tuple[Tensor, ...] = Allreduce.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
@@ -159,7 +159,7 @@ def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
 
 
 def _compressed(
-    tensors: Iterable[Tensor], compression: type[Compressor], request: Request
+    tensors: Iterable[Tensor], compression: type[Compressor], request: ReductionRequest
 ) -> list[Tensor]:
     """Reduce compressed tensors and decompress the results."""
     check_compression(request.kind, compression)
@@ -357,12 +357,14 @@ class Allreduce(torch.autograd.Function):
     """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
 
     @staticmethod
-    def forward(ctx: Saved[Request], request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Saved[ReductionRequest], request: ReductionRequest, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.arguments = request
         return tuple(_reduced(tensors, request))
 
     @staticmethod
-    def backward(ctx: Saved[Request], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Saved[ReductionRequest], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         request = ctx.arguments
         check_linear("allreduce", request.reduction.op)
         # With create_graph=True the gradients have gradients too.

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparkhvd.engine.library import Collective, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives import cuda as cuda_reductions
+from sparkhvd.torch.collectives import cuda
 from sparkhvd.torch.collectives.allreduces import allreduce
 from sparkhvd.torch.collectives.tensors import (
     Handle,
@@ -43,7 +43,7 @@ def start_broadcast(
     """Submit contiguous tensors; `target` may be `source`."""
     dtype, root = engine_dtype(name, source), _root(ctx, name, root_rank)
     if not source.is_cpu:
-        return cuda_reductions.start_broadcast(ctx, name, source, target, root, dtype, process_set)
+        return cuda.start_broadcast(ctx, name, source, target, root, dtype, process_set)
     call = ctx.engine.prepare(
         Collective.BROADCAST,
         [view(source, target)],

@@ -10,13 +10,13 @@ from torch import Tensor
 from sparkhvd.engine.library import Collective, DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError, UnsupportedError
 from sparkhvd.torch.arguments import check_compression, to_list
-from sparkhvd.torch.collectives import cuda as cuda_reductions
+from sparkhvd.torch.collectives import cuda
 from sparkhvd.torch.collectives.allgathers import grouped_allgather
 from sparkhvd.torch.collectives.tensors import (
     Average,
     Handle,
     Operation,
-    Request,
+    ReductionRequest,
     Saved,
     as_sent,
     check_linear,
@@ -38,7 +38,7 @@ def own_rows(rows: int, size: int, rank: int) -> int:
 
 
 def _start(
-    tensors: Iterable[Tensor], request: Request
+    tensors: Iterable[Tensor], request: ReductionRequest
 ) -> tuple[str, list[Operation], list[Tensor]]:
     """Submit tensors as one operation per element type; return its name, the operations and their outputs."""
     ctx = context()
@@ -64,9 +64,7 @@ def _start(
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         ins, outs = [inputs[i] for i in indices], [outputs[i] for i in indices]
         if not ins[0].is_cpu:
-            return cuda_reductions.start_reducescatter(
-                ctx, part, ins, outs, reduction, number, digest
-            )
+            return cuda.start_reducescatter(ctx, part, ins, outs, reduction, number, digest)
         views = [view(x, y) for x, y in zip(ins, outs, strict=True)]
         kind = Collective.REDUCESCATTER
         call = ctx.engine.prepare(kind, views, dtype, reduction, number, numbers=digest)
@@ -75,7 +73,7 @@ def _start(
     return name, start_group(name, inputs, start, reduction), outputs
 
 
-def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
+def _reduced(tensors: Sequence[Tensor], request: ReductionRequest) -> Sequence[Tensor]:
     """Reduce and wait; gradients flow through the new tensors."""
     if any([wants_gradient(tensor) for tensor in tensors]):
         reduced: tuple[Tensor, ...] = Reducescatter.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
@@ -85,7 +83,7 @@ def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
 
 
 def _compressed(
-    tensors: Iterable[Tensor], compression: type[Compressor], request: Request
+    tensors: Iterable[Tensor], compression: type[Compressor], request: ReductionRequest
 ) -> list[Tensor]:
     """Reduce compressed tensors and decompress the results."""
     check_compression(request.kind, compression)
@@ -195,12 +193,14 @@ class Reducescatter(torch.autograd.Function):
     """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
 
     @staticmethod
-    def forward(ctx: Saved[Request], request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Saved[ReductionRequest], request: ReductionRequest, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.arguments = request
         return tuple(_reduced(tensors, request))
 
     @staticmethod
-    def backward(ctx: Saved[Request], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Saved[ReductionRequest], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         _, name, reduction, process_set = ctx.arguments.of_gradient()
         check_linear("reducescatter", reduction.op)
         factor = reduction.prescale * reduction.postscale

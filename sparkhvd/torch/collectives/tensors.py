@@ -353,7 +353,7 @@ def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Arguments of reductions: checked once by the public functions, then passed on as one `Request`.
+# Arguments of reductions: checked once by the public functions, then passed on as one `ReductionRequest`.
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -367,7 +367,7 @@ _NAMED = (Average, Sum, Adasum, Min, Max, Product)  # the engine has more
 _WITHOUT_FACTORS = {op: Reduction(op) for op in ReduceOp}
 
 
-class Request(NamedTuple):
+class ReductionRequest(NamedTuple):
     """A reduction as a caller asked for it.
 
     Attributes:
@@ -382,7 +382,7 @@ class Request(NamedTuple):
     reduction: Reduction
     process_set: ProcessSet
 
-    def of_gradient(self) -> Request:
+    def of_gradient(self) -> ReductionRequest:
         """Return the request of the backward pass, named after this one."""
         return self._replace(name=gradient_name(self.name))
 
@@ -394,7 +394,7 @@ def to_request(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-) -> Request:
+) -> ReductionRequest:
     """Return the arguments of a public function as one value.
 
     Raises:
@@ -414,7 +414,7 @@ def to_request(
     else:
         reduction = Reduction(op, prescale_factor, postscale_factor)
     # A named tuple's own constructor takes twice the time.
-    return tuple.__new__(Request, (kind, name, reduction, process_set))
+    return tuple.__new__(ReductionRequest, (kind, name, reduction, process_set))
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:

@@ -63,7 +63,7 @@ def run_fn(
                 _finish()
             except HostsUpdatedInterrupt as interrupt:
                 must_sync = not interrupt.skip_sync
-                _note_end(state, must_sync, None)
+                _record_end(state, must_sync, None)
             except CollectiveError as error:
                 if isinstance(error, NotInitializedError):  # a wrong call, by Horovod's name
                     raise
@@ -73,7 +73,7 @@ def run_fn(
                 if not must_reset:
                     _stop_reducing()
                     state.restore()
-                _note_end(state, must_sync, error)
+                _record_end(state, must_sync, error)
             else:
                 return result
             must_reset = True
@@ -129,7 +129,7 @@ def _stop_reducing() -> None:
             follower.detach()
 
 
-def _note_end(state: State, must_sync: bool, error: CollectiveError | None) -> None:
+def _record_end(state: State, must_sync: bool, error: CollectiveError | None) -> None:
     """Prepare what this rank tells the coordinator."""
     member = _former().rendezvous
     if not isinstance(member, ElasticRendezvous):

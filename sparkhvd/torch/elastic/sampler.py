@@ -14,7 +14,7 @@ from sparkhvd.torch.context import context
 
 
 @dataclass(frozen=True)
-class Progress:
+class EpochProgress:
     """How far the ranks of a division are.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Snapshot:
     rank: int
     num_replicas: int
     marks: bytes
-    agreed: Progress | None
+    agreed: EpochProgress | None
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -84,7 +84,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._repeats_always = repeat is True
         self._before: frozenset[int] = frozenset()  # recorded before the rows were divided
         self._marks = bytearray()  # of this rank's rows
-        self._agreed: Progress | None = None  # of all ranks, since then
+        self._agreed: EpochProgress | None = None  # of all ranks, since then
         self._share: list[int] = []
         self._places: dict[int, int] | None = None  # in the share, by row
         self.reset()
@@ -134,7 +134,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
         As with Horovod a batch counts `batch_size * num_replicas` as soon as it is recorded, and a row that is given twice counts twice.
         """
-        agreed = self._agreed or Progress((0,) * self.num_replicas)
+        agreed = self._agreed or EpochProgress((0,) * self.num_replicas)
         counts, places = agreed.counts, agreed.places
         own = counts[self.rank] + sum(place % self.num_replicas == self.rank for place in places)
         since = max(0, self._marks.count(1) - own)
@@ -219,7 +219,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Return the number of rows of a rank, those without that are given twice."""
         return len(range(rank, len(self.remaining_indices), self.num_replicas))
 
-    def agree(self, progress: Progress) -> None:
+    def agree(self, progress: EpochProgress) -> None:
         """Take over what all ranks have recorded."""
         self._agreed = progress
 

@@ -23,7 +23,7 @@ from sparkhvd.torch.broadcast import (
 )
 from sparkhvd.torch.collectives import Sum, allreduce
 from sparkhvd.torch.context import context
-from sparkhvd.torch.elastic.sampler import ElasticSampler, Progress
+from sparkhvd.torch.elastic.sampler import ElasticSampler, EpochProgress
 from sparkhvd.torch.optimizer.sharded import Sharded
 from sparkhvd.torch.optimizer.sharded_state import OwnState
 
@@ -264,7 +264,7 @@ _EPOCH, _COUNT, _IRREGULAR, _WIDTH = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Agreed:
+class StateAgreement:
     """Result of an agreement, the same on every rank.
 
     Attributes:
@@ -282,7 +282,9 @@ def rendezvous() -> ElasticRendezvous | None:
     return current if isinstance(current, ElasticRendezvous) else None
 
 
-def agree(samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool) -> Agreed:
+def agree(
+    samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool
+) -> StateAgreement:
     """Exchange how far the ranks are, and whether one of them wants a change; every rank must call this with as many samplers.
 
     A rank that has joined (`hvd.join()`) has recorded all of its rows.
@@ -307,7 +309,7 @@ def agree(samplers: Sequence[ElasticSampler], should_change: bool, only_removals
         _check_epochs(columns, rows[:, _PRESENT])
         sampler.agree(_progress(sampler, columns, rows[:, _PRESENT], f"elastic.progress.{number}"))
     totals = present.sum(dim=0)
-    return Agreed(bool(totals[_CHANGE]), not bool(totals[_JOIN]))
+    return StateAgreement(bool(totals[_CHANGE]), not bool(totals[_JOIN]))
 
 
 def _check_epochs(columns: Tensor, present: Tensor) -> None:
@@ -322,16 +324,18 @@ def _check_epochs(columns: Tensor, present: Tensor) -> None:
             )
 
 
-def _progress(sampler: ElasticSampler, columns: Tensor, present: Tensor, name: str) -> Progress:
+def _progress(
+    sampler: ElasticSampler, columns: Tensor, present: Tensor, name: str
+) -> EpochProgress:
     counts = [
         int(columns[rank, _COUNT]) if present[rank] else sampler.share_of(rank)
         for rank in range(len(columns))
     ]
     if not bool(columns[:, _IRREGULAR].any()):
-        return Progress(tuple(counts))
+        return EpochProgress(tuple(counts))
     marks = allreduce(sampler.marks_of_all(), op=Sum, name=name)
     joined = [0 if present[rank] else counts[rank] for rank in range(len(columns))]
-    return Progress(tuple(joined), frozenset(torch.nonzero(marks).flatten().tolist()))
+    return EpochProgress(tuple(joined), frozenset(torch.nonzero(marks).flatten().tolist()))
 
 
 # As Horovod calls the kinds of `on_hosts_updated`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sparkhvd.engine.engine import Engine
-from sparkhvd.torch.gradients.dense import Bucket, Entry, Parked
+from sparkhvd.torch.gradients.dense import Bucket, GradientSlot, UnusedParameters
 from sparkhvd.torch.gradients.plan import BucketPlanner
 from sparkhvd.torch.gradients.powersgd import LowRankBucket
 
@@ -42,21 +42,21 @@ class Buckets:
             for bucket in self._all
         ]
 
-    def divide(self, order: Sequence[int], parked: set[int]) -> None:
+    def divide(self, order: Sequence[int], unused: set[int]) -> None:
         """Divide the parameters anew.
 
         Args:
             order: numbers of all parameters, in the order in which their gradients are expected.
-            parked: numbers of those that are in no bucket.
+            unused: numbers of those that are in no bucket.
         """
-        for index in parked:
-            self._planner.entries[index].bucket = Parked()
-        self._all = self._planner.divide([index for index in order if index not in parked])
+        for index in unused:
+            self._planner.entries[index].bucket = UnusedParameters()
+        self._all = self._planner.divide([index for index in order if index not in unused])
         self._two_rounds = _low_rank(self._all)
 
-    def give_memory(self, *, is_registered: bool) -> None:
+    def assign_memory(self, *, is_registered: bool) -> None:
         """Give memory to buckets on the GPU that have none; waits for the other ranks if it is registered."""
-        self._planner.give_memory(self._all, is_registered=is_registered)
+        self._planner.assign_memory(self._all, is_registered=is_registered)
 
     def submit(self, bucket: Bucket) -> None:
         """Submit the gradients that are there now, and zeros for those that have not come."""
@@ -69,7 +69,7 @@ class Buckets:
             if entry.grad is not None:
                 entry.version = entry.grad._version
 
-    def find_changed(self) -> Entry | None:
+    def find_changed(self) -> GradientSlot | None:
         """Return a parameter whose gradient was changed or replaced since it was submitted."""
         for bucket in self._all:
             for entry in bucket.entries:
@@ -98,7 +98,7 @@ class Buckets:
     def reduce_late(self, indices: Sequence[int]) -> None:
         """Reduce the gradients of these parameters at once, in buckets that stay."""
         late = self._planner.divide(indices)
-        self._planner.give_memory(late, is_registered=True)
+        self._planner.assign_memory(late, is_registered=True)
         for bucket in late:
             self.submit(bucket)
         self._all += late
@@ -108,10 +108,10 @@ class Buckets:
         for bucket in late:
             bucket.wait()
 
-    def reduce_once(self, named: Mapping[str, Entry]) -> None:
+    def reduce_once(self, named: Mapping[str, GradientSlot]) -> None:
         """Reduce the gradients of these parameters at once, in buckets of one each that are dropped."""
         once = [self._planner.bucket(name, [entry]) for name, entry in named.items()]
-        self._planner.give_memory(once, is_registered=False)
+        self._planner.assign_memory(once, is_registered=False)
         for bucket in once:
             self.submit(bucket)
         for first in _low_rank(once):

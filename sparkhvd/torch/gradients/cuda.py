@@ -36,8 +36,8 @@ from sparkhvd.torch.compressors import BUILT_IN
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, copy_each
 from sparkhvd.torch.gradients.dense import (
-    Entry,
     GradientBucket,
+    GradientSlot,
     ReduceOptions,
     drop_unused,
     owns_memory,
@@ -67,7 +67,7 @@ class FlatGradients:
     __slots__ = ("_addresses", "_entries", "_homes", "_values", "flat", "slots")
 
     def __init__(
-        self, flat: Tensor, entries: Sequence[Entry], offsets: Sequence[int], num_values: int
+        self, flat: Tensor, entries: Sequence[GradientSlot], offsets: Sequence[int], num_values: int
     ) -> None:
         flat.zero_()
         first = flat.storage_offset()
@@ -162,7 +162,7 @@ class DeviceBucket(GradientBucket):
     def __init__(
         self,
         name: str,
-        entries: list[Entry],
+        entries: list[GradientSlot],
         flagged: bool,
         options: ReduceOptions,
         device: Device,
@@ -252,7 +252,7 @@ class DeviceBucket(GradientBucket):
         """Set all gradients to zero, where they lie."""
         self._flat.zero()
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: GradientSlot) -> None:
         """Take the gradient as it is, or zeros."""
         entry.grad = entry.param.grad
         if entry.grad is not None:
@@ -332,7 +332,7 @@ class DeviceBucket(GradientBucket):
             if entry.grad is not None and entry.grad.layout is not torch.strided:
                 dimensions[:, number].fill_(entry.grad.sparse_dim())
 
-    def _source(self, entry: Entry, grad: Tensor) -> Tensor:
+    def _source(self, entry: GradientSlot, grad: Tensor) -> Tensor:
         """Return the values to copy into a gradient's place."""
         require_same_dtype(entry)
         require_same_shape(entry, grad)
@@ -385,7 +385,7 @@ class DeviceBucket(GradientBucket):
         if self._sums is not None and any([entry.missing for entry in self.entries]):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
-    def _becomes_view(self, entry: Entry) -> bool:
+    def _becomes_view(self, entry: GradientSlot) -> bool:
         """Return True if `.grad` shall be the reduced gradient where it lies, instead of a copy.
 
         A gradient that came without a hook is copied: a captured graph goes on to write into its own memory.
@@ -400,7 +400,7 @@ class DeviceBucket(GradientBucket):
         return gradient
 
 
-def _can_take_result(entry: Entry, grad: Tensor) -> bool:
+def _can_take_result(entry: GradientSlot, grad: Tensor) -> bool:
     """Return True if a result can be copied into a gradient: it has its planned form, and memory of its own."""
     return (
         grad.layout is torch.strided
@@ -411,13 +411,13 @@ def _can_take_result(entry: Entry, grad: Tensor) -> bool:
     )
 
 
-def _new(entry: Entry) -> Tensor:
+def _new(entry: GradientSlot) -> Tensor:
     made = entry.param.new_empty_strided(entry.shape, entry.stride)
     entry.param.grad = made
     return made
 
 
-def await_streams(device: Device, entries: Sequence[Entry]) -> None:
+def await_streams(device: Device, entries: Sequence[GradientSlot]) -> None:
     """Let the current stream wait for those on which gradients became complete."""
     stream = device.stream()
     for other in {entry.stream for entry in entries}:
@@ -425,7 +425,7 @@ def await_streams(device: Device, entries: Sequence[Entry]) -> None:
             device.await_stream(other)
 
 
-def give_memory(
+def assign_memory(
     engine: Engine,
     device: Device,
     buckets: Sequence[DeviceBucket],

@@ -72,7 +72,7 @@ class Bucket(Protocol):
     """
 
     name: str
-    entries: list[Entry]
+    entries: list[GradientSlot]
     pending: int
     work: Operation | None
 
@@ -82,20 +82,20 @@ class Bucket(Protocol):
     def wait(self) -> None:
         """Wait until the reduced gradients lie in `.grad`."""
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: GradientSlot) -> None:
         """Take a gradient that came without a hook, or zeros in its place."""
 
     def reset(self) -> None:
         """Get ready for the next cycle."""
 
 
-class Parked:
+class UnusedParameters:
     """Place of the parameters that no rank has given a gradient yet, in no bucket; never complete."""
 
     pending = -1
 
 
-class Entry:
+class GradientSlot:
     """Parameter with the gradient of the running cycle."""
 
     __slots__ = (
@@ -126,7 +126,7 @@ class Entry:
         self.dtype = param.dtype
         self.wire_dtype = wire_dtype
         self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
-        self.bucket: Bucket | Parked
+        self.bucket: Bucket | UnusedParameters
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
         self.missing = False  # this rank's gradient is missing; zeros are in its place
         self.address = -1  # of what was sent last; the call is told when it changes
@@ -170,7 +170,9 @@ def _memory_layout(param: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
-def drop_unused(entries: Sequence[Entry], flags: Sequence[float], *, resparsify: bool) -> None:
+def drop_unused(
+    entries: Sequence[GradientSlot], flags: Sequence[float], *, resparsify: bool
+) -> None:
     """Give gradients that are missing here the layout that they have on other ranks, or drop them if no rank has one.
 
     Args:
@@ -218,7 +220,7 @@ def _uses_of_one_tensor() -> int:
 _ALONE = _uses_of_one_tensor()
 
 
-def require_cpu(entry: Entry, grad: Tensor) -> None:
+def require_cpu(entry: GradientSlot, grad: Tensor) -> None:
     """Refuse gradients on another device."""
     if not grad.is_cpu:
         raise InvalidArgumentError(
@@ -227,7 +229,7 @@ def require_cpu(entry: Entry, grad: Tensor) -> None:
         )
 
 
-def require_same_place(entry: Entry, grad: Tensor) -> None:
+def require_same_place(entry: GradientSlot, grad: Tensor) -> None:
     """Refuse gradients that are not where the parameter is."""
     if grad.device != entry.param.device:
         raise InvalidArgumentError(
@@ -236,7 +238,7 @@ def require_same_place(entry: Entry, grad: Tensor) -> None:
         )
 
 
-def require_same_dtype(entry: Entry) -> None:
+def require_same_dtype(entry: GradientSlot) -> None:
     """Refuse parameters whose type is not the planned one: it would be lost on the way."""
     if entry.param.dtype is not entry.dtype:
         raise InvalidArgumentError(
@@ -245,7 +247,7 @@ def require_same_dtype(entry: Entry) -> None:
         )
 
 
-def require_same_shape(entry: Entry, tensor: Tensor) -> None:
+def require_same_shape(entry: GradientSlot, tensor: Tensor) -> None:
     """Refuse a parameter or gradient whose shape is not the planned one: the engine would read and write beside it."""
     if tensor.shape != entry.shape:
         whose = "it" if tensor is entry.param else "its gradient"
@@ -255,7 +257,9 @@ def require_same_shape(entry: Entry, tensor: Tensor) -> None:
         )
 
 
-def give_back(entry: Entry, result: Tensor, neighbours: Neighbours, *, resparsify: bool) -> None:
+def release(
+    entry: GradientSlot, result: Tensor, neighbours: Neighbours, *, resparsify: bool
+) -> None:
     """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
     grad = entry.grad
     assert grad is not None
@@ -279,7 +283,7 @@ class Neighbours:
         self._parameters = parameters
         self._by_storage: dict[int, list[tuple[Tensor, int, int]]] | None = None
 
-    def overlap(self, entry: Entry, grad: Tensor) -> bool:
+    def overlap(self, entry: GradientSlot, grad: Tensor) -> bool:
         """Return True if another gradient has some of this one's memory, as those that backward made of one tensor."""
         if owns_memory(grad):
             return False
@@ -426,17 +430,17 @@ class GradientBucket:
 
     __slots__ = ("entries", "name", "pending", "sent", "work")
 
-    def __init__(self, name: str, entries: list[Entry]) -> None:
+    def __init__(self, name: str, entries: list[GradientSlot]) -> None:
         self.name = name
         self.entries = entries
         self.pending = len(entries)
         self.work: Operation | None = None
         # Copies that were sent instead of gradients: (parameter, copy, compression's context).
-        self.sent: list[tuple[Entry, Tensor, Any]] = []
+        self.sent: list[tuple[GradientSlot, Tensor, Any]] = []
         for entry in entries:
             entry.bucket = self  # type: ignore[assignment]  # a subclass adds start() and wait()
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: GradientSlot) -> None:
         """Take the gradient as it is, or zeros."""
         grad = entry.param.grad
         entry.grad = entry.make_zeros() if grad is None else grad
@@ -479,7 +483,7 @@ class DenseBucket(GradientBucket):
     def __init__(
         self,
         name: str,
-        entries: list[Entry],
+        entries: list[GradientSlot],
         flagged: bool,
         options: ReduceOptions,
         compression: type[Compressor] | Compressor,
@@ -571,7 +575,7 @@ class DenseBucket(GradientBucket):
                 flags.append(float(grad.sparse_dim()) if grad is not None and is_sparse else 0.0)
         return torch.tensor(flags, dtype=self.ones.dtype)
 
-    def _send_instead(self, entry: Entry, grad: Tensor) -> Tensor:
+    def _send_instead(self, entry: GradientSlot, grad: Tensor) -> Tensor:
         """Return the copy to send for a gradient that cannot be, or shall not be, sent from where it lies."""
         require_cpu(entry, grad)
         require_same_dtype(entry)
@@ -604,7 +608,7 @@ class DenseBucket(GradientBucket):
         neighbours = Neighbours(self._neighbours)
         for entry, wire, compression_context in self.sent:
             result = self._compression.decompress(wire, compression_context)
-            give_back(entry, result, neighbours, resparsify=self._resparsify)
+            release(entry, result, neighbours, resparsify=self._resparsify)
 
 
 class ViewBucket(DenseBucket):
@@ -615,7 +619,7 @@ class ViewBucket(DenseBucket):
     def __init__(
         self,
         name: str,
-        entries: list[Entry],
+        entries: list[GradientSlot],
         options: ReduceOptions,
         memory: GradientMemory,
         flat: Tensor,
@@ -636,7 +640,7 @@ class ViewBucket(DenseBucket):
             entry.place = entry.grad.data_ptr()
         self.work = engine.start(self.call, self.name, self._flat)
 
-    def _check_gradient(self, entry: Entry) -> None:
+    def _check_gradient(self, entry: GradientSlot) -> None:
         grad = entry.param.grad
         if grad is None:
             return

@@ -25,7 +25,7 @@ from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.tensors import Operation
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.gradients.buckets import Buckets
-from sparkhvd.torch.gradients.dense import Entry, Parked, ReduceOptions
+from sparkhvd.torch.gradients.dense import GradientSlot, ReduceOptions, UnusedParameters
 from sparkhvd.torch.gradients.plan import BucketPlanner
 from sparkhvd.torch.gradients.powersgd import describe
 from sparkhvd.torch.gradients.sparse import LayoutVote
@@ -38,7 +38,7 @@ _DIGEST_BYTES = 32
 _T = TypeVar("_T")
 
 
-class Agreement:
+class ParameterCheck:
     """Compares parameters and options with those of the other ranks, without waiting for them until `check`.
 
     Every rank of the process set makes one. Two digests are compared; the texts follow only where digests differ.
@@ -139,7 +139,7 @@ def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]])
     )
 
 
-class Settlement:
+class GradientNegotiation:
     """Settles with all ranks which gradients there are to reduce. Every rank of the process set makes one.
 
     Args:
@@ -148,7 +148,7 @@ class Settlement:
         planner: of the reducer, with its parameters.
 
     Attributes:
-        is_settled: whether hooks may submit: all ranks have agreed on what there is to reduce.
+        is_negotiated: whether hooks may submit: all ranks have agreed on what there is to reduce.
         undecided: parameters of which it is not known yet whether their gradients are sparse.
     """
 
@@ -160,13 +160,13 @@ class Settlement:
         self._options = options
         self._is_flagged = planner.is_flagged
         self._is_on_gpu = planner.device is not None
-        self.undecided: list[Entry] = []
+        self.undecided: list[GradientSlot] = []
         if not (options.as_views or options.sparse_as_dense or options.sharded):
             self.undecided = list(self._entries)
         self._vote: LayoutVote | None = None
-        self.is_settled = False
+        self.is_negotiated = False
         # Looked at when the first backward ends.
-        self._agreement: Agreement | None = Agreement(
+        self._agreement: ParameterCheck | None = ParameterCheck(
             context,
             label,
             options.process_set,
@@ -176,9 +176,9 @@ class Settlement:
         )
 
     @property
-    def parked(self) -> set[int]:
+    def unused(self) -> set[int]:
         """Numbers of the parameters that are in no bucket; before it is settled every one counts as dense."""
-        return {entry.index for entry in self.undecided} if self.is_settled else set()
+        return {entry.index for entry in self.undecided} if self.is_negotiated else set()
 
     def settle_views(self) -> None:
         """Settle at once, where gradients are dense views: what is allocated follows from parameters and strides.
@@ -187,13 +187,13 @@ class Settlement:
             MismatchError: ranks have different parameters or options.
         """
         self._check_agreement()
-        self.is_settled = True
+        self.is_negotiated = True
 
     def begin(self) -> bool:
         """Begin to settle when the first backward ends, without waiting for what other ranks submit in their `wait`.
 
         Returns:
-            True if `settle` will wait for other ranks.
+            True if `negotiate` will wait for other ranks.
         """
         if self._agreement is not None:
             self._agreement.check()  # every rank has sent its part when it built the optimizer
@@ -202,21 +202,21 @@ class Settlement:
         # On a GPU the memory is made first, for which all ranks wait.
         return bool(self.undecided) or self._is_on_gpu
 
-    def settle(self) -> bool:
+    def negotiate(self) -> bool:
         """Wait for the other ranks, before anything is submitted for the first time.
 
         Returns:
             True if the gradients must be divided anew.
         """
         self._check_agreement()
-        decided: list[Entry] = []
+        decided: list[GradientSlot] = []
         if self.undecided:
             vote, self._vote = self._vote or self._new_vote(), None
             votes = vote.wait()
             if not votes.is_complete:
                 return False  # a rank has joined and does not learn of it; all vote again in the next cycle
             decided = self._decide(votes.layouts)
-        self.is_settled = True
+        self.is_negotiated = True
         return bool(self.undecided) or any([entry.sparse_dim for entry in decided])
 
     def start_vote(self) -> None:
@@ -247,7 +247,7 @@ class Settlement:
         late = [entry for entry, layout in layouts if layout is not None]
         buckets.reduce_once({f"{self._label}.late.{entry.index}": entry for entry in late})
         for entry in late:
-            entry.bucket = Parked()
+            entry.bucket = UnusedParameters()
 
     def reset(self) -> None:
         """Get ready for the next cycle."""
@@ -258,7 +258,7 @@ class Settlement:
     def _new_vote(self) -> LayoutVote:
         return LayoutVote(self._context, self._label, self._options, self.undecided)
 
-    def _decide(self, layouts: Sequence[int | None]) -> list[Entry]:
+    def _decide(self, layouts: Sequence[int | None]) -> list[GradientSlot]:
         """Adopt the layouts that all ranks have together; return the parameters that are decided now."""
         voted = list(zip(self.undecided, layouts, strict=True))
         if not self._is_flagged:  # a rank without a gradient sends zeros
@@ -275,7 +275,7 @@ class Settlement:
                 self._forget_strides(self._agreement)
             self._agreement = None
 
-    def _forget_strides(self, agreement: Agreement) -> None:
+    def _forget_strides(self, agreement: ParameterCheck) -> None:
         if self._options.sharded:
             name = self._entries[agreement.differing_strides()[0]].name
             raise MismatchError(

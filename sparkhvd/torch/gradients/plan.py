@@ -17,12 +17,12 @@ from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compressors import BUILT_IN, NoneCompressor
 from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.cuda import Device, opened
-from sparkhvd.torch.gradients.cuda import DeviceBucket, ShardedDeviceBucket, give_memory
+from sparkhvd.torch.gradients.cuda import DeviceBucket, ShardedDeviceBucket, assign_memory
 from sparkhvd.torch.gradients.dense import (
     Bucket,
     DenseBucket,
-    Entry,
     GradientMemory,
+    GradientSlot,
     ReduceOptions,
     ViewBucket,
     needed_bytes,
@@ -76,14 +76,14 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
-def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) -> list[Entry]:
+def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) -> list[GradientSlot]:
     """Make an entry for each parameter.
 
     Raises:
         InvalidArgumentError: the engine cannot reduce its type, or the compression changes its shape.
     """
     return [
-        Entry(index, name, param, _wire_dtype(name, param, options))
+        GradientSlot(index, name, param, _wire_dtype(name, param, options))
         for index, (name, param) in enumerate(named)
     ]
 
@@ -167,7 +167,7 @@ class BucketPlanner:
     """
 
     def __init__(
-        self, context: Context, entries: Sequence[Entry], options: ReduceOptions, label: str
+        self, context: Context, entries: Sequence[GradientSlot], options: ReduceOptions, label: str
     ) -> None:
         self.options = options
         self.entries = entries
@@ -272,7 +272,7 @@ class BucketPlanner:
         ]
         return buckets
 
-    def bucket(self, name: str, entries: list[Entry]) -> Bucket:
+    def bucket(self, name: str, entries: list[GradientSlot]) -> Bucket:
         """Make a bucket of these parameters, which have one type and one device."""
         options, device = self.options, None if entries[0].param.is_cpu else self.device
         # Of all optimizers: a bucket that knew the reducer would keep it alive.
@@ -292,12 +292,12 @@ class BucketPlanner:
             name, entries, self.is_flagged, options, options.compression, neighbours=neighbours
         )
 
-    def give_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
+    def assign_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
         """Give memory to buckets on the GPU that have none, the same on every rank; waits for them if it is registered."""
         if self.device is None:
             return
         lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]
-        give_memory(
+        assign_memory(
             self._context.engine,
             self.device,
             lacking,
@@ -309,14 +309,16 @@ class BucketPlanner:
             for bucket in lacking:
                 bucket.show()
 
-    def _views(self, named: list[tuple[str, list[Entry]]], memory: GradientMemory) -> list[Bucket]:
+    def _views(
+        self, named: list[tuple[str, list[GradientSlot]]], memory: GradientMemory
+    ) -> list[Bucket]:
         flats = memory.lay_out([entries for _, entries in named])
         return [
             ViewBucket(name, entries, self.options, memory, flat)
             for (name, entries), flat in zip(named, flats, strict=True)
         ]
 
-    def _is_low_rank(self, entry: Entry) -> bool:
+    def _is_low_rank(self, entry: GradientSlot) -> bool:
         return self.low_rank is not None and self.low_rank.is_due(entry)
 
 

@@ -31,11 +31,11 @@ from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device
 from sparkhvd.torch.gradients.cuda import await_streams
 from sparkhvd.torch.gradients.dense import (
-    Entry,
+    GradientSlot,
     Neighbours,
     ReduceOptions,
-    give_back,
     owns_memory,
+    release,
     require_cpu,
     require_same_place,
     require_same_shape,
@@ -141,7 +141,7 @@ class PowerSGD(Compressor):
 
     # --- For the reducer. ---
 
-    def claim(self, entries: Sequence[Entry]) -> None:
+    def claim(self, entries: Sequence[GradientSlot]) -> None:
         """Take over these parameters, whose gradients are compressed from now on.
 
         Raises:
@@ -167,7 +167,7 @@ class PowerSGD(Compressor):
                     f"parameter of shape {entry.shape} needs {wanted}. Load the state of this model and rank=."
                 )
 
-    def fingerprint(self, entries: Sequence[Entry]) -> list[str]:
+    def fingerprint(self, entries: Sequence[GradientSlot]) -> list[str]:
         """Describe the state of every parameter that must be the same on all ranks."""
         states = [self._states.get(entry.name) for entry in entries]
         return [
@@ -177,12 +177,12 @@ class PowerSGD(Compressor):
             for state in states
         ]
 
-    def is_due(self, entry: Entry) -> bool:
+    def is_due(self, entry: GradientSlot) -> bool:
         """Return True if the gradient is compressed in this step."""
         state = self._states.get(entry.name)
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
-    def count_step(self, entries: Sequence[Entry]) -> bool:
+    def count_step(self, entries: Sequence[GradientSlot]) -> bool:
         """Count a step of these parameters; return True if the warm-up of one of them is over now."""
         is_over = False
         for entry in entries:
@@ -192,7 +192,7 @@ class PowerSGD(Compressor):
                 is_over |= state.steps == self.warm_up_steps
         return is_over
 
-    def restart(self, entries: Sequence[Entry]) -> None:
+    def restart(self, entries: Sequence[GradientSlot]) -> None:
         """Reset the state that all ranks have alike, Q and the number of steps; the warm-up is over."""
         for entry in entries:
             if entry.name in self._states:
@@ -200,22 +200,22 @@ class PowerSGD(Compressor):
                 state.steps = max(state.steps, self.warm_up_steps)
                 state.q = self._first_q(entry)
 
-    def state_of(self, entry: Entry) -> MatrixState:
+    def state_of(self, entry: GradientSlot) -> MatrixState:
         """Return the state of a parameter that is compressed, with an error."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
         return state
 
-    def _is_worth(self, entry: Entry) -> bool:
+    def _is_worth(self, entry: GradientSlot) -> bool:
         if len(entry.shape) < 2 or not entry.dtype.is_floating_point:
             return False
         return _WORTH * self.rank * sum(matrix_shape(entry)) <= entry.param.numel()
 
-    def _columns(self, entry: Entry) -> int:
+    def _columns(self, entry: GradientSlot) -> int:
         return min(self.rank, *matrix_shape(entry))
 
-    def _first_q(self, entry: Entry) -> Tensor:
+    def _first_q(self, entry: GradientSlot) -> Tensor:
         """Return a random Q, the same on every rank."""
         generator = torch.Generator().manual_seed(entry.index)
         _, columns = matrix_shape(entry)
@@ -244,14 +244,14 @@ def describe(compression: type[Compressor] | Compressor) -> str:
     return (compression if isinstance(compression, type) else type(compression)).__name__
 
 
-def _beside(entry: Entry, values: Tensor) -> Tensor:
+def _beside(entry: GradientSlot, values: Tensor) -> Tensor:
     """Return values on the device of the parameter."""
     if values.device == entry.param.device:
         return values
     return entry.param.new_empty(values.shape, dtype=values.dtype).copy_(values)
 
 
-def matrix_shape(entry: Entry) -> tuple[int, int]:
+def matrix_shape(entry: GradientSlot) -> tuple[int, int]:
     """Return rows and columns of the gradient as a matrix: its first dimension, all others."""
     rows = entry.shape[0]
     return rows, entry.param.numel() // rows
@@ -275,7 +275,7 @@ class _Matrix:
 
     __slots__ = ("entry", "is_finite", "matrix", "next_q", "p", "state")
 
-    def __init__(self, entry: Entry, state: MatrixState, p: Tensor, next_q: Tensor) -> None:
+    def __init__(self, entry: GradientSlot, state: MatrixState, p: Tensor, next_q: Tensor) -> None:
         self.entry = entry
         self.state = state
         self.p = p
@@ -341,7 +341,7 @@ class _Matrix:
         grad = entry.grad
         assert grad is not None
         if self.matrix.data_ptr() != grad.data_ptr() or grad.layout is not torch.strided:
-            give_back(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
+            release(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
         self.matrix = torch.empty(0)
 
     # On a GPU the host does not look at values, because it would have to wait for them.
@@ -398,7 +398,7 @@ class LowRankBucket:
     def __init__(
         self,
         name: str,
-        entries: list[Entry],
+        entries: list[GradientSlot],
         options: ReduceOptions,
         compression: PowerSGD,
         neighbours: Callable[[], Iterable[Tensor]],
@@ -491,7 +491,7 @@ class LowRankBucket:
             return [True] * len(self.entries)
         return [flag > 0 for flag in self._flags.tolist()]
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: GradientSlot) -> None:
         """Take the gradient as it is, or zeros."""
         grad = entry.param.grad
         entry.grad = entry.make_zeros() if grad is None else grad

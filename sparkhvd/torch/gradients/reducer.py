@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
-from sparkhvd import cpus as processors
+from sparkhvd import cpus
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
@@ -49,8 +49,8 @@ from sparkhvd.torch.arguments import leave_untraced
 from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.gradients.buckets import Buckets
 from sparkhvd.torch.gradients.cuda import DeviceBucket
-from sparkhvd.torch.gradients.dense import Bucket, Entry, Parked, ReduceOptions
-from sparkhvd.torch.gradients.negotiation import ReadyOrder, Settlement
+from sparkhvd.torch.gradients.dense import Bucket, GradientSlot, ReduceOptions, UnusedParameters
+from sparkhvd.torch.gradients.negotiation import GradientNegotiation, ReadyOrder
 from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
 
 # ----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
     topology = engine.topology
     if len({topology.hosts[rank] for rank in ranks}) > 1:
         return True
-    return len(ranks) * torch.get_num_threads() < processors.allowed()
+    return len(ranks) * torch.get_num_threads() < cpus.allowed()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
 # one object, which `reset` makes ready for the next cycle. `results` outlive it: gradients that are kept after the step are recognized by them.
 
 
-class State(Enum):
+class CycleState(Enum):
     """State of a cycle."""
 
     IDLE = auto()
@@ -169,7 +169,7 @@ class Cycle:
     )
 
     def __init__(self, passes: int) -> None:
-        self.state = State.IDLE
+        self.state = CycleState.IDLE
         self.passes = self.passes_left = passes
         self.is_held = False
         self.count = 0
@@ -191,7 +191,7 @@ class Cycle:
     @property
     def is_in_flight(self) -> bool:
         """Return True if an operation of this cycle has been submitted."""
-        return self.state in (State.SENDING, State.SENT)
+        return self.state in (CycleState.SENDING, CycleState.SENT)
 
     @property
     def is_last_pass(self) -> bool:
@@ -201,14 +201,14 @@ class Cycle:
     @property
     def is_open(self) -> bool:
         """Return True if the cycle has begun and must be waited for."""
-        return self.state not in (State.IDLE, State.REDUCED)
+        return self.state not in (CycleState.IDLE, CycleState.REDUCED)
 
     # --- Transitions. ---
 
     def enter(self, end: BackwardEnd) -> None:
         """Go to COLLECTING, with the first gradient of a backward pass."""
         assert not self.is_in_flight
-        self.state = State.COLLECTING
+        self.state = CycleState.COLLECTING
         self._end = weakref.ref(end)
 
     def leave(self, end: BackwardEnd) -> bool:
@@ -225,29 +225,29 @@ class Cycle:
 
     def send(self) -> None:
         """Go to SENDING: an operation has been submitted, and others will be."""
-        if self.state is not State.SENT:
-            self.state = State.SENDING
+        if self.state is not CycleState.SENT:
+            self.state = CycleState.SENDING
 
     def complete(self) -> None:
         """Go to SENT: every operation has been submitted."""
-        self.state = State.SENT
+        self.state = CycleState.SENT
 
     def reset(self) -> None:
         """Go to IDLE: no operation of the cycle is in flight any more."""
-        self.state = State.IDLE
+        self.state = CycleState.IDLE
         self.passes_left = self.passes
         self._end = None
 
     def finish(self) -> None:
         """Go from IDLE, behind the operations, to REDUCED: their results lie in `.grad`."""
-        assert self.state is State.IDLE
-        self.state = State.REDUCED
+        assert self.state is CycleState.IDLE
+        self.state = CycleState.REDUCED
         self.count += 1
 
     def use(self) -> None:
         """Go from REDUCED to IDLE: the optimizer steps with the reduced gradients."""
-        if self.state is State.REDUCED:
-            self.state = State.IDLE
+        if self.state is CycleState.REDUCED:
+            self.state = CycleState.IDLE
         self.results.clear()
 
     def drop(self) -> None:
@@ -275,12 +275,12 @@ class ReducedGradients:
         """Forget all."""
         self._noted = {}
 
-    def note(self, entries: Sequence[Entry]) -> None:
+    def note(self, entries: Sequence[GradientSlot]) -> None:
         """Note the gradients as they are now, in place of those that were noted before."""
         grads = [(e.index, e.param.grad) for e in entries]
         self._noted = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
 
-    def find_changed(self, entries: Sequence[Entry]) -> str | None:
+    def find_changed(self, entries: Sequence[GradientSlot]) -> str | None:
         """Return the name of a parameter whose gradient was changed or replaced since `note`."""
         for index, (reference, version) in self._noted.items():
             entry = entries[index]
@@ -289,7 +289,7 @@ class ReducedGradients:
                 return entry.name
         return None
 
-    def is_added_to(self, entry: Entry) -> bool:
+    def is_added_to(self, entry: GradientSlot) -> bool:
         """Return True if backward added to the noted gradient of this parameter."""
         reference, version = self._noted.get(entry.index, (None, 0))
         grad = entry.param.grad
@@ -297,7 +297,7 @@ class ReducedGradients:
             return False
         return grad._version == version + 1  # else it was set to zero in place before
 
-    def was_dropped(self, entry: Entry, entries: Sequence[Entry]) -> bool:
+    def was_dropped(self, entry: GradientSlot, entries: Sequence[GradientSlot]) -> bool:
         """Return True if a gradient of this cycle, in flight or reduced, is not `.grad` any more.
 
         Args:
@@ -313,7 +313,7 @@ class ReducedGradients:
             [reference() is None for reference, _ in self._noted.values()]
         )
 
-    def _known(self, entry: Entry) -> Tensor | None:
+    def _known(self, entry: GradientSlot) -> Tensor | None:
         """Return the gradient of this cycle, in flight or reduced."""
         if entry.grad is not None:
             return entry.grad
@@ -352,9 +352,9 @@ class Reducer:
         self._entering = threading.Lock()
         self._entries = make_entries(named, options)
         self._planner = BucketPlanner(context, self._entries, options, label)
-        self._settlement = Settlement(context, label, self._planner)
+        self._negotiation = GradientNegotiation(context, label, self._planner)
         if options.as_views:
-            self._settlement.settle_views()
+            self._negotiation.settle_views()
             self._planner.allocate_views()
         self._overlaps = self._planner.device is not None or is_worth_overlapping(
             context.engine, options.ranks
@@ -399,11 +399,11 @@ class Reducer:
     @property
     def is_reduced(self) -> bool:
         """Return True if `.grad` holds reduced gradients that the optimizer has not used yet."""
-        return self.cycle.state is State.REDUCED
+        return self.cycle.state is CycleState.REDUCED
 
     # --- From the hooks. ---
 
-    def on_gradient(self, entry: Entry) -> None:
+    def on_gradient(self, entry: GradientSlot) -> None:
         """Take a gradient that is complete in this pass, and submit its bucket if that is complete too."""
         cycle = self.cycle
         if not cycle.is_in_pass:
@@ -425,18 +425,23 @@ class Reducer:
             return
         bucket = entry.bucket
         bucket.pending -= 1
-        if bucket.pending == 0 and self._settlement.is_settled and self._overlaps and cycle.count:
-            assert not isinstance(bucket, Parked)
+        if (
+            bucket.pending == 0
+            and self._negotiation.is_negotiated
+            and self._overlaps
+            and cycle.count
+        ):
+            assert not isinstance(bucket, UnusedParameters)
             self._submit(bucket)
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: GradientSlot) -> None:
         """Begin a backward pass with its first gradient."""
         cycle, device = self.cycle, self._planner.device
         if device is not None and not entry.param.is_cpu:
             device.stream()  # refuses one that is being captured
         if cycle.is_interrupted:
             self.discard()
-        elif cycle.is_in_flight or (cycle.state is State.REDUCED and cycle.results):
+        elif cycle.is_in_flight or (cycle.state is CycleState.REDUCED and cycle.results):
             self._begin_anew(entry)
         elif cycle.results.is_added_to(entry):
             cycle.added_to_kept = entry.name
@@ -457,7 +462,7 @@ class Reducer:
         """End a backward pass, with all passes that it lies in."""
         if not self.cycle.leave(end):
             return
-        if not self._settlement.is_settled and self._settlement.begin():
+        if not self._negotiation.is_negotiated and self._negotiation.begin():
             self.cycle.send()
         else:
             self.submit_all()
@@ -466,7 +471,7 @@ class Reducer:
             self._context.part(_EndedPasses).reducers.append(self)
             after_backward(_finish_all(self._context))
 
-    def _begin_anew(self, entry: Entry) -> None:
+    def _begin_anew(self, entry: GradientSlot) -> None:
         """Discard the cycle for a further gradient, if the first was dropped.
 
         Raises:
@@ -484,10 +489,10 @@ class Reducer:
             "backward passes, or give backward_passes_per_step the number of passes per step."
         )
 
-    def _take_again(self, entry: Entry) -> None:
+    def _take_again(self, entry: GradientSlot) -> None:
         """Take a further gradient of one pass, such as those of a module in several reentrant checkpoints."""
         bucket = entry.bucket
-        if not isinstance(bucket, Parked) and bucket.work is not None:
+        if not isinstance(bucket, UnusedParameters) and bucket.work is not None:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: {entry.name!r} got another gradient in the same backward pass, after the "
                 "first one was sent; in the first step it got one. Use the module in as many reentrant checkpoints "
@@ -500,16 +505,16 @@ class Reducer:
 
     def submit_all(self) -> None:
         """Submit every bucket that has not been, with zeros for parameters that have no gradient."""
-        cycle, settlement = self.cycle, self._settlement
-        if cycle.state is State.SENT:
+        cycle, settlement = self.cycle, self._negotiation
+        if cycle.state is CycleState.SENT:
             return
         self._follow_joins()
-        if not settlement.is_settled:
-            if settlement.settle():
+        if not settlement.is_negotiated:
+            if settlement.negotiate():
                 self._plan()
         elif settlement.undecided:
             settlement.start_vote()
-        self.buckets.give_memory(is_registered=settlement.is_settled)
+        self.buckets.assign_memory(is_registered=settlement.is_negotiated)
         for bucket in self.buckets:
             if bucket.work is None:
                 self._submit(bucket)
@@ -528,7 +533,7 @@ class Reducer:
         changed = self.buckets.find_changed()
         try:
             self.buckets.wait()
-            self._settlement.reduce_late(self.buckets)
+            self._negotiation.reduce_late(self.buckets)
             self._follow_order()
             if self._planner.count_step():
                 self._plan_anew()
@@ -559,7 +564,7 @@ class Reducer:
             return
         try:
             self.buckets.wait_for_engine()
-            self._settlement.wait_for_vote()
+            self._negotiation.wait_for_vote()
             self._follow_order()
         finally:
             self._reset()
@@ -579,15 +584,15 @@ class Reducer:
         if self._ready is not None:
             self._ready.seen = []
         self.buckets.reset()
-        self._settlement.reset()
+        self._negotiation.reset()
 
     # --- The plan. ---
 
     def _plan(self) -> None:
         """Divide the gradients into buckets."""
-        self.buckets.divide(self._gradient_order, self._settlement.parked)
-        if self._settlement.is_settled:
-            self.buckets.give_memory(is_registered=True)
+        self.buckets.divide(self._gradient_order, self._negotiation.unused)
+        if self._negotiation.is_negotiated:
+            self.buckets.assign_memory(is_registered=True)
 
     def _plan_anew(self) -> None:
         self._reset()
@@ -642,7 +647,7 @@ def wait_for_all(reducers: Sequence[Reducer]) -> None:
         reducer.wait()
 
 
-def _changed_in_flight(entry: Entry) -> InvalidArgumentError:
+def _changed_in_flight(entry: GradientSlot) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"DistributedOptimizer: the gradient of {entry.name!r} was changed, replaced or dropped while it was being "
         "reduced (p.grad.mul_(...), p.grad = ..., p.grad.data = ...), so the result is lost. Call "
@@ -651,7 +656,7 @@ def _changed_in_flight(entry: Entry) -> InvalidArgumentError:
     )
 
 
-def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], None]:
+def _hook(reducer: weakref.ref[Reducer], entry: GradientSlot) -> Callable[[Tensor], None]:
     def on_gradient(_: Tensor) -> None:
         target = reducer()
         if target is not None:

@@ -12,8 +12,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.compressors import NoneCompressor
 from sparkhvd.torch.gradients.dense import (
-    Entry,
     GradientBucket,
+    GradientSlot,
     ReduceOptions,
     drop_unused,
     owns_memory,
@@ -45,7 +45,12 @@ class ShardedBucket(GradientBucket):
     )
 
     def __init__(
-        self, name: str, entries: list[Entry], flagged: bool, options: ReduceOptions, place: int
+        self,
+        name: str,
+        entries: list[GradientSlot],
+        flagged: bool,
+        options: ReduceOptions,
+        place: int,
     ) -> None:
         super().__init__(name, entries)
         self._compression = options.compression
@@ -104,7 +109,7 @@ class ShardedBucket(GradientBucket):
         row = torch.tensor([not entry.missing for entry in self.entries], dtype=ones.dtype)
         return row.repeat(self._num_ranks, 1)
 
-    def _to_send(self, entry: Entry) -> Tensor:
+    def _to_send(self, entry: GradientSlot) -> Tensor:
         grad = entry.grad
         assert grad is not None
         if not (
@@ -126,7 +131,7 @@ class ShardedBucket(GradientBucket):
             self.sent.append((entry, wire, compression_context))
         return wire
 
-    def _laid_out(self, entry: Entry, grad: Tensor) -> Tensor:
+    def _laid_out(self, entry: GradientSlot, grad: Tensor) -> Tensor:
         """Copy the gradient into the memory layout of its parameter; the copy then is `.grad`."""
         require_cpu(entry, grad)
         require_same_shape(entry, grad)

@@ -34,7 +34,7 @@ from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import RankGpu
 from sparkhvd.torch.gradients.cuda import await_streams
 from sparkhvd.torch.gradients.dense import (
-    Entry,
+    GradientSlot,
     ReduceOptions,
     require_same_place,
     require_same_shape,
@@ -70,7 +70,7 @@ class LayoutVote:
     """
 
     def __init__(
-        self, context: Context, label: str, options: ReduceOptions, entries: Sequence[Entry]
+        self, context: Context, label: str, options: ReduceOptions, entries: Sequence[GradientSlot]
     ) -> None:
         self._context = context
         self._label = label
@@ -117,7 +117,7 @@ class LayoutVote:
             self._check_possible(sparse_ones[0], is_complete)
         return Votes(is_complete, layouts)
 
-    def _check_possible(self, entry: Entry, is_complete: bool) -> None:
+    def _check_possible(self, entry: GradientSlot, is_complete: bool) -> None:
         options = self._options
         what = f"{self._label}: the gradient of {entry.name!r} is sparse, and "
         if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -158,7 +158,7 @@ def _sparse_dim(grad: Tensor | None) -> int | None:
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
 
 
-def _row_length(entry: Entry) -> int:
+def _row_length(entry: GradientSlot) -> int:
     """Return the number of values per index."""
     return torch.Size(entry.shape[entry.sparse_dim :]).numel()
 
@@ -197,7 +197,7 @@ class SparseBucket:
     __slots__ = ("_context", "_gpu", "_options", "entries", "name", "pending", "sent", "work")
 
     def __init__(
-        self, name: str, entry: Entry, options: ReduceOptions, gpu: Context | None = None
+        self, name: str, entry: GradientSlot, options: ReduceOptions, gpu: Context | None = None
     ) -> None:
         self._gpu = gpu
         self.name = name
@@ -227,7 +227,7 @@ class SparseBucket:
         )
         self.work = engine.start(call, self.name, parts)
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: GradientSlot) -> None:
         """Take the gradient as it is; it may be None."""
         entry.grad = entry.param.grad
 
@@ -259,7 +259,7 @@ class SparseBucket:
             return
         entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
-    def _message(self, entry: Entry) -> tuple[Tensor, Tensor, Tensor]:
+    def _message(self, entry: GradientSlot) -> tuple[Tensor, Tensor, Tensor]:
         """Make the head, rows of indices and rows of values as they are sent."""
         grad = entry.grad
         code = _NO_GRADIENT
@@ -281,11 +281,11 @@ class SparseBucket:
         wire = _rows(values.to(entry.wire_dtype), _row_length(entry))
         return indices.new_full((1, 1), code), indices, wire
 
-    def _shapes(self, entry: Entry) -> list[tuple[int, int]]:
+    def _shapes(self, entry: GradientSlot) -> list[tuple[int, int]]:
         row_bytes = _row_length(entry) * entry.wire_dtype.itemsize
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
-    def _joined(self, entry: Entry, indices: Tensor, wire: Tensor) -> Tensor:
+    def _joined(self, entry: GradientSlot, indices: Tensor, wire: Tensor) -> Tensor:
         """Join the entries of all ranks, each divided for an average, in the memory in which they came."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)

@@ -40,7 +40,7 @@ from sparkhvd.torch.optimizer.sharded_state import (
     join_states,
     own_state,
 )
-from sparkhvd.torch.optimizer.shards import Division, Gatherer, Shard
+from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
 # ----------------------------------------------------------------------------------------------------
 # Gradients of a sharded optimizer, of which each rank has reduced its part: gathered, and clipped by their norm.
@@ -59,7 +59,7 @@ class WholeGradients:
         cycles: of each reducer the cycle whose gradients are whole.
     """
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: ShardLayout) -> None:
         self._division = division
         self.cycles: tuple[int, ...] = ()
         self._gatherers: dict[tuple[int, ...], Gatherer] = {}
@@ -100,7 +100,7 @@ class WholeGradients:
         gatherer.gather(gradients)
 
 
-def clip_parts_(division: Division, max_norm: float, norm_type: float) -> Tensor:
+def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
     """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must.
 
     Returns:
@@ -132,7 +132,7 @@ def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     return norm
 
 
-def _total_norm(division: Division, gradients: list[Tensor], norm_type: float) -> Tensor:
+def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float) -> Tensor:
     norm = _local_norm(gradients, norm_type).double()
     is_max = math.isinf(norm_type)
     # On a GPU if any rank's is there, also for a rank without a part.
@@ -162,7 +162,7 @@ class ParameterExchange:
         division: of the optimizer.
     """
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: ShardLayout) -> None:
         self._division = division
         # Numbers of parameters and of frozen ones, for which the gatherer is.
         self._gathered_kind = (-1, -1)
@@ -249,7 +249,7 @@ class Sharded(Distributed):
     """Mixin that steps this rank's part of the parameters, before the optimizer's own class."""
 
     _may_follow = False  # but where an elastic state brings the parts of lost ranks back
-    _division: Division | None = None  # None where nothing is communicated
+    _division: ShardLayout | None = None  # None where nothing is communicated
     _evaluations = 0  # of the closure, in this step
 
     # --- Dividing. ---
@@ -261,7 +261,7 @@ class Sharded(Distributed):
     ) -> None:
         if self._division is None:
             kind = type(self).__bases__[1]
-            self._division = Division(self._context, self._configuration, kind)
+            self._division = ShardLayout(self._context, self._configuration, kind)
             self._exchange = ParameterExchange(self._division)
             self._whole_gradients = WholeGradients(self._division)
             # Of each reducer the cycle whose gradients were asked for.

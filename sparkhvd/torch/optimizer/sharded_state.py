@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkhvd.torch.broadcast import allgather_object
 from sparkhvd.torch.gradients.layout import flat
-from sparkhvd.torch.optimizer.shards import Division, Gatherer, Shard
+from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
 # State of an optimizer, by parameter or part and by name; as torch, a new key has an empty dict.
 State = defaultdict[Tensor, dict[str, object]]
@@ -123,7 +123,7 @@ def divide_state(
     return kept
 
 
-def gather_state(state: Mapping[Tensor, dict[str, object]], division: Division) -> State:
+def gather_state(state: Mapping[Tensor, dict[str, object]], division: ShardLayout) -> State:
     """Return the state of all ranks by parameter, as the plain optimizer has it; every rank must call this."""
     gathered: State = defaultdict(dict)
     shards = list(division.shards.values())
@@ -139,7 +139,7 @@ def gather_state(state: Mapping[Tensor, dict[str, object]], division: Division) 
 def _gather_whole(
     state: Mapping[Tensor, dict[str, object]],
     gathered: State,
-    division: Division,
+    division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
     """Gather the state of parameters that have one owner each."""
@@ -159,7 +159,7 @@ def _gather_whole(
 def _gather_cut(
     state: Mapping[Tensor, dict[str, object]],
     gathered: State,
-    division: Division,
+    division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
     """Gather the state of cut parameters, each described by the rank that has its first element."""
@@ -198,7 +198,7 @@ def _gather_cut(
         division.gpu.gather_cut(values)
 
 
-def _exchanged(value: _T, division: Division) -> list[_T]:
+def _exchanged(value: _T, division: ShardLayout) -> list[_T]:
     name = f"{division.label}.state_dict() (every rank must call it)"
     return allgather_object(value, name, process_set=division.configuration.process_set)
 

@@ -547,7 +547,7 @@ def unshare(parameters: Iterable[Tensor]) -> None:
 NamedGroup = tuple[list[tuple[str, Tensor]], int | Sequence[Sequence[Tensor]] | None]
 
 
-class Division:
+class ShardLayout:
     """The parameters of a sharded optimizer, each with this rank's part.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.optimizer.distributed import Distributed
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.modules.attributes import Attributes, Entry, is_plain, set_attributes
 from sparkhvd.training.user_code.watch import Watch
 
@@ -26,7 +26,7 @@ class Changes:
         attributes: of modules, parameters, losses and the optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Distributed | None, others: Others) -> None:
+    def __init__(self, model: nn.Module, optimizer: Distributed | None, others: LossState) -> None:
         self._model = model
         self._optimizer = optimizer
         self._others = others
@@ -177,7 +177,7 @@ class Changes:
         return name
 
 
-def set_changes(model: nn.Module, others: Others, state: Mapping[str, Any]) -> None:
+def set_changes(model: nn.Module, others: LossState, state: Mapping[str, Any]) -> None:
     """Set flags and attributes of copies of a run's model and losses as rank 0 had them.
 
     Args:
@@ -212,17 +212,17 @@ def has_losses(state: Mapping[str, Any]) -> bool:
     return any(name.removeprefix("parameter ").startswith(".") for name in names)
 
 
-def _modules(model: nn.Module, others: Others) -> dict[str, nn.Module]:
+def _modules(model: nn.Module, others: LossState) -> dict[str, nn.Module]:
     of_losses = {f".{name}": module for name, module in others.modules()}
     return {**dict(model.named_modules()), **of_losses}
 
 
-def _parameters(model: nn.Module, others: Others) -> dict[str, Tensor]:
+def _parameters(model: nn.Module, others: LossState) -> dict[str, Tensor]:
     of_losses = {f".{name}": parameter for name, parameter in others.parameters.items()}
     return {**dict(model.named_parameters()), **of_losses}
 
 
-def _owners(model: nn.Module, others: Others) -> dict[str, object]:
+def _owners(model: nn.Module, others: LossState) -> dict[str, object]:
     """Return everything whose attributes are looked at, by name."""
     holders = {f".{name}": holder for name, holder in others.holders()}
     parameters = {f"parameter {n}": p for n, p in _parameters(model, others).items()}

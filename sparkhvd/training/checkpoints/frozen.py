@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.training.host_memory import give_back
+from sparkhvd.training.host_memory import release
 from sparkhvd.training.modules.weights import checksum
 from sparkhvd.training.types import State
 
@@ -69,7 +69,7 @@ class FrozenParameters:
         if not self._sha256:
             self._sha256 = write(self._unwritten)
             self._unwritten = {}
-            give_back()
+            release()
         return {"sha256": self._sha256, "names": names}
 
 

@@ -31,12 +31,12 @@ from sparkhvd.training.checkpoints.checkpoint import (
 )
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.frozen import broadcast_weights, unwritten
-from sparkhvd.training.host_memory import give_back
-from sparkhvd.training.loss_state import Others
+from sparkhvd.training.host_memory import release
+from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.metrics import Totals, TotalsState
 from sparkhvd.training.modules.attributes import Entry
 from sparkhvd.training.profile import Profile
-from sparkhvd.training.rank_sync import fail_together
+from sparkhvd.training.rank_sync import raise_on_all_ranks
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import Compression, History, State, Stateful
 from sparkhvd.training.user_code.callbacks import Callbacks
@@ -115,7 +115,7 @@ class TrainingState:
     compression: Compression | None = None
     kept: dict[str, Stateful] = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)
-    others: Others = field(default_factory=Others)
+    others: LossState = field(default_factory=LossState)
     changes: Changes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Resumed(TypedDict):
 
 
 @dataclass
-class Start:
+class RunStart:
     """The state that a run begins with, besides the model's weights.
 
     Attributes:
@@ -224,8 +224,8 @@ def find_start(
     checkpoints: Checkpoints,
     model: nn.Module,
     held: Checkpoint | None = None,
-    others: Others | None = None,
-) -> Start:
+    others: LossState | None = None,
+) -> RunStart:
     """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights, and `others` their state.
 
     All ranks must call it, before the optimizer is built. With one that rank 0 holds in memory the store is not asked.
@@ -239,20 +239,20 @@ def find_start(
         problem = ""
         try:
             if held is None:
-                checkpoint = _load_start(spec, checkpoints, model, others or Others())
+                checkpoint = _load_start(spec, checkpoints, model, others or LossState())
             else:
                 load_weights(model, held.model, "The state in memory does")
-                (others or Others()).load_state_dict(held.others, "The state in memory does")
+                (others or LossState()).load_state_dict(held.others, "The state in memory does")
                 checkpoint = held
         except InvalidArgumentError as e:
             problem = str(e)
         resumed = _resumed(checkpoint, extra_states(model), problem)
     resumed = cast("Resumed", hvd.broadcast_object(resumed, 0, name="resume"))
     if resumed["problem"]:
-        fail_together(resumed["problem"])
+        raise_on_all_ranks(resumed["problem"])
     if checkpoint is None:
-        return Start(resumed)
-    return Start(resumed, checkpoint.optimizer, checkpoint.compression)
+        return RunStart(resumed)
+    return RunStart(resumed, checkpoint.optimizer, checkpoint.compression)
 
 
 def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resumed:
@@ -274,7 +274,7 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
 
 
 def _load_start(
-    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: Others
+    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: LossState
 ) -> Checkpoint | None:
     """Load the weights of rank 0's model, and the state of others; return the checkpoint, if there is one.
 
@@ -297,7 +297,7 @@ def _load_start(
     return checkpoint
 
 
-def resume(start: Start, state: TrainingState) -> Position:
+def resume(start: RunStart, state: TrainingState) -> Position:
     """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
     state.changes.attributes.reset()
@@ -309,7 +309,7 @@ def resume(start: Start, state: TrainingState) -> Position:
     sent = broadcast_weights(model)
     state.others.begin(state.optimizer)
     if not resumed["is_new"]:
-        give_back()  # what rank 0 has read of the checkpoint
+        release()  # what rank 0 has read of the checkpoint
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
     _load_parts(state, resumed)
@@ -489,7 +489,7 @@ def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ())
         if result.buffers or result.changes:  # else it is of an older version
             gone = unsaved_buffers(module).keys() - result.buffers.keys()
             load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
-        set_changes(module, Others(losses, (), module), result.changes)
+        set_changes(module, LossState(losses, (), module), result.changes)
     except Exception as e:  # noqa: BLE001 - the user's own code
         warnings.warn(
             "Attributes, flags or unsaved buffers that the training has changed have their first values in the model, because setting them raised "

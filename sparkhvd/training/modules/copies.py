@@ -16,7 +16,7 @@ from torch import Tensor, nn
 Hook = Callable[[Tensor], Any]
 
 
-class Hooks(NamedTuple):
+class TensorHooks(NamedTuple):
     """Hooks of one tensor, in their order.
 
     Attributes:
@@ -32,25 +32,25 @@ class WithHooks(NamedTuple):
     """A pickled value, with hooks of the tensors that the pickle names instead of holding them."""
 
     value: Any
-    hooks: Mapping[str, Hooks]
+    hooks: Mapping[str, TensorHooks]
 
 
-def hooks_of(tensor: Tensor) -> Hooks | None:
+def hooks_of(tensor: Tensor) -> TensorHooks | None:
     """Return the hooks of a tensor; None if it has none."""
     found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     if not any(found):
         return None
     backward, accumulated = (tuple((hooks or {}).values()) for hooks in found)
-    return Hooks(backward, accumulated)
+    return TensorHooks(backward, accumulated)
 
 
-def hooks_by_name(module: nn.Module) -> dict[str, Hooks]:
+def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
     """Return the hooks of a module's parameters that have some."""
     found = ((name, hooks_of(p)) for name, p in module.named_parameters())
     return {name: hooks for name, hooks in found if hooks is not None}
 
 
-def add_hooks(tensor: Tensor, hooks: Hooks) -> None:
+def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
     """Register hooks on a leaf, also on one that is frozen."""
     requires_grad = tensor.requires_grad
     tensor.requires_grad_(True)  # torch registers none without
@@ -61,7 +61,7 @@ def add_hooks(tensor: Tensor, hooks: Hooks) -> None:
     tensor.requires_grad_(requires_grad)
 
 
-def reduce_with_hooks(tensor: Tensor, hooks: Hooks, protocol: int) -> tuple[Any, ...] | None:
+def reduce_with_hooks(tensor: Tensor, hooks: TensorHooks, protocol: int) -> tuple[Any, ...] | None:
     """Reduce a tensor for pickle, with its hooks as state: they may refer to it. None where its class has another state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*backward hooks")
@@ -114,7 +114,9 @@ def _attach(module: nn.Module, made: M) -> M:
     for old, new in pairs:
         vars(new).update({name: _deepcopy(value, memo) for name, value in vars(old).items()})
         if (hooks := hooks_of(old)) is not None:
-            add_hooks(new, Hooks(*(tuple(_deepcopy(h, memo) for h in each) for each in hooks)))
+            add_hooks(
+                new, TensorHooks(*(tuple(_deepcopy(h, memo) for h in each) for each in hooks))
+            )
     return made
 
 

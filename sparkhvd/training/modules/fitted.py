@@ -1,4 +1,4 @@
-"""`Fitted`: a module with the columns that it takes, and the history of its training."""
+"""`TrainedState`: a module with the columns that it takes, and the history of its training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparkhvd.training.types import Columns, History
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class TrainedState:
     """A trained module with its columns, history and timings; never changed.
 
     One that no fit has trained has no columns: `transform` binds it to those of its DataFrame.

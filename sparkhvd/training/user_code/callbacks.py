@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.data.store.store import Store
     from sparkhvd.torch.optimizer.distributed import Distributed
-    from sparkhvd.training.loss_state import Others
+    from sparkhvd.training.loss_state import LossState
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Moment:
+class TrainingClock:
     """Epoch and step of the training; one object per run, moved by the loop."""
 
     epoch: int = 0
@@ -81,7 +81,7 @@ class Context:
         moment: epoch and step of the training; the loop moves it.
     """
 
-    def __init__(self, spec: _Spec, state: _State, moment: Moment) -> None:
+    def __init__(self, spec: _Spec, state: _State, moment: TrainingClock) -> None:
         """Take the objects of a run."""
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
@@ -117,7 +117,7 @@ _OUTSIDE = {
 class CallbackContext(Context):
     """The `ctx` of callbacks: a `Context` that can log and stop."""
 
-    def __init__(self, spec: _Spec, state: _State, moment: Moment) -> None:
+    def __init__(self, spec: _Spec, state: _State, moment: TrainingClock) -> None:
         """Begin without numbers and without a request to stop."""
         super().__init__(spec, state, moment)
         self.logs = Logs()
@@ -262,7 +262,9 @@ def _checked(where: str, callback: object) -> Callback:
 class Callbacks:
     """The callbacks of a run on this rank."""
 
-    def __init__(self, callbacks: Sequence[Callback], ctx: CallbackContext, others: Others) -> None:
+    def __init__(
+        self, callbacks: Sequence[Callback], ctx: CallbackContext, others: LossState
+    ) -> None:
         """Pass `ctx` to every method, and watch what these do to model and losses."""
         self._all = tuple(callbacks)
         self.ctx = ctx

@@ -23,7 +23,7 @@ from sparkhvd.training.modules.attributes import GENERATORS, can_be_kept, is_rec
 from sparkhvd.training.modules.weights import checksum
 
 if TYPE_CHECKING:  # it imports callbacks
-    from sparkhvd.training.loss_state import Others
+    from sparkhvd.training.loss_state import LossState
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -85,7 +85,7 @@ class Watch:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         scheduler: LRScheduler | None,
-        others: Others,
+        others: LossState,
     ) -> None:
         """Watch a model and its losses, hooks of the optimizer, and functions of the scheduler."""
         self._model = model

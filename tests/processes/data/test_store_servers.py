@@ -20,7 +20,7 @@ from sparkhvd.data.parquet.dataset import open_dataset
 from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.atomic import upload
-from sparkhvd.data.store.locks import hold
+from sparkhvd.data.store.locks import acquire
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
@@ -147,9 +147,9 @@ def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> No
     assert found is not None
     assert found.epoch == 3
     assert checkpoints.history() == [{"epoch": 1}]
-    with hold(served, "r"):
+    with acquire(served, "r"):
         with pytest.raises(InvalidArgumentError, match="held by another fit"):
-            hold(served, "r")
+            acquire(served, "r")
         (run,) = served.runs()
         assert (run.run_id, run.state, run.epochs) == ("r", "running", 3)
     (run,) = served.runs()

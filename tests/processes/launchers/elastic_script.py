@@ -39,7 +39,7 @@ def work(engine: Engine, member: ElasticRendezvous, step: int, stop: Path) -> tu
 def main() -> None:
     member = launchers.find()
     assert isinstance(member, ElasticRendezvous)
-    number, step = member._invitation.number, 0
+    number, step = member._join_token.number, 0
     assert os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
     assert "HOROVOD_RANK" not in os.environ  # not known, and an outer job's is not ours
     while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.horovod import runner as horovod
+from sparkhvd.horovod import runner
 from sparkhvd.interfaces import interfaces
 from sparkhvd.runner.command import main
 from tests.harness.by_value import by_value
@@ -147,7 +147,7 @@ def test_two_names_of_this_host_need_no_ssh_and_are_one_host(
     def place() -> tuple[str, ...]:
         return tuple(os.environ[f"HOROVOD_{name}"] for name in names)
 
-    found = horovod.run(place, num_proc=2, hosts="localhost:1,127.0.0.1:1")
+    found = runner.run(place, num_proc=2, hosts="localhost:1,127.0.0.1:1")
     assert found == [("0", "0", "2", "0", "1"), ("1", "1", "2", "0", "1")]
 
 

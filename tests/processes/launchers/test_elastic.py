@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.runner.command import main
-from sparkhvd.runner.elastic import options as discovery
+from sparkhvd.runner.elastic import options
 from tests.harness import sshd
 from tests.harness.elastic_run import ElasticRun, elastic_run
 from tests.harness.processes import find, wait_until_gone
@@ -298,7 +298,7 @@ def test_a_discovery_script_that_fails_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery, "LIMIT_S", 0.5)
+    monkeypatch.setattr(options, "LIMIT_S", 0.5)
     arguments = ["--min-np", "1", "--host-discovery-script", hosts_script(tmp_path, script), "true"]
     assert main(arguments) == 2
     assert re.search(text, capsys.readouterr().err)

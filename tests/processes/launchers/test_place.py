@@ -15,7 +15,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK
 from sparkhvd.launchers import place as places
 from sparkhvd.launchers.meeting import Handover
-from sparkhvd.launchers.place import VARIABLE, Place, inherit
+from sparkhvd.launchers.place import VARIABLE, RankClaim, inherit
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.settings import Settings
@@ -23,10 +23,10 @@ from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[RankClaim]:
     listener = Listener.bind(LOOPBACK, Settings())
     job = Job(secrets.token_bytes(32), "job", 0, 0, 1, (listener.endpoint(),))
-    made = Place(
+    made = RankClaim(
         Handover(job.to_json(), listener.endpoint().to_dict(), listener.filenos(), 0, 1),
         listener,
         is_own=True,
@@ -35,11 +35,11 @@ def place() -> Iterator[Place]:
     made.close()
 
 
-def name_of(place: Place) -> str:
+def name_of(place: RankClaim) -> str:
     return place.variables({}, is_inherited=False)[VARIABLE].split()[1]
 
 
-def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: Place) -> None:
+def test_one_of_many_that_ask_gets_the_place_and_its_holder_lets_go(place: RankClaim) -> None:
     found: Counter[bool] = Counter()
 
     def ask() -> None:
@@ -71,7 +71,7 @@ def is_refused(address: tuple[str, int]) -> bool:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_another_user_gets_nothing(place: Place) -> None:
+def test_another_user_gets_nothing(place: RankClaim) -> None:
     child = os.fork()
     if child == 0:
         status = 1

@@ -12,23 +12,23 @@ import pytest
 from sparkhvd import Store
 from sparkhvd.errors import StoreError
 from sparkhvd.runner.elastic.coordinator import AttemptResult, CoordinatorFiles
-from sparkhvd.runner.elastic.launcher import Verdict
-from sparkhvd.runner.elastic.options import RankRange, Terms
+from sparkhvd.runner.elastic.launcher import JobResult
+from sparkhvd.runner.elastic.options import CoordinatorTerms, RankRange
 from sparkhvd.runner.options import RankChange
-from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watch import Ended
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
+from sparkhvd.runner.supervisor import RankEnded
 
 KEY = "ab" * 32
 RESULT = AttemptResult(
-    Verdict(
+    JobResult(
         has_finished=True,
         has_begun=True,
         problem="",
-        failed=(Ended(1, -9, "was ended", is_final=True),),
+        failed=(RankEnded(1, -9, "was ended", is_final=True),),
         received=0,
         members=(2, 0),
     ),
-    {0: Outcome(0, Kind.OK, exit="ok", log_tail=("a",)), 1: Outcome(1, Kind.CRASH)},
+    {0: Outcome(0, OutcomeKind.OK, exit="ok", log_tail=("a",)), 1: Outcome(1, OutcomeKind.CRASH)},
     {0: b"one\n\x00", 2: b""},
     "refused",
     ((3, "a line", 1),),
@@ -96,5 +96,5 @@ def test_what_nobody_of_the_job_has_written_is_an_error(folder: Folder, how: str
 
 def test_limits_cross_as_json() -> None:
     limits = RankRange(num_proc=2, least=1, most=4, reset_limit=3).options(2, 5.0)
-    terms = Terms(limits, 2)
-    assert Terms.from_dict(terms.to_dict()) == terms
+    terms = CoordinatorTerms(limits, 2)
+    assert CoordinatorTerms.from_dict(terms.to_dict()) == terms

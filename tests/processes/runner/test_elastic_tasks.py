@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.elastic import Invitation
+from sparkhvd.elastic import JoinToken
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.runner import preflight
 from sparkhvd.runner.driver_port import connect, proof_between
@@ -21,8 +21,8 @@ from sparkhvd.runner.elastic.coordinator import Tasks
 from sparkhvd.runner.elastic.slots import Offer, Slot
 from sparkhvd.runner.elastic.task import PURPOSE
 from sparkhvd.runner.hosts.protocol import Channel
-from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watch import Ended
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
+from sparkhvd.runner.supervisor import RankEnded
 
 KEY, JOB = "ab" * 32, "job"
 FACTS = preflight.rank_facts(())
@@ -61,7 +61,7 @@ class Port:
 
     def start(self, slot: Slot, number: int) -> None:
         endpoint = Endpoint("127.0.0.1", 1, "", "")
-        self.tasks.start(slot, Invitation(bytes(32), JOB, number, endpoint, 1.0, 1.0), 1)
+        self.tasks.start(slot, JoinToken(bytes(32), JOB, number, endpoint, 1.0, 1.0), 1)
 
     def close(self) -> None:
         for sock in self._socks:
@@ -95,12 +95,12 @@ def test_every_task_is_a_slot_and_one_that_is_lost_ends_its_process() -> None:
         made.connect()  # as of a copy that Spark starts of a task
         assert made.next() == slots(0, 1, 2)
         made.lose(first)
-        assert made.next() == Ended(7, 1, "was lost with its Spark task")
+        assert made.next() == RankEnded(7, 1, "was lost with its Spark task")
         assert made.next() == slots(1, 2)
         made.connect()
         assert made.next() == slots(1, 2, 0)
         made.start(Slot(FACTS.host, 5), 8)  # it has just gone
-        assert made.next() == Ended(8, 1, "was lost with its Spark task")
+        assert made.next() == RankEnded(8, 1, "was lost with its Spark task")
 
 
 def test_results_come_in_parts_before_the_end() -> None:
@@ -111,8 +111,8 @@ def test_results_come_in_parts_before_the_end() -> None:
         task.receive(10)
         task.send("result", b"one", member=0)
         task.send("result", b"two", member=0)
-        task.send("ended", Outcome(0, Kind.OK, exit="ok").to_json().encode(), member=0)
-        assert made.next() == Ended(0, 0, "ended with ok")
+        task.send("ended", Outcome(0, OutcomeKind.OK, exit="ok").to_json().encode(), member=0)
+        assert made.next() == RankEnded(0, 0, "ended with ok")
         assert made.tasks.results == {0: b"onetwo"}
         made.start(Slot(FACTS.host, 0), 1)
         made.tasks.send(9, 1)
@@ -120,9 +120,9 @@ def test_results_come_in_parts_before_the_end() -> None:
             "start",
             "signal",
         ]
-        failed = Outcome(1, Kind.EXCEPTION, error="ValueError", message="why\nmore")
+        failed = Outcome(1, OutcomeKind.EXCEPTION, error="ValueError", message="why\nmore")
         task.send("ended", failed.to_json().encode(), member=1)
-        assert made.next() == Ended(1, 1, "raised ValueError: why", is_final=True)
+        assert made.next() == RankEnded(1, 1, "raised ValueError: why", is_final=True)
 
 
 def test_a_task_that_cannot_take_part_is_no_slot() -> None:
@@ -163,8 +163,8 @@ def test_a_process_leaves_before_its_executor_is_taken_away() -> None:
         assert made.next() == slots(1)
         made.replaced.get(timeout=10)
         assert made.tasks.executors() == {"2"}
-        task.send("ended", Outcome(0, Kind.OK, exit="ok").to_json().encode(), member=0)
-        assert made.next() == Ended(0, 0, "ended with ok")
+        task.send("ended", Outcome(0, OutcomeKind.OK, exit="ok").to_json().encode(), member=0)
+        assert made.next() == RankEnded(0, 0, "ended with ok")
         assert (message := task.receive(10)) is not None
         assert message.kind == "leave"
         made.tasks.retire(["2", "1"])

@@ -51,11 +51,11 @@ def answers(library: str, *views: dict[str, str | None]) -> list[dict[str, objec
     said: list[bytes] = []
     told = threading.Event()
 
-    def tell(data: bytes) -> None:
+    def notify(data: bytes) -> None:
         said.append(data)
         told.set()
 
-    probe.ask(library, views, tell)
+    probe.ask(library, views, notify)
     assert told.wait(30)
     assert len(said) == 1
     return list(json.loads(said[0]))
@@ -194,7 +194,7 @@ def test_a_driver_that_answers_too_late_or_never_costs_no_result(
     source = f"#include <unistd.h>\nint cuInit(unsigned f) {{ {then} }}"
     settings = Settings(cuda_library=fake_driver(tmp_path, source, "slow"))
     monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))
-    plan = decide.GpuPlan(decide.Mode.HOST, "automatic", is_required=False)
+    plan = decide.GpuPlan(decide.GpuMode.HOST, "automatic", is_required=False)
     monkeypatch.setattr(decide, "decide", lambda *_, **__: plan)
     assert run_local(time.sleep, args=(3.0,), num_proc=1, settings=settings) == [None]
     assert wait_for_no_trainers() == set()

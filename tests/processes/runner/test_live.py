@@ -22,12 +22,12 @@ from sparkhvd.data.store import Store
 from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.live import connection, files, receiver, sender
-from sparkhvd.runner.live.connection import Connection
+from sparkhvd.runner.live.connection import LiveConnection
 from sparkhvd.runner.live.files import ChunkReader, ChunkWriter, Mailbox, folder_of
 from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.receiver import Display, Receiver
-from sparkhvd.runner.live.sender import Sender, Way
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.live.sender import OutputRoute, Sender
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.task import TaskSpec, output_of
 from tests.harness.proxy import Proxy
 from tests.harness.soak import amount
@@ -72,8 +72,8 @@ def proxied(screen: Screen) -> Iterator[tuple[Receiver, Proxy]]:
 
 
 def sender_to(address: tuple[str, int], rank: int = 0, *, key: str = KEY, **way: bool) -> Sender:
-    carrier = Connection(address, proof_between(PURPOSE, key, "job", 0, rank + 1, SIZE + 1))
-    return Sender(Way(address, **way), rank, carrier)
+    carrier = LiveConnection(address, proof_between(PURPOSE, key, "job", 0, rank + 1, SIZE + 1))
+    return Sender(OutputRoute(address, **way), rank, carrier)
 
 
 def texts(rank: int, count: int) -> list[str]:
@@ -169,10 +169,12 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
             assert time.monotonic() - began < sender.FLUSH_S + 0.5
         assert screen.lines == ["[0] line 0"]
         proxy.swallows = False
-        ended = Outcome(0, Kind.OK, unsent=((1, "[0] line 0", 1), *unsent))
+        ended = Outcome(0, OutcomeKind.OK, unsent=((1, "[0] line 0", 1), *unsent))
     again = Outcome.from_json(ended.to_json())
     assert not driver.is_stuck
-    driver._display.show_rest([again, Outcome(1, Kind.OK, unsent=((1, "[1] of another", 1),))])
+    driver._display.show_rest(
+        [again, Outcome(1, OutcomeKind.OK, unsent=((1, "[1] of another", 1),))]
+    )
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
 
@@ -199,7 +201,7 @@ def test_of_a_rank_that_ends_before_a_slow_driver_every_line_is_shown_or_counted
     with receiver_for(show) as driver, sender_to(driver.address, 1, on_terminal=True) as one:
         for number in range(count):
             echoed += not one.line(f"[1] line {number} {'x' * 100}")
-        ended = Outcome(1, Kind.OK, unsent=tuple(one.close()))
+        ended = Outcome(1, OutcomeKind.OK, unsent=tuple(one.close()))
     driver._display.show_rest([Outcome.from_json(ended.to_json())])
     assert printed(screen, 1) == count
     assert 0 < len(screen.lines) < count - echoed
@@ -291,7 +293,7 @@ def test_what_travels_with_an_outcome_is_bounded_and_says_what_is_missing() -> N
     assert not all(taken)
     assert sum(len(record.text) for record in rest) < 300 << 10
     screen = Screen()
-    Display(screen.show, SIZE).show_rest([Outcome(0, Kind.OK, unsent=tuple(rest))])
+    Display(screen.show, SIZE).show_rest([Outcome(0, OutcomeKind.OK, unsent=tuple(rest))])
     assert re.fullmatch(r"\[0\] \([\d,]+ lines left out here\)", screen.lines[0])
     assert printed(screen, 0) == 6000
 
@@ -365,7 +367,7 @@ def test_a_task_writes_to_its_own_log_what_the_driver_does_not_write_there(
 ) -> None:
     screen = Screen()
     with receiver_for(screen.show) as driver:
-        live = None if way is None else Way(driver.address, **way).to_dict()
+        live = None if way is None else OutputRoute(driver.address, **way).to_dict()
         spec = TaskSpec(SIZE, 0, "job", KEY, "", {}, {}, (), (), "", None, "")
         spec = TaskSpec.from_json(replace(spec, live=live, is_quiet=is_quiet).to_json())
         with output_of(spec, 0, None) as output:
@@ -384,7 +386,7 @@ def chunks_of(store: Store, screen: Screen, job_id: str = "job") -> ChunkReader:
 
 def writer_to(store: Store, rank: int) -> Sender:
     folder = folder_of("runs/r", 0, "job")
-    return Sender(Way(folder=folder), rank, ChunkWriter(store, folder, rank))
+    return Sender(OutputRoute(folder=folder), rank, ChunkWriter(store, folder, rank))
 
 
 def test_lines_come_through_files_that_are_deleted_then(

@@ -20,10 +20,9 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import RankError
-from sparkhvd.runner import context, processes, run_local
-from sparkhvd.runner import zygote_client as nurseries
-from sparkhvd.runner.processes import Ends
-from sparkhvd.runner.zygote_client import Nursery, of_this_process
+from sparkhvd.runner import context, processes, run_local, zygote_client
+from sparkhvd.runner.processes import InheritedPipes
+from sparkhvd.runner.zygote_client import ZygoteClient, of_this_process
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
@@ -334,7 +333,7 @@ def test_a_nursery_ends_when_it_is_not_used() -> None:
         "import os, sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; "
         "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '')"
     )
-    with Nursery(("key",), dict(os.environ), os.getpid()) as kept:
+    with ZygoteClient(("key",), dict(os.environ), os.getpid()) as kept:
         assert is_alive(kept.pid)
     assert wait_until_gone({kept.pid}) == set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -354,7 +353,7 @@ def test_of_ever_other_nurseries_of_a_family_the_newest_two_and_those_in_use_sta
     family = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
 
-        def start() -> tuple[subprocess.Popen[bytes], Nursery]:
+        def start() -> tuple[subprocess.Popen[bytes], ZygoteClient]:
             name = secrets.token_hex(16)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0sparkhvd-nursery-{name}")
@@ -364,7 +363,7 @@ def test_of_ever_other_nurseries_of_a_family_the_newest_two_and_those_in_use_sta
             process = subprocess.Popen(command, pass_fds=[fd])
             stack.callback(process.wait)
             stack.callback(process.kill)
-            found = stack.enter_context(Nursery(("key",), dict(os.environ), os.getpid(), name))
+            found = stack.enter_context(ZygoteClient(("key",), dict(os.environ), os.getpid(), name))
             started.append(process)
             alive = sum(each.poll() is None for each in started)
             announced = f"@sparkhvd-nurseries-{family}-"
@@ -397,8 +396,10 @@ def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     reads, writes = os.pipe()
     try:
-        with Nursery(("key",), environ, os.getpid()) as kept:
-            assert kept.fork(["has_thread"], Ends(reads, writes, writes, (-1, -1))) is None
+        with ZygoteClient(("key",), environ, os.getpid()) as kept:
+            assert (
+                kept.fork(["has_thread"], InheritedPipes(reads, writes, writes, (-1, -1))) is None
+            )
             assert not kept.is_usable()
     finally:
         os.close(reads)
@@ -413,7 +414,7 @@ def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
     launch(1)
     pid = of_this_process.pid()
     assert pid is not None
-    monkeypatch.setattr(nurseries, "_FORK_S", 0.5)
+    monkeypatch.setattr(zygote_client, "_FORK_S", 0.5)
     os.kill(pid, signal.SIGSTOP)
     [(_, parent)] = run_local(pid_and_parent, num_proc=1, verbose=0)
     assert parent == os.getpid()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, problems, usable_rows
+from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, usable_rows
 from sparkhvd.data.arrow_types import numpy_to_array, text_to_array
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column
@@ -153,7 +153,7 @@ def test_fill_values_need_not_fit_the_source(
 def test_numbers_that_no_int64_holds_are_counted_beside_a_fill_value() -> None:
     array = pa.array([2**64 - 1, None, 3], pa.uint64())
     filled = replace(column("scalar", "int64"), invalid=("fill", -1))
-    assert column_to_numpy(array, filled)[1] == Findings(overflows=1)
+    assert column_to_numpy(array, filled)[1] == InvalidRowCounts(overflows=1)
 
 
 def test_rows_of_nested_arrays_are_counted_as_rows() -> None:
@@ -164,7 +164,7 @@ def test_rows_of_nested_arrays_are_counted_as_rows() -> None:
 def test_integers_beyond_half_precision_are_counted() -> None:
     values, found = column_to_numpy(pa.array([65535, 1], pa.uint16()), column("scalar", "float16"))
     assert values is None
-    assert found == Findings(overflows=1)
+    assert found == InvalidRowCounts(overflows=1)
 
 
 def test_rows_without_entries_have_entries_of_any_shape() -> None:
@@ -230,7 +230,7 @@ def test_joined_integers_are_told_with_an_example_in_fit_and_transform() -> None
     joined = replace(column("scalar", "int64"), source="bigint", cast_to="float32")
     rows = pa.array([3, 2**24 + 1])
     found = column_to_numpy(rows, joined)[1]
-    again = Findings.from_dict(found.to_dict())
+    again = InvalidRowCounts.from_dict(found.to_dict())
     assert next(problems(joined, again, 2)).startswith(
         "column 'c' (bigint): 1 of 2 rows hold an integer that float32 cannot hold exactly, for example 16777217. Scale"
     )
@@ -279,7 +279,7 @@ def test_a_validation_flag_is_set_above_zero() -> None:
 
 def test_findings_add_and_survive_json() -> None:
     _, a = column_to_numpy(pa.array([[1.0], [1.0, 2.0], None]), column("array", "float32"))
-    b = Findings.from_dict(a.to_dict())
+    b = InvalidRowCounts.from_dict(a.to_dict())
     b.add(a)
     assert b.nulls == 2
     assert dict(b.shapes) == {(1,): 2, (2,): 2}

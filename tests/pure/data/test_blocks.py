@@ -13,8 +13,7 @@ import pytest
 
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.packed import RowSource, write_packed
-from sparkhvd.data.packed import checksums as blocks
+from sparkhvd.data.packed import RowSource, checksums, write_packed
 from sparkhvd.data.packed.checksums import BLOCK_BYTES, SummingSink, add_blocks
 from sparkhvd.data.packed.file import PackedFile
 from sparkhvd.data.reading.reader import Reader
@@ -39,7 +38,7 @@ def make(store: Store) -> Manifest:
     return Manifest((file,), schema, ROWS)
 
 
-@pytest.mark.parametrize("add", [add_blocks, blocks._with_zlib])
+@pytest.mark.parametrize("add", [add_blocks, checksums._with_zlib])
 def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_came(add: Any) -> None:
     rng = np.random.default_rng(3)
     data = rng.integers(0, 256, 5 * BLOCK_BYTES + 123, np.uint8)
@@ -61,8 +60,8 @@ def test_a_table_tells_what_was_written_or_that_it_is_damaged() -> None:
     written = sink.tell()
     sink.write_table()
     table = bytearray(file.getvalue()[written:])
-    assert blocks.table_bytes(bytes(table[-blocks.TRAILER_BYTES :])) == len(table)
-    decoded = blocks.decode(bytes(table))
+    assert checksums.table_bytes(bytes(table[-checksums.TRAILER_BYTES :])) == len(table)
+    decoded = checksums.decode(bytes(table))
     assert decoded is not None
     size, crcs = decoded
     content = bytes(written)
@@ -72,7 +71,7 @@ def test_a_table_tells_what_was_written_or_that_it_is_damaged() -> None:
     ]
     for at in range(len(table) - 4):  # not of the mark
         table[at] ^= 16
-        assert blocks.decode(bytes(table)) is None
+        assert checksums.decode(bytes(table)) is None
         table[at] ^= 16
 
 
@@ -108,7 +107,7 @@ def test_damaged_checksums_are_an_error(store: Store, tmp_path: Path, damage: st
     manifest = make(store)
     path = tmp_path / "store" / manifest.files[0].path
     content = bytearray(path.read_bytes())
-    trailer = content.index(blocks._MARK) - 12
+    trailer = content.index(checksums._MARK) - 12
     content[trailer - 40 if damage == "table" else trailer + 13] ^= 1
     path.write_bytes(content)
     with (

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.data.store import locks as run_lock
+from sparkhvd.data.store import locks
 from sparkhvd.data.store.locks import (
     LEASE_S,
     Lease,
-    Process,
+    ProcessIdentity,
+    acquire,
     dump_sealed,
-    hold,
-    holder_of,
     load_sealed,
+    lock_owner,
     write_lease,
 )
 from sparkhvd.data.store.store import Store
@@ -49,7 +49,7 @@ def save(store: Store, run_dir: str, epochs: int, **options: Any) -> None:
 
 def held_elsewhere(store: Store, run_id: str, **changes: Any) -> None:
     """Write that a process of another machine holds a run."""
-    process = replace(Process.current(), host="far", machine="another", **changes)
+    process = replace(ProcessIdentity.current(), host="far", machine="another", **changes)
     values = {"token": "x", "since": 0.0, "renewed": time.time(), "process": process.to_dict()}
     store.write_bytes(f"runs/{run_id}/holder.json", dump_sealed(values))
 
@@ -64,7 +64,7 @@ def test_runs_are_listed_and_deleted(store: Store) -> None:
     Run(store, "runs/ended").finish(Finished(2), 1)
     save(store, "runs/ended/warm-1", 1)
     held_elsewhere(store, "far")
-    with hold(store, "here"):
+    with acquire(store, "here"):
         found = {run.run_id: run for run in store.runs()}
         assert {n: (r.state, r.epochs) for n, r in found.items()} == {
             "stopped": ("interrupted", 2),
@@ -130,14 +130,14 @@ def test_data_are_listed_and_deleted_unless_in_use(store: Store) -> None:
 
 
 def test_the_second_fit_of_a_run_is_refused_while_the_first_lives(store: Store) -> None:
-    with hold(store, "r") as held:
+    with acquire(store, "r") as held:
         with pytest.raises(InvalidArgumentError) as refused:
-            hold(store, "r")
+            acquire(store, "r")
         assert str(refused.value).startswith(
             f"The run 'r' in {store.url} is held by another fit: process {os.getpid()} on host "
         )
         held.check()
-    hold(store, "r").release()
+    acquire(store, "r").release()
     assert store.list("runs/r") == []
 
 
@@ -154,19 +154,21 @@ def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, sto
     try:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(InvalidArgumentError, match=f"held by another fit: process {other.pid}"):
-            hold(store, "r")
+            acquire(store, "r")
         other.kill()
         began = time.monotonic()
-        wait_until(lambda: not Process.is_alive(holder(store).process), "the holder has ended")
-        hold(store, "r").release()  # though nobody has waited for the process
-        assert time.monotonic() - began < run_lock.EXPIRES_S / 2
+        wait_until(
+            lambda: not ProcessIdentity.is_alive(holder(store).process), "the holder has ended"
+        )
+        acquire(store, "r").release()  # though nobody has waited for the process
+        assert time.monotonic() - began < locks.EXPIRES_S / 2
     finally:
         other.kill()
         other.communicate()
 
 
-def holder(store: Store) -> run_lock.Holder:
-    found = holder_of(store, "r")
+def holder(store: Store) -> locks.LockOwner:
+    found = lock_owner(store, "r")
     assert found is not None
     return found
 
@@ -174,26 +176,26 @@ def holder(store: Store) -> run_lock.Holder:
 def test_a_holder_of_another_machine_is_given_up_when_it_stops_renewing(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_lock, "EXPIRES_S", 0.5)
-    monkeypatch.setattr(run_lock, "_POLL_S", 0.05)
+    monkeypatch.setattr(locks, "EXPIRES_S", 0.5)
+    monkeypatch.setattr(locks, "_POLL_S", 0.05)
     held_elsewhere(store, "r")
-    hold(store, "r").release()
+    acquire(store, "r").release()
     assert "waiting up to 0.5 s to see whether that fit is alive" in capsys.readouterr().out
 
-    monkeypatch.setattr(run_lock, "EXPIRES_S", 30.0)
+    monkeypatch.setattr(locks, "EXPIRES_S", 30.0)
     held_elsewhere(store, "r")
     renewing = threading.Timer(0.2, held_elsewhere, (store, "r"))
     renewing.start()
     with pytest.raises(InvalidArgumentError, match="on host far"):
-        hold(store, "r", verbose=0)
+        acquire(store, "r", verbose=0)
     renewing.join()
 
 
 def test_a_holder_renews_and_notices_that_it_was_taken_over(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "RENEW_S", 0.02)
-    with hold(store, "r") as held:
+    monkeypatch.setattr(locks, "RENEW_S", 0.02)
+    with acquire(store, "r") as held:
         first = holder(store).renewed
         wait_until(lambda: holder(store).renewed > first, "the holder has renewed its file")
 
@@ -209,12 +211,12 @@ def test_a_holder_renews_and_notices_that_it_was_taken_over(
 
 
 def test_a_process_is_told_from_a_later_one_of_the_same_number() -> None:
-    here = Process.current()
+    here = ProcessIdentity.current()
     assert here.is_alive() is True
     assert replace(here, started="1").is_alive() is False
     assert replace(here, machine="another").is_alive() is None
     assert replace(here, machine="").is_alive() is None
-    assert Process.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+    assert ProcessIdentity.from_dict(json.loads(json.dumps(here.to_dict()))) == here
 
 
 # --- checksums ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.estimator.params.converters import LOSSES
 
 
@@ -34,28 +34,28 @@ from sparkhvd.estimator.params.converters import LOSSES
     ],
 )
 def test_the_loss_decides_the_meaning_of_outputs(loss: Any, link: str) -> None:
-    assert heads.link_of(loss) == link
+    assert labels.link_of(loss) == link
 
 
 def test_values_are_never_rounded() -> None:
     output = torch.tensor([[0.25], [-1.75]], dtype=torch.float64)
-    assert heads.prediction("identity", output).tolist() == [0.25, -1.75]
-    assert heads.prediction("identity", output[:, 0]).tolist() == [0.25, -1.75]
+    assert labels.prediction("identity", output).tolist() == [0.25, -1.75]
+    assert labels.prediction("identity", output[:, 0]).tolist() == [0.25, -1.75]
 
 
 def test_one_logit_gives_two_classes() -> None:
     output = torch.tensor([0.0, 2.0, -2.0])
-    assert heads.prediction("sigmoid", output).tolist() == [False, True, False]
-    probability = heads.probability("sigmoid", output)
+    assert labels.prediction("sigmoid", output).tolist() == [False, True, False]
+    probability = labels.probability("sigmoid", output)
     assert probability is not None
     torch.testing.assert_close(probability.sum(1), torch.ones(3))
     torch.testing.assert_close(probability[:, 1], torch.sigmoid(output))
-    assert heads.raw("sigmoid", output)[1].tolist() == [-2.0, 2.0]
+    assert labels.raw("sigmoid", output)[1].tolist() == [-2.0, 2.0]
 
 
 def test_the_second_of_two_logits_ranks_as_its_probability_does() -> None:
     output = torch.tensor([[4.0, 5.0], [0.0, 3.0], [1.0, -1.0]])
-    raw, probability = heads.raw("softmax", output), heads.probability("softmax", output)
+    raw, probability = labels.raw("softmax", output), labels.probability("softmax", output)
     assert probability is not None
     assert raw[:, 1].argsort().tolist() == probability[:, 1].argsort().tolist() == [2, 0, 1]
     torch.testing.assert_close(torch.softmax(raw, 1), probability)
@@ -63,20 +63,20 @@ def test_the_second_of_two_logits_ranks_as_its_probability_does() -> None:
 
 def test_several_elements_give_the_largest() -> None:
     output = torch.tensor([[1.0, 3.0, 2.0]])
-    for link in heads.LINKS:
-        assert heads.prediction(link, output).tolist() == [1]
-    assert heads.probability("identity", output) is None
-    assert heads.raw("softmax", output).tolist() == [[1.0, 3.0, 2.0]]
+    for link in labels.LINKS:
+        assert labels.prediction(link, output).tolist() == [1]
+    assert labels.probability("identity", output) is None
+    assert labels.raw("softmax", output).tolist() == [[1.0, 3.0, 2.0]]
 
 
 def test_output_that_is_a_probability_gives_both_classes_or_all() -> None:
     one, several = torch.tensor([[0.25], [0.75]]), torch.tensor([[0.25, 0.125, 0.625]])
-    assert heads.prediction("probability", one).tolist() == [False, True]
-    assert heads.prediction("probability", several).tolist() == [2]
+    assert labels.prediction("probability", one).tolist() == [False, True]
+    assert labels.prediction("probability", several).tolist() == [2]
     both = [[0.75, 0.25], [0.25, 0.75]]
-    for found in (heads.probability("probability", one), heads.raw("probability", one)):
+    for found in (labels.probability("probability", one), labels.raw("probability", one)):
         assert found is not None
         assert found.tolist() == both
-    assert heads.raw("probability", several).tolist() == several.tolist()
-    assert heads.num_classes("probability", 1) == 2
-    assert heads.known_kinds("probability", 3) == ("raw", "probability", "prediction")
+    assert labels.raw("probability", several).tolist() == several.tolist()
+    assert labels.num_classes("probability", 1) == 2
+    assert labels.known_kinds("probability", 3) == ("raw", "probability", "prediction")

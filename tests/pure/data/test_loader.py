@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.data import dataset as loader_module
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.dataset import Dataset, Loader, load
@@ -277,7 +277,7 @@ def test_a_loader_travels_and_serves_dataloader(
 def test_rank_and_size_come_from_the_launcher(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_context, "_installed", [])
+    monkeypatch.setattr(topology, "_installed", [])
     for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -21,7 +21,7 @@ from sparkhvd.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
 from sparkhvd.data.packed import RowSource, write_packed
 from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.reading.sampler import epoch_plan
-from sparkhvd.data.reading.subset import Division
+from sparkhvd.data.reading.subset import RowDivision
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from tests.harness.plans import batch_rows
@@ -279,7 +279,7 @@ def test_a_validation_column_splits(store: Store) -> None:
 def test_validation_rows_behind_all_others_are_divided_evenly(store: Store) -> None:
     manifest, rows = make(store, [60, 40], flag=True), np.arange(80, 100)
     with RowSource(store, manifest) as source:
-        division = Division(source.block_edges)
+        division = RowDivision(source.block_edges)
     parts = [division.part(rows, number, 4) for number in range(4)]
     assert [len(np.atleast_1d(part)) for part in parts] == [5, 5, 5, 5]
     np.testing.assert_array_equal(np.concatenate(parts), rows)

@@ -16,8 +16,7 @@ import pytest
 from sparkhvd.data import ownership
 from sparkhvd.data.ownership import remove as remove_directory
 from sparkhvd.data.ownership import sweep
-from sparkhvd.data.store import connect
-from sparkhvd.data.store import remote as remote_calls
+from sparkhvd.data.store import connect, remote
 from sparkhvd.data.store.atomic import remote_output
 from sparkhvd.data.store.locks import LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
@@ -360,7 +359,7 @@ def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
-        list(remote_calls.make_private(Store(str(tmp_path / "a" / "b"))))
+        list(remote.make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from sparkhvd.elastic.membership import (
     Arrival,
-    Ask,
     Change,
     Decision,
+    JoinRequest,
     Limits,
+    MemberReport,
     Membership,
     Refusal,
-    Report,
     Running,
     Update,
 )
@@ -28,8 +28,8 @@ def endpoint(number: int) -> Endpoint:
 
 def ask(
     number: int, generation: int = 0, *, state: bool = False, version: int = 0, **more: object
-) -> Ask:
-    return Ask(generation, endpoint(number), state, version, **more)  # type: ignore[arg-type]
+) -> JoinRequest:
+    return JoinRequest(generation, endpoint(number), state, version, **more)  # type: ignore[arg-type]
 
 
 class Job:
@@ -58,7 +58,7 @@ class Job:
         self.told()
         self.change()
         for number in self.membership.members:
-            self.membership.receive(number, Report("synced", 1), 0.0)
+            self.membership.receive(number, MemberReport("synced", 1), 0.0)
 
     def decided(self) -> Decision:
         """Return the decision that all of its members, and nobody else, have been told."""
@@ -105,7 +105,7 @@ def test_the_last_one_that_has_the_state_leaves_when_others_have_it(most: int) -
     assert job.told() == {0: Update(only_removals=False)}
     job.membership.receive(0, ask(0, job.membership.generation, state=True), 4.0)
     assert job.decided().members == (0, 2)
-    job.membership.receive(2, Report("synced", 3), 5.0)
+    job.membership.receive(2, MemberReport("synced", 3), 5.0)
     job.membership.step(5.0)
     assert job.told() == {0: Update(True), 2: Update(True)}
     job.membership.receive(0, ask(0, 3, state=True), 6.0)
@@ -122,7 +122,7 @@ def test_a_process_that_comes_in_vain_learns_it_at_once(why: str) -> None:
     elif why == "removed":
         job.membership.remove(2, "its slot is gone", 1.0)
     else:
-        job.membership.receive(0, Report("finished", 1), 1.0)
+        job.membership.receive(0, MemberReport("finished", 1), 1.0)
     job.membership.receive(2, Arrival(), 1.0)
     refusal = job.told()[2]
     assert isinstance(refusal, Refusal)
@@ -242,7 +242,7 @@ def test_the_last_one_that_has_the_state_stays_while_nobody_is_coming() -> None:
     job.membership.receive(2, ask(2), 3.0)
     assert job.told() == {0: Update(only_removals=False)}
     job.membership.receive(0, ask(0, 2, state=True), 4.0)
-    job.membership.receive(2, Report("synced", 3), 5.0)
+    job.membership.receive(2, MemberReport("synced", 3), 5.0)
     job.membership.receive(0, ask(0, 3, state=True), 6.0)
     assert job.told()[0] == Refusal("removed", "its slot is gone")
 
@@ -313,7 +313,7 @@ def test_resets_have_a_limit() -> None:
 def test_nobody_joins_once_a_function_has_returned() -> None:
     job = Job(first=2, least=2)
     job.begin()
-    job.membership.receive(0, Report("finished", 1), 1.0)
+    job.membership.receive(0, MemberReport("finished", 1), 1.0)
     job.membership.receive(5, ask(5), 1.0)
     job.membership.receive(1, ask(1, 1, state=True), 2.0)  # its last steps, alone
     told = job.told()

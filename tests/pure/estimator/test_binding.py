@@ -33,13 +33,13 @@ from sparkhvd.estimator.transform.binding import (
     source_names,
 )
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, predict
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 
 ROWS = 7
 DOUBLES = ArrayType(DoubleType())
 
 
-def bound(model: TorchModel, fields: list[StructField]) -> tuple[Fitted, PredictOptions]:
+def bound(model: TorchModel, fields: list[StructField]) -> tuple[TrainedState, PredictOptions]:
     options = model._read_options(PredictOptions)
     return bind_module(model._require_fitted(), options, StructType(fields))
 

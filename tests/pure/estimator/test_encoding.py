@@ -15,7 +15,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.estimator.saving import encoding as decoding
+from sparkhvd.estimator.saving import encoding
 from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from sparkhvd.settings import Settings
 
@@ -107,9 +107,9 @@ def test_weights_need_trust_where_torch_cannot_keep_them_from_running_code(
         decoder._tensors = archive.tensors
         return decoder.decode("model", encoded)
 
-    monkeypatch.setattr(decoding, "SAFE_TORCH", (2, 4))
+    monkeypatch.setattr(encoding, "SAFE_TORCH", (2, 4))
     assert type(decode(trusted=False)) is torch.nn.Linear
-    monkeypatch.setattr(decoding, "SAFE_TORCH", (99, 1))
+    monkeypatch.setattr(encoding, "SAFE_TORCH", (99, 1))
     with pytest.raises(UntrustedError, match=r"can run code where torch is below 99\.1"):
         decode(trusted=False)
     assert type(decode(trusted=True)) is torch.nn.Linear

@@ -12,11 +12,11 @@ from sparkhvd import InvalidArgumentError, TorchModel
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.labels import is_of_row, known_kinds
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.estimator.fitting.request import Request
+from sparkhvd.estimator.fitting.request import FitRequest
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.estimator.transform.worker import Output
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 
 CLASSES = ["y__output", "rawPrediction", "probability", "prediction"]
 VALUE = ["y__output", "prediction"]
@@ -28,7 +28,7 @@ def outputs(
 ) -> list[Output]:
     """Decide on the columns for a DataFrame that has `existing` ones."""
     module, column = nn.Linear(2, 1), Column("x", "vector", "float32", (2,), "vector", "float32")
-    fitted = Fitted(
+    fitted = TrainedState(
         module=module,
         columns=(column,),
         labels=("y", "z")[: len(links)],
@@ -143,4 +143,4 @@ def test_a_loss_tells_nothing_where_a_step_of_the_users_trains(
 ) -> None:
     user = SimpleNamespace(computes_loss=own_step)
     request: Any = SimpleNamespace(program=SimpleNamespace(user=user))
-    assert Request.tells_outputs(request, [label]) is expected
+    assert FitRequest.tells_outputs(request, [label]) is expected

@@ -23,12 +23,12 @@ from sparkhvd import (
     TorchRegressionModel,
     TorchRegressor,
 )
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.outputs import output_columns
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 
 VECTOR = Column("features", "vector", "float32", (4,), "vector", "float32")
 
@@ -48,7 +48,7 @@ def trained(
 ) -> Any:
     """Make a model as `fit` does, without the fit."""
     model = cls(**{"feature_cols": [c.name for c in columns], **params})
-    model._fitted = Fitted(
+    model._fitted = TrainedState(
         module=module.eval(),
         columns=columns,
         labels=("label",),
@@ -328,9 +328,9 @@ def test_thresholds_choose_as_spark_ml_does() -> None:
                 if scaled > best:
                     best, chosen = scaled, c
             expected.append(chosen)
-        assert heads.most_likely(torch.tensor(probability), thresholds).tolist() == expected
+        assert labels.most_likely(torch.tensor(probability), thresholds).tolist() == expected
     with pytest.raises(InvalidArgumentError, match="thresholds has 2 numbers and the model 3"):
-        heads.most_likely(torch.tensor(probability), [0.5, 0.5])
+        labels.most_likely(torch.tensor(probability), [0.5, 0.5])
 
 
 def test_a_module_that_was_trained_elsewhere_is_a_model() -> None:

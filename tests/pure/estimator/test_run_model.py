@@ -20,7 +20,7 @@ from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def model_of(module: nn.Module, **params: Any) -> TorchModel:
     """Make a model as a fit does before its training."""
     column = Column("x", "vector", "float32", (2,), "vector", "float32")
     model = TorchModel(feature_cols=["x"], label_cols=["y"], **params)
-    model._fitted = Fitted(
+    model._fitted = TrainedState(
         module=module,
         columns=(column,),
         labels=("y",),

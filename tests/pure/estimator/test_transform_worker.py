@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.estimator.transform.worker import Output, PredictSpec, feature, predict, to_arrow
-from sparkhvd.training.modules.fitted import Fitted, output_widths
+from sparkhvd.training.modules.fitted import TrainedState, output_widths
 from sparkhvd.training.precision import autocast, widened
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
@@ -120,14 +120,14 @@ def transformed(
 ) -> Tensor:
     """Compute an output column as a worker does."""
     spec = PredictSpec(
-        shell=Fitted(model).shell,
-        weights=Fitted(model).weights,
+        shell=TrainedState(model).shell,
+        weights=TrainedState(model).weights,
         columns=(COLUMN,),
         sources=(0,),
         names=("x",),
         inputs=bind_inputs(model, DataSchema((COLUMN,), ())),
         links=(link,),
-        outputs=(Output("o", "probability" if link == heads.SOFTMAX else "output", 0, True),),
+        outputs=(Output("o", "probability" if link == labels.SOFTMAX else "output", 0, True),),
         use_gpu=False,
         precision=precision,
         **options,
@@ -141,10 +141,10 @@ def transformed(
 @pytest.mark.parametrize(
     ("precision", "model", "link"),
     [
-        ("32", Energy, heads.IDENTITY),
-        ("bf16-mixed", Energy, heads.IDENTITY),
-        ("bf16-mixed", Narrow, heads.SOFTMAX),
-        ("32", lambda: Narrow().bfloat16(), heads.SOFTMAX),
+        ("32", Energy, labels.IDENTITY),
+        ("bf16-mixed", Energy, labels.IDENTITY),
+        ("bf16-mixed", Narrow, labels.SOFTMAX),
+        ("32", lambda: Narrow().bfloat16(), labels.SOFTMAX),
     ],
 )
 def test_a_model_runs_in_transform_as_in_validation(
@@ -156,7 +156,7 @@ def test_a_model_runs_in_transform_as_in_validation(
     assert widths(module, precision) is not None
     with torch.no_grad(), autocast(precision, torch.device("cpu")):
         (expected,) = widened([module(rows)])
-    if link == heads.SOFTMAX:
+    if link == labels.SOFTMAX:
         expected = expected.softmax(1)
     with torch.no_grad():
         found = transformed(module, rows, link, precision)

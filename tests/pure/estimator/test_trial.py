@@ -14,7 +14,7 @@ from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.request import Pairs, try_model
+from sparkhvd.estimator.fitting.request import PairingCheck, try_model
 from sparkhvd.training.metrics import resolve_metrics
 
 X = Column("x", "vector", "float32", (4,), "vector", "float32")
@@ -118,7 +118,7 @@ def squeezed(output: Tensor, label: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_loss_and_metrics_are_tried_on_permuted_labels_once(is_asked: bool) -> None:
     metrics = resolve_metrics([squeezed], ["y"], ["value"])
-    pairs = Pairs([squeezed], metrics, is_asked=is_asked)
+    pairs = PairingCheck([squeezed], metrics, is_asked=is_asked)
     net, schema = nn.Linear(4, 1), DataSchema((X,), (NUMBER,))
     labels = bind_labels(schema, squeezed)
     with warnings.catch_warnings(record=True) as caught:
@@ -136,6 +136,6 @@ def test_a_loss_that_torch_warns_of_is_an_error_before_any_job() -> None:
         return nn.functional.l1_loss(output.squeeze(1), label)
 
     net, schema = nn.Linear(4, 1), DataSchema((X,), (NUMBER,))
-    pairs = Pairs([loss], (), is_asked=True)
+    pairs = PairingCheck([loss], (), is_asked=True)
     with pytest.raises(InvalidArgumentError, match=r"loss broadcasts: .*label.shape"):
         try_model(net, bind_inputs(net, schema), schema, bind_labels(schema, loss), compare=pairs)

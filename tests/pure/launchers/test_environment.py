@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers.environment import Place, place_in
+from sparkhvd.launchers.environment import LauncherEnv, place_in
 from sparkhvd.launchers.meeting import meet
 
 TORCHRUN = {
@@ -38,11 +38,13 @@ SLURM = {
     "SLURM_LOCALID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
 }
-OF_TORCHRUN = Place(
+OF_TORCHRUN = LauncherEnv(
     "torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1", 0, ("localhost", 29500), 1
 )
 PLAIN = {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
-OF_PLAIN = Place("MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", 0, ("job-0.job", 29500))
+OF_PLAIN = LauncherEnv(
+    "MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", 0, ("job-0.job", 29500)
+)
 JOB = {**{name: PLAIN[name] for name in PLAIN if name != "RANK"}, "JOB_COMPLETION_INDEX": "1"}
 TRAIN_JOB = {
     "PET_MASTER_ADDR": "job-0.job",
@@ -51,7 +53,7 @@ TRAIN_JOB = {
     "PET_NNODES": "4",
     "PET_NPROC_PER_NODE": "1",
 }
-OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
+OF_OPEN_MPI = LauncherEnv("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,8 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({}, None),
         (TORCHRUN, OF_TORCHRUN),
         (OPEN_MPI, OF_OPEN_MPI),
-        (MPICH, Place("MPI", 0, 2, 2, "MPI", 9)),
-        (SLURM, Place("srun", 5, 6, 3, "srun/77/0")),
+        (MPICH, LauncherEnv("MPI", 0, 2, 2, "MPI", 9)),
+        (SLURM, LauncherEnv("srun", 5, 6, 3, "srun/77/0")),
         # Started by one another.
         ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
         ({**SLURM, **OPEN_MPI}, OF_OPEN_MPI),
@@ -74,12 +76,12 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, replace(OF_PLAIN, local_size=2)),
         (JOB, OF_PLAIN),
         (TRAIN_JOB, OF_PLAIN),
-        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6"}, Place("srun", 5, 6, 3, "srun/77/0")),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Place("MPI", 0, 2, 0, "MPI", 9)),
-        ({**PLAIN, **MPICH}, Place("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
+        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6"}, LauncherEnv("srun", 5, 6, 3, "srun/77/0")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, LauncherEnv("MPI", 0, 2, 0, "MPI", 9)),
+        ({**PLAIN, **MPICH}, LauncherEnv("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
     ],
 )
-def test_places(variables: dict[str, str], expected: Place | None) -> None:
+def test_places(variables: dict[str, str], expected: LauncherEnv | None) -> None:
     assert place_in(variables, 9) == expected
 
 

@@ -13,8 +13,8 @@ import pytest
 from sparkhvd.errors import PreflightError
 from sparkhvd.launchers import gather as gathering
 from sparkhvd.launchers.gather import MeetingPoint, gather, name_of, on_this_host
-from sparkhvd.rendezvous.event_loop import Loop, Task
-from sparkhvd.rendezvous.handshake import Turn, introduce
+from sparkhvd.rendezvous.event_loop import EventLoop, Task
+from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 
 
 def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:
@@ -83,9 +83,9 @@ def arrive(point: MeetingPoint, rank: int, size: int) -> socket.socket:
         time.sleep(0.01)
 
     def knock() -> Task:
-        assert (yield from introduce(point.job(rank, size), 0, Turn(0, 0), sock, until))
+        assert (yield from introduce(point.job(rank, size), 0, ConnectionPhase(0, 0), sock, until))
 
-    loop = Loop()
+    loop = EventLoop()
     loop.start(knock())
     loop.run(loop.is_idle)
     loop.close()

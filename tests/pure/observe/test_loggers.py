@@ -12,9 +12,9 @@ import pytest
 
 from sparkhvd import MLflowLogger, TensorBoardLogger, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.loggers import base as delivery
+from sparkhvd.observe.loggers import base
 from sparkhvd.observe.loggers.base import Delivery, Fit, Logger, Metric, Sink
-from sparkhvd.observe.loggers.followers import Followers
+from sparkhvd.observe.loggers.fanout import LoggerFanout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,7 +70,7 @@ def said() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(delivery, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(base, "_FIRST_PAUSE_S", 0.01)
     yield
     until(lambda: not [t for t in threading.enumerate() if t.name == "sparkhvd-logger"])
 
@@ -186,10 +186,10 @@ def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
 ) -> None:
     fits: list[Fit] = []
     with pytest.warns(UserWarning, match="does not follow this fit: OSError: no"):
-        followers = Followers([Broken(), ToServer(server, fits)], lambda: Fit("mine"), print)
+        fanout = LoggerFanout([Broken(), ToServer(server, fits)], lambda: Fit("mine"), print)
     record = {"epoch": 2, "loss": 0.5, "note": "x", "lr": None, "rows": 12, "flag": True}
-    followers.epoch(record)
-    followers.finished("it", {})
+    fanout.epoch(record)
+    fanout.finished("it", {})
     assert fits == [Fit("mine")]
     assert [(m.name, m.value, m.step) for m in server.metrics] == [
         ("loss", 0.5, 2),
@@ -200,23 +200,23 @@ def test_followers_give_numbers_of_records_and_a_broken_logger_ends_nothing(
 
 def test_followers_tell_how_a_fit_failed(server: Server) -> None:
     for error, state in ((ValueError(), "failed"), (KeyboardInterrupt(), "interrupted")):
-        followers = Followers([ToServer(server, [])], lambda: Fit("mine"), print)
-        followers.failed(error, {"run_id": "mine"})
+        fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
+        fanout.failed(error, {"run_id": "mine"})
         assert server.calls[-1] == state
 
 
 def test_followers_whose_end_nobody_tells_end_at_once(server: Server) -> None:
     server.is_up = False
-    with Followers([ToServer(server, [])], lambda: Fit("mine"), print) as followers:
-        followers.epoch({"epoch": 1, "loss": 0.5})
+    with LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print) as fanout:
+        fanout.epoch({"epoch": 1, "loss": 0.5})
 
 
 def test_without_loggers_nothing_is_asked() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        followers = Followers([], lambda: pytest.fail("asked"), print)
-        followers.epoch({"epoch": 1, "loss": 1.0})
-        followers.finished(None, {})
+        fanout = LoggerFanout([], lambda: pytest.fail("asked"), print)
+        fanout.epoch({"epoch": 1, "loss": 1.0})
+        fanout.finished(None, {})
 
 
 def test_loggers_are_checked_when_they_are_given(server: Server) -> None:
@@ -246,14 +246,14 @@ def profile_of(moments: Sequence[float], epoch: int) -> dict[str, Any]:
 
 
 def test_samples_of_the_load_are_logged_once_with_the_node_and_seconds(server: Server) -> None:
-    followers = Followers([ToServer(server, [])], lambda: Fit("mine"), print)
-    assert not followers.is_behind
-    followers.epoch({"epoch": 1})
-    assert followers.is_behind
-    followers.load(profile_of([50.0, 51.0], 1))
-    assert not followers.is_behind
-    followers.load(profile_of([50.0, 52.5], 2))  # of older ones every second is kept
-    followers.finished("it", {})
+    fanout = LoggerFanout([ToServer(server, [])], lambda: Fit("mine"), print)
+    assert not fanout.is_behind
+    fanout.epoch({"epoch": 1})
+    assert fanout.is_behind
+    fanout.load(profile_of([50.0, 51.0], 1))
+    assert not fanout.is_behind
+    fanout.load(profile_of([50.0, 52.5], 2))  # of older ones every second is kept
+    fanout.finished("it", {})
     found = [(m.name, m.value, m.step, m.time) for m in server.metrics]
     node = "system/host-a-rank-0"
     assert found == [

@@ -35,7 +35,9 @@ class Launch:
 
     def _run(self) -> None:
         try:
-            with admission.turn("app", self._kind, self.size, is_alone=self._is_alone) as mine:
+            with admission.launch_ticket(
+                "app", self._kind, self.size, is_alone=self._is_alone
+            ) as mine:
                 while not self._is_over.is_set():
                     with mine.slots(self._slots, self._limit_s, self.said.append):
                         self.attempts += 1

@@ -9,8 +9,7 @@ import struct
 
 import pytest
 
-from sparkhvd.runner.hosts import agent
-from sparkhvd.runner.hosts import protocol as channel
+from sparkhvd.runner.hosts import agent, protocol
 from sparkhvd.runner.hosts.protocol import Channel
 
 
@@ -41,9 +40,9 @@ def test_silence_in_the_middle_of_a_message_is_silence(
 ) -> None:
     """A launcher whose host answers, and which is only slow, is waited for, and its message comes whole."""
     whole = io.BytesIO()
-    monkeypatch.setattr(channel, "write_frame", lambda _, frame: whole.write(frame))
+    monkeypatch.setattr(protocol, "write_frame", lambda _, frame: whole.write(frame))
     launcher.send("order", b"program")
-    frame = struct.pack("!Q", whole.tell()) + whole.getvalue()
+    frame = struct.pack("!Q", whole.notify()) + whole.getvalue()
     other = launcher.other  # type: ignore[attr-defined]
     os.write(launcher._writer, frame[:-3])
     came_from(monkeypatch, "255.255.255.255", 40000)

@@ -10,18 +10,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from sparkhvd.elastic import Change, Decided, Formed
+from sparkhvd.elastic import Change, Decided, GenerationFormed
 from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.elastic import launcher as launching
-from sparkhvd.runner.elastic.coordinator import Ends, end_of
-from sparkhvd.runner.elastic.launcher import Launcher, Report, Verdict
+from sparkhvd.runner.elastic.coordinator import ProcessOutcomes, end_of
+from sparkhvd.runner.elastic.launcher import ChangeReport, ElasticLauncher, JobResult
 from sparkhvd.runner.elastic.options import ElasticOptions, RankRange
 from sparkhvd.runner.elastic.slots import Cooldown, Offer, Slot, slots_of, slots_to_fill, surplus
 from sparkhvd.runner.host_names import Host
 from sparkhvd.runner.options import LaunchOptions
-from sparkhvd.runner.outcomes import Kind, Outcome
-from sparkhvd.runner.watch import Ended
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
+from sparkhvd.runner.supervisor import RankEnded
 
 SLOTS = slots_of([Host("a", 2), Host("b", 2)])
 
@@ -86,17 +86,19 @@ def change(generation: int, before: int, members: tuple[int, ...], **more: Any) 
 
 def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
-    report = Report()
-    first = Formed(change(1, 0, (0, 1, 2), joined=(0, 1, 2)), 1.0, has_met=True)
+    report = ChangeReport()
+    first = GenerationFormed(change(1, 0, (0, 1, 2), joined=(0, 1, 2)), 1.0, has_met=True)
     assert str(report.describe(first, hosts, {})) == "3 ranks in 1.00 s: 2 on a, 1 on b"
-    overtaken = Formed(change(2, 3, (0, 1), lost={2: "has died"}), 0.5, has_met=False)
+    overtaken = GenerationFormed(change(2, 3, (0, 1), lost={2: "has died"}), 0.5, has_met=False)
     assert report.describe(overtaken, hosts, {}) is None
-    last = Formed(change(3, 2, (1, 3), lost={0: "has died"}, joined=(3,)), 0.25, has_met=True)
+    last = GenerationFormed(
+        change(3, 2, (1, 3), lost={0: "has died"}, joined=(3,)), 0.25, has_met=True
+    )
     told = report.describe(last, hosts, {0: "was ended by SIGKILL"})
     assert str(told) == (
         "3 -> 2 ranks in 0.75 s: process 0 on a was ended by SIGKILL; process 2 on b has died; process 3 on b joined as rank 1"
     )
-    same = Formed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)
+    same = GenerationFormed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)
     assert str(report.describe(same, hosts, {})) == "2 -> 2 ranks in 0.10 s: a timeout"
 
 
@@ -117,21 +119,21 @@ def outcome(number: int, kind: str, **more: Any) -> Outcome:
     return Outcome(number, kind, exit="exit 1", **more)
 
 
-def ends(*outcomes: Outcome, members: tuple[int, ...] = (), problem: str = "") -> Ends:
-    failed = tuple(end_of(each) for each in outcomes if each.kind != Kind.OK)
-    verdict = Verdict(False, True, problem, failed, 0, members)
-    return Ends(verdict, {each.rank: each for each in outcomes if each.rank is not None})
+def ends(*outcomes: Outcome, members: tuple[int, ...] = (), problem: str = "") -> ProcessOutcomes:
+    failed = tuple(end_of(each) for each in outcomes if each.kind != OutcomeKind.OK)
+    verdict = JobResult(False, True, problem, failed, 0, members)
+    return ProcessOutcomes(verdict, {each.rank: each for each in outcomes if each.rank is not None})
 
 
 def test_results_are_those_of_the_last_ranks_that_ended_well() -> None:
-    well = [outcome(number, Kind.OK) for number in (0, 3, 4)]
-    assert ends(*well, outcome(1, Kind.CRASH), members=(4, 1, 3)).order() == [4, 3]
+    well = [outcome(number, OutcomeKind.OK) for number in (0, 3, 4)]
+    assert ends(*well, outcome(1, OutcomeKind.CRASH), members=(4, 1, 3)).order() == [4, 3]
     assert ends(*well).order() == [0, 3, 4]  # of a function without init()
 
 
 def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> None:
-    raised = outcome(7, Kind.EXCEPTION, error="ValueError", message="why")
-    lost = outcome(5, Kind.LOST)
+    raised = outcome(7, OutcomeKind.EXCEPTION, error="ValueError", message="why")
+    lost = outcome(5, OutcomeKind.LOST)
     failure = ends(raised, lost, members=(5, 7)).failure("")
     assert str(failure.error).startswith("Rank 1 of 2 raised ValueError: why")
     assert not failure.is_lost
@@ -154,12 +156,12 @@ def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has
     said: list[str] = []
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     options = ElasticOptions(num_proc=2, least=2, most=4)
-    job = Launcher(options, SLOTS[:2], Mock(), Mock(), Mock(), said.append)
+    job = ElasticLauncher(options, SLOTS[:2], Mock(), Mock(), Mock(), said.append)
     events.put(Decided((0, 1)))
-    events.put(Formed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
+    events.put(GenerationFormed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
     events.put(Offer(SLOTS))
     for number in (0, 1):
-        threading.Timer(1.0, events.put, [Ended(number, 0)]).start()
+        threading.Timer(1.0, events.put, [RankEnded(number, 0)]).start()
     began = time.monotonic()
     verdict = job.run(events, 60.0)
     assert verdict.has_finished
@@ -177,19 +179,19 @@ def test_processes_that_have_not_joined_are_named_and_do_not_hold_a_job_that_has
 def test_a_job_in_which_all_have_joined_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "WAITING_S", 0.1)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = Launcher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
+    job = ElasticLauncher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
     events.put(Decided((0, 1)))
-    events.put(Formed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
+    events.put(GenerationFormed(change(1, 0, (0, 1), joined=(0, 1)), 0.1, has_met=True))
     for number in (0, 1):
-        threading.Timer(0.5, events.put, [Ended(number, 0)]).start()
+        threading.Timer(0.5, events.put, [RankEnded(number, 0)]).start()
     assert job.run(events).has_finished
 
 
 def test_processes_of_a_program_without_ranks_all_run_to_their_end() -> None:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = Launcher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
-    events.put(Ended(0, 0))
-    threading.Timer(0.3, events.put, [Ended(1, 0)]).start()
+    job = ElasticLauncher(ElasticOptions(num_proc=2), SLOTS[:2], Mock(), Mock(), Mock(), print)
+    events.put(RankEnded(0, 0))
+    threading.Timer(0.3, events.put, [RankEnded(1, 0)]).start()
     began = time.monotonic()
     assert job.run(events, 60.0).has_finished
     assert time.monotonic() - began >= 0.25

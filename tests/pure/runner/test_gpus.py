@@ -9,9 +9,9 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.runner.gpu import decide as profiles
 from sparkhvd.runner.gpu.decide import (
+    GpuMode,
     GpuPlan,
-    Mode,
-    Share,
+    TaskShare,
     decide,
     plan_gpus,
     share_of_a_gpu,
@@ -40,38 +40,38 @@ def conf(base: dict[str, str], **amounts: object) -> dict[str, str]:
 
 
 # conf, use_gpu, refused -> mode, profile, ranks with num_proc=None (None: nothing bounds them)
-TABLE: list[tuple[dict[str, str], bool | None, str, str, Share | None, int | None]] = [
+TABLE: list[tuple[dict[str, str], bool | None, str, str, TaskShare | None, int | None]] = [
     # A local master gives tasks no GPUs, whatever the conf says, and takes no profile.
-    ({"spark.master": "local[4]"}, None, "", Mode.FREE, None, 4),
-    ({"spark.master": "local[4]"}, True, "", Mode.HOST, None, 4),
-    ({"spark.master": "local[4]"}, False, "", Mode.OFF, None, 4),
-    (conf({"spark.master": "local[4]"}, gpus=2), None, "", Mode.FREE, None, 4),
+    ({"spark.master": "local[4]"}, None, "", GpuMode.FREE, None, 4),
+    ({"spark.master": "local[4]"}, True, "", GpuMode.HOST, None, 4),
+    ({"spark.master": "local[4]"}, False, "", GpuMode.OFF, None, 4),
+    (conf({"spark.master": "local[4]"}, gpus=2), None, "", GpuMode.FREE, None, 4),
     # No GPUs in the conf.
-    (conf(YARN, cores=4), None, "", Mode.FREE, None, 12),
-    (conf(YARN, cores=4), True, "", Mode.HOST, None, 12),
+    (conf(YARN, cores=4), None, "", GpuMode.FREE, None, 12),
+    (conf(YARN, cores=4), True, "", GpuMode.HOST, None, 12),
     # GPUs of executors, no word on tasks: the profile asks for them.
-    (conf(YARN, cores=8, gpus=2), None, "", Mode.TASK, Share(4, 1.0), 6),
-    (conf(YARN, cores=8, gpus=2), True, "", Mode.TASK, Share(4, 1.0), 6),
-    (conf(YARN, cores=8, gpus=2), None, OLD, Mode.FREE, None, 24),
+    (conf(YARN, cores=8, gpus=2), None, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2), True, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2), None, OLD, GpuMode.FREE, None, 24),
     # A part of a GPU per task: whole ones by profile.
-    (conf(K8S, cores=8, gpus=4, task=0.25), None, "", Mode.TASK, Share(2, 1.0), 8),
-    (conf(CLUSTER, gpus=2, task=0.5), True, "", Mode.TASK, Share(4, 1.0), 4),
-    (conf(CLUSTER, cores=4, gpus=3, task=0.1), None, "", Mode.TASK, Share(1, 1.0), 6),
-    (conf(K8S, cores=2, gpus=4, task=0.1), None, "", Mode.TASK, Share(1, 1.0), 4),
+    (conf(K8S, cores=8, gpus=4, task=0.25), None, "", GpuMode.TASK, TaskShare(2, 1.0), 8),
+    (conf(CLUSTER, gpus=2, task=0.5), True, "", GpuMode.TASK, TaskShare(4, 1.0), 4),
+    (conf(CLUSTER, cores=4, gpus=3, task=0.1), None, "", GpuMode.TASK, TaskShare(1, 1.0), 6),
+    (conf(K8S, cores=2, gpus=4, task=0.1), None, "", GpuMode.TASK, TaskShare(1, 1.0), 4),
     # One GPU per task: the profile gives its share of the cores, and is not needed where the conf does.
-    (conf(YARN, cores=8, gpus=2, task=1), None, "", Mode.TASK, Share(4, 1.0), 6),
-    (conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, "", Mode.TASK, None, 6),
-    (conf(YARN, gpus=1, task=1), None, "", Mode.TASK, None, 3),
-    (conf(YARN, cores=8, gpus=2, task=1), None, OLD, Mode.TASK, None, 6),
+    (conf(YARN, cores=8, gpus=2, task=1), None, "", GpuMode.TASK, TaskShare(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, "", GpuMode.TASK, None, 6),
+    (conf(YARN, gpus=1, task=1), None, "", GpuMode.TASK, None, 3),
+    (conf(YARN, cores=8, gpus=2, task=1), None, OLD, GpuMode.TASK, None, 6),
     # Executors that take all cores of their host: the share is not known.
-    (conf(STANDALONE, gpus=2, task=0.5), None, "", Mode.TASK, Share(None, 1.0), 16),
-    (conf(STANDALONE, gpus=2, task=1), None, "", Mode.TASK, None, 16),
-    (conf(STANDALONE, cores=8, gpus=4), None, "", Mode.TASK, Share(2, 1.0), 8),
+    (conf(STANDALONE, gpus=2, task=0.5), None, "", GpuMode.TASK, TaskShare(None, 1.0), 16),
+    (conf(STANDALONE, gpus=2, task=1), None, "", GpuMode.TASK, None, 16),
+    (conf(STANDALONE, cores=8, gpus=4), None, "", GpuMode.TASK, TaskShare(2, 1.0), 8),
     # Several per task.
-    (conf(YARN, cores=8, gpus=4, task=2), None, "", Mode.TASK, Share(2, 1.0), 12),
-    (conf(YARN, cores=8, gpus=4, task=2), None, OLD, Mode.TASK, None, 6),
+    (conf(YARN, cores=8, gpus=4, task=2), None, "", GpuMode.TASK, TaskShare(2, 1.0), 12),
+    (conf(YARN, cores=8, gpus=4, task=2), None, OLD, GpuMode.TASK, None, 6),
     # The CPU on GPU executors.
-    (conf(YARN, cores=8, gpus=2, task=0.5), False, "", Mode.OFF, None, 12),
+    (conf(YARN, cores=8, gpus=2, task=0.5), False, "", GpuMode.OFF, None, 12),
 ]
 
 
@@ -81,14 +81,14 @@ def test_plan_follows_the_configuration(
     use_gpu: bool | None,
     refused: str,
     mode: str,
-    profile: Share | None,
+    profile: TaskShare | None,
     ranks: int | None,
 ) -> None:
     plan = decide(given, use_gpu, refused=refused)
     assert (plan.mode, plan.profile, plan.is_required) == (mode, profile, bool(use_gpu))
     assert plan.reason
     has_gpus = "spark.executor.resource.gpu.amount" in given and "local[" not in str(given)
-    assert plan.leaves_gpus == (mode == Mode.FREE and has_gpus)
+    assert plan.leaves_gpus == (mode == GpuMode.FREE and has_gpus)
     assert choose_num_proc(None, slots_of(given, plan)) == ranks
 
 
@@ -156,16 +156,16 @@ def test_impossible_configuration_is_refused(
 
 def test_the_users_own_profile_decides() -> None:
     given = conf(YARN, cores=8, gpus=2, task=0.5)
-    assert decide(given, None, given=Share(2, 1.0)) == GpuPlan(
-        Mode.TASK, "as the profile given asks"
+    assert decide(given, None, given=TaskShare(2, 1.0)) == GpuPlan(
+        GpuMode.TASK, "as the profile given asks"
     )
-    assert decide(given, None, given=Share(2, 2.0)).mode == Mode.TASK
-    assert decide(given, None, given=Share(2, 0.0)).mode == Mode.FREE
-    assert decide(given, False, given=Share(2, 1.0)).mode == Mode.OFF
+    assert decide(given, None, given=TaskShare(2, 2.0)).mode == GpuMode.TASK
+    assert decide(given, None, given=TaskShare(2, 0.0)).mode == GpuMode.FREE
+    assert decide(given, False, given=TaskShare(2, 1.0)).mode == GpuMode.OFF
     with pytest.raises(InvalidArgumentError, match="the profile given asks for no GPU per task"):
-        decide(given, True, given=Share(2, 0.0))
+        decide(given, True, given=TaskShare(2, 0.0))
     with pytest.raises(InvalidArgumentError, match=r"asks for 0\.5 GPUs per task, so Spark would"):
-        decide(given, None, given=Share(1, 0.5))
+        decide(given, None, given=TaskShare(1, 0.5))
 
 
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -174,15 +174,15 @@ ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 @pytest.mark.parametrize(
     ("mode", "addresses", "visible", "order", "expected"),
     [
-        (Mode.OFF, ["0"], "0,1", None, {"CUDA_VISIBLE_DEVICES": ""}),
-        (Mode.FREE, [], "0,1", None, {}),
-        (Mode.HOST, [], None, None, {}),
-        (Mode.TASK, ["3"], None, None, {"CUDA_VISIBLE_DEVICES": "3", **ORDER}),
-        (Mode.TASK, ["1"], "4,7", None, {"CUDA_VISIBLE_DEVICES": "7", **ORDER}),
-        (Mode.TASK, ["0", "2"], "4, 5, 6", "X", {"CUDA_VISIBLE_DEVICES": "4,6"}),
-        (Mode.TASK, ["1"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
-        (Mode.TASK, ["GPU-c"], None, None, {"CUDA_VISIBLE_DEVICES": "GPU-c", **ORDER}),
-        (Mode.TASK, ["MIG-b"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
+        (GpuMode.OFF, ["0"], "0,1", None, {"CUDA_VISIBLE_DEVICES": ""}),
+        (GpuMode.FREE, [], "0,1", None, {}),
+        (GpuMode.HOST, [], None, None, {}),
+        (GpuMode.TASK, ["3"], None, None, {"CUDA_VISIBLE_DEVICES": "3", **ORDER}),
+        (GpuMode.TASK, ["1"], "4,7", None, {"CUDA_VISIBLE_DEVICES": "7", **ORDER}),
+        (GpuMode.TASK, ["0", "2"], "4, 5, 6", "X", {"CUDA_VISIBLE_DEVICES": "4,6"}),
+        (GpuMode.TASK, ["1"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
+        (GpuMode.TASK, ["GPU-c"], None, None, {"CUDA_VISIBLE_DEVICES": "GPU-c", **ORDER}),
+        (GpuMode.TASK, ["MIG-b"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
     ],
 )
 def test_variables_of_a_rank(
@@ -197,23 +197,23 @@ def test_variables_of_a_rank(
 
 def test_an_address_that_the_executor_hides_is_an_error() -> None:
     with pytest.raises(PreflightError) as e:
-        variables(Mode.TASK, ["2"], "4,7", None)
+        variables(GpuMode.TASK, ["2"], "4,7", None)
     assert str(e.value) == (
         "Spark gave the task the GPU with address 2, and CUDA_VISIBLE_DEVICES='4,7' of the executor names 2; addresses "
         "count in this list, from 0. Unset the variable for the executors, or let the discovery script print the "
         "numbers of its entries."
     )
     with pytest.raises(PreflightError, match=r"CUDA_VISIBLE_DEVICES='' of the executor names 0"):
-        variables(Mode.TASK, ["0"], "", None)
+        variables(GpuMode.TASK, ["0"], "", None)
     with pytest.raises(PreflightError, match="Spark gave the task no GPU"):
-        variables(Mode.TASK, [], None, None)
+        variables(GpuMode.TASK, [], None, None)
 
 
 def test_a_rank_is_asked_for_its_own_gpus_and_for_all_that_it_could_see() -> None:
-    assert views(Mode.TASK, None) == [{}, {"CUDA_VISIBLE_DEVICES": None}]
-    assert views(Mode.TASK, "2,3") == [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    assert views(Mode.HOST, "2,3") == [{}]
-    assert views(Mode.OFF, None) == views(Mode.FREE, None) == []
+    assert views(GpuMode.TASK, None) == [{}, {"CUDA_VISIBLE_DEVICES": None}]
+    assert views(GpuMode.TASK, "2,3") == [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert views(GpuMode.HOST, "2,3") == [{}]
+    assert views(GpuMode.OFF, None) == views(GpuMode.FREE, None) == []
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_share_of_a_gpu_with_which_as_many_tasks_run_as_without(
     given: dict[str, str], expected: float | None
 ) -> None:
     share = share_of_a_gpu(given)
-    assert share == (None if expected is None else Share(None, expected))
+    assert share == (None if expected is None else TaskShare(None, expected))
 
 
 class Refusing:
@@ -251,7 +251,7 @@ class Refusing:
 def test_plan_follows_the_conf_where_spark_takes_no_profile() -> None:
     shim: Any = Refusing()
     plan, profile = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1), True, None)
-    assert (plan.mode, plan.profile, profile) == (Mode.TASK, None, None)
+    assert (plan.mode, plan.profile, profile) == (GpuMode.TASK, None, None)
     with pytest.raises(PreflightError) as e:
         plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=0.5), None, None)
     assert str(e.value) == (
@@ -261,7 +261,7 @@ def test_plan_follows_the_conf_where_spark_takes_no_profile() -> None:
     )
     # No rank needs one here.
     plan, _ = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, None)
-    assert plan.mode == Mode.TASK
+    assert plan.mode == GpuMode.TASK
 
 
 @pytest.mark.parametrize(("takes", "made"), [(True, 1), (False, 0)])

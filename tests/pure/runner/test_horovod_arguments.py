@@ -89,7 +89,7 @@ def test_both_streams_of_a_rank_are_one() -> None:
 
 
 def test_last_lines_come_by_rank_and_a_broken_stream_is_passed_over() -> None:
-    first = outcomes.Outcome(0, outcomes.Kind.OK, log_tail=("a", "b"))
+    first = outcomes.Outcome(0, outcomes.OutcomeKind.OK, log_tail=("a", "b"))
     ended = [replace(first, rank=1, log_tail=("c",)), first, replace(first, rank=None)]
     stream = io.StringIO()
     horovod_arguments.write_tails(stream, ended)

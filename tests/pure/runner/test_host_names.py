@@ -12,7 +12,7 @@ from sparkhvd.interfaces import Interface
 from sparkhvd.runner import host_names
 from sparkhvd.runner.host_names import (
     Host,
-    Place,
+    HostSlots,
     forwarded,
     given_variables,
     is_here,
@@ -86,8 +86,8 @@ def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:
 
 def test_hosts_are_filled_in_their_order() -> None:
     hosts = [Host("a", 2), Host("b", 3), Host("c", 1)]
-    assert place_ranks(hosts, 4) == [Place("a", 0, 2), Place("b", 2, 2)]
-    assert place_ranks(hosts, 6)[-1] == Place("c", 5, 1)
+    assert place_ranks(hosts, 4) == [HostSlots("a", 0, 2), HostSlots("b", 2, 2)]
+    assert place_ranks(hosts, 6)[-1] == HostSlots("c", 5, 1)
     with pytest.raises(InvalidArgumentError, match="'a:2,b:3,c:1' with 6 slots.* is 7"):
         place_ranks(hosts, 7)
 

@@ -21,7 +21,7 @@ from sparkhvd.runner import interrupts, launching
 from sparkhvd.runner.driver_port import proof_between
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.interrupts import Interrupter, InterruptWatch
-from sparkhvd.runner.outcomes import Kind
+from sparkhvd.runner.outcomes import OutcomeKind
 from sparkhvd.runner.protocol import Prologue
 from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import JobSettings, Settings
@@ -108,7 +108,7 @@ def test_a_rank_that_has_ended_waits_for_one_that_must_be_killed(
         assert not thread.is_alive()
         assert launching.load_result(ready.result) == "saved"
         outcome = stubborn.outcome()
-        assert (outcome.kind, outcome.exit) == (Kind.CRASH, "signal SIGKILL")
+        assert (outcome.kind, outcome.exit) == (OutcomeKind.CRASH, "signal SIGKILL")
         assert outcome.log_tail == ()
         assert time.monotonic() - began < 1.0 + interrupts._MARGIN_S
 

@@ -9,8 +9,8 @@ import pytest
 
 from sparkhvd.errors import PreflightError, RankError
 from sparkhvd.runner.outcomes import (
-    Kind,
     Outcome,
+    OutcomeKind,
     chunks,
     describe,
     embed,
@@ -26,7 +26,7 @@ from sparkhvd.runner.outcomes import (
 
 RAISED = Outcome(
     1,
-    Kind.EXCEPTION,
+    OutcomeKind.EXCEPTION,
     host="h1",
     exit="exception",
     error="ValueError",
@@ -34,11 +34,11 @@ RAISED = Outcome(
     traceback='Traceback\n  File "x"\nValueError: bad\n',
     log_tail=("one", "two"),
 )
-KILLED = Outcome(2, Kind.CRASH, host="h2", exit="signal SIGKILL", peak_rss_bytes=300 << 20)
+KILLED = Outcome(2, OutcomeKind.CRASH, host="h2", exit="signal SIGKILL", peak_rss_bytes=300 << 20)
 PEER = Outcome(
-    0, Kind.COLLECTIVE, host="h0", exit="exception", error="PeerLostError", message="rank 2"
+    0, OutcomeKind.COLLECTIVE, host="h0", exit="exception", error="PeerLostError", message="rank 2"
 )
-FINE = Outcome(3, Kind.OK, exit="ok")
+FINE = Outcome(3, OutcomeKind.OK, exit="ok")
 
 
 def test_outcome_survives_json() -> None:
@@ -58,8 +58,10 @@ def test_outcome_survives_the_text_of_a_java_exception() -> None:
 
 
 def test_embedding_cuts_long_texts_and_keeps_both_ends() -> None:
-    long = Outcome(0, Kind.EXCEPTION, message="m", traceback="first" + "x" * 50_000 + "last")
-    noisy = Outcome(0, Kind.CRASH, log_tail=tuple(f"line {i} {'y' * 500}" for i in range(100)))
+    long = Outcome(0, OutcomeKind.EXCEPTION, message="m", traceback="first" + "x" * 50_000 + "last")
+    noisy = Outcome(
+        0, OutcomeKind.CRASH, log_tail=tuple(f"line {i} {'y' * 500}" for i in range(100))
+    )
     found = find_embedded(embed(long))[0]
     assert found.traceback.startswith("first")
     assert found.traceback.endswith("last")
@@ -78,9 +80,9 @@ def test_an_outcome_in_the_store_is_referred_to_by_its_facts() -> None:
     assert find_embedded(text) == []
     first, second = find_referred(text)
     assert first == Outcome(
-        1, Kind.EXCEPTION, exit="exception", error="ValueError", message="bad", job_id="ab12"
+        1, OutcomeKind.EXCEPTION, exit="exception", error="ValueError", message="bad", job_id="ab12"
     )
-    assert (second.rank, second.kind, second.exit) == (2, Kind.CRASH, "signal SIGKILL")
+    assert (second.rank, second.kind, second.exit) == (2, OutcomeKind.CRASH, "signal SIGKILL")
     assert is_retryable(second)
     assert find_referred(embed(raised)) == []
 
@@ -100,7 +102,7 @@ def test_a_cut_or_foreign_token_is_ignored() -> None:
         ([FINE], None),
         ([PEER, KILLED, RAISED, FINE], RAISED),
         ([PEER, KILLED], KILLED),
-        ([PEER, Outcome(None, Kind.LOST)], Outcome(None, Kind.LOST)),
+        ([PEER, Outcome(None, OutcomeKind.LOST)], Outcome(None, OutcomeKind.LOST)),
         ([PEER], PEER),
     ],
 )
@@ -109,13 +111,13 @@ def test_root_cause_is_not_a_consequence(outcomes: list[Outcome], cause: Outcome
 
 
 def test_root_cause_among_equals_is_the_lowest_rank() -> None:
-    other = Outcome(0, Kind.EXCEPTION, error="KeyError")
+    other = Outcome(0, OutcomeKind.EXCEPTION, error="KeyError")
     assert root_cause([RAISED, other]) == other
 
 
 def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_line() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in loss\n    raise ValueError("no")\n'
-    told = Outcome(0, Kind.EXCEPTION, error="ValueError", message="rank 1: no")
+    told = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="rank 1: no")
     raised = replace(told, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
     assert root_cause([told, raised]) == raised
     lines = str(error_of(raised, 3, others=[told, raised, replace(told, rank=2)])).splitlines()
@@ -125,14 +127,22 @@ def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_
 
 
 def test_only_losses_are_worth_a_relaunch() -> None:
-    kinds = {k for k in vars(Kind).values() if isinstance(k, str) and is_retryable(Outcome(0, k))}
-    assert kinds & {Kind.CRASH, Kind.LOST, Kind.COLLECTIVE, Kind.EXCEPTION, Kind.PREFLIGHT} == {
-        Kind.CRASH,
-        Kind.LOST,
-        Kind.COLLECTIVE,
+    kinds = {
+        k for k in vars(OutcomeKind).values() if isinstance(k, str) and is_retryable(Outcome(0, k))
     }
-    assert not is_retryable(Outcome(0, Kind.EXIT))
-    assert not is_retryable(Outcome(0, Kind.CANCELLED))
+    assert kinds & {
+        OutcomeKind.CRASH,
+        OutcomeKind.LOST,
+        OutcomeKind.COLLECTIVE,
+        OutcomeKind.EXCEPTION,
+        OutcomeKind.PREFLIGHT,
+    } == {
+        OutcomeKind.CRASH,
+        OutcomeKind.LOST,
+        OutcomeKind.COLLECTIVE,
+    }
+    assert not is_retryable(Outcome(0, OutcomeKind.EXIT))
+    assert not is_retryable(Outcome(0, OutcomeKind.CANCELLED))
 
 
 def test_error_carries_rank_host_exit_traceback_and_output() -> None:
@@ -150,7 +160,7 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
 
 def test_what_to_do_is_said_of_the_cause_alone() -> None:
     told = "broadcast('a.b'): rank 1 is lost: its connection closed, as seen by rank 0. Start the engine again."
-    killed = Outcome(1, Kind.CRASH, host="h1", exit="signal SIGKILL")
+    killed = Outcome(1, OutcomeKind.CRASH, host="h1", exit="signal SIGKILL")
     *_, last = str(error_of(killed, 2, others=[replace(PEER, message=told), killed])).splitlines()
     assert last == (
         "Also: Rank 0 of 2 on host h0 stopped because of another rank: PeerLostError: broadcast('a.b'): rank 1 is lost: "
@@ -160,7 +170,7 @@ def test_what_to_do_is_said_of_the_cause_alone() -> None:
 
 def test_a_module_that_only_the_driver_has_is_brought_by_spark() -> None:
     lacks = Outcome(
-        0, Kind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json'"
+        0, OutcomeKind.EXCEPTION, error="ModuleNotFoundError", message="No module named 'json'"
     )
     said = str(error_of(lacks, 1))
     assert said.startswith(
@@ -174,7 +184,7 @@ def test_a_module_that_only_the_driver_has_is_brought_by_spark() -> None:
 
 @pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137"])
 def test_a_kill_without_report_says_probably_memory(status: str) -> None:
-    outcome = Outcome(2, Kind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
+    outcome = Outcome(2, OutcomeKind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
         "300 MiB). Run fewer ranks per host, or give each more (Spark on YARN or Kubernetes: raise "
@@ -184,7 +194,7 @@ def test_a_kill_without_report_says_probably_memory(status: str) -> None:
 
 @pytest.mark.parametrize("status", ["signal SIGTERM", "exit 143"])
 def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None:
-    outcome = Outcome(2, Kind.CRASH, exit=status, peak_rss_bytes=300 << 20)
+    outcome = Outcome(2, OutcomeKind.CRASH, exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 ended with {status} and left no report: it was asked to end, for example by an operator or "
         "the cluster manager (its peak memory was 300 MiB). Look for the reason in their logs."
@@ -192,12 +202,12 @@ def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None
 
 
 def test_other_crashes_do_not_speak_of_memory_limits() -> None:
-    text = describe(Outcome(0, Kind.CRASH, exit="signal SIGSEGV", peak_rss_bytes=1 << 20), 2)
+    text = describe(Outcome(0, OutcomeKind.CRASH, exit="signal SIGSEGV", peak_rss_bytes=1 << 20), 2)
     assert (
         text
         == "Rank 0 of 2 ended with signal SIGSEGV and left no report; its peak memory was 1 MiB."
     )
-    text = describe(Outcome(0, Kind.CRASH, exit="unknown exit"), 2)
+    text = describe(Outcome(0, OutcomeKind.CRASH, exit="unknown exit"), 2)
     assert (
         text
         == "Rank 0 of 2 ended with unknown exit and left no report; its peak memory is not known."
@@ -205,7 +215,7 @@ def test_other_crashes_do_not_speak_of_memory_limits() -> None:
 
 
 def test_preflight_outcome_becomes_a_preflight_error() -> None:
-    error = error_of(Outcome(0, Kind.PREFLIGHT, message="no pyarrow"), 2)
+    error = error_of(Outcome(0, OutcomeKind.PREFLIGHT, message="no pyarrow"), 2)
     assert isinstance(error, PreflightError)
     assert str(error) == "no pyarrow"
 
@@ -220,30 +230,40 @@ WHICH = f"{BARRIER} failure reason: Stage failed because barrier task ResultTask
         (
             WHICH + "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)",
             1,
-            Kind.LOST,
+            OutcomeKind.LOST,
             "ExecutorLost",
         ),
         (
             WHICH + "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)",
             1,
-            Kind.LOST,
+            OutcomeKind.LOST,
             "exited unexpectedly",
         ),
         (
             WHICH + "ModuleNotFoundError: No module named 'pyarrow'\n\tat x.y(Z.scala:3)",
             1,
-            Kind.PREFLIGHT,
+            OutcomeKind.PREFLIGHT,
             "The workers run a Python, which has no pyarrow. Set PYSPARK_PYTHON",
         ),
         (
             WHICH + "ModuleNotFoundError: [sparkhvd-preflight:The workers run /x, which has no y.]",
             1,
-            Kind.PREFLIGHT,
+            OutcomeKind.PREFLIGHT,
             "The workers run /x, which has no y.",
         ),
-        ("Job 3 cancelled part of cancelled job tags [x]", None, Kind.CANCELLED, "cancelled"),
-        ("[PYTHON_VERSION_MISMATCH] Python in worker ...", None, Kind.PREFLIGHT, "another Python"),
-        ("something else", None, Kind.SPARK, "something else"),
+        (
+            "Job 3 cancelled part of cancelled job tags [x]",
+            None,
+            OutcomeKind.CANCELLED,
+            "cancelled",
+        ),
+        (
+            "[PYTHON_VERSION_MISMATCH] Python in worker ...",
+            None,
+            OutcomeKind.PREFLIGHT,
+            "another Python",
+        ),
+        ("something else", None, OutcomeKind.SPARK, "something else"),
     ],
 )
 def test_spark_failures_are_told_apart(text: str, rank: int | None, kind: str, says: str) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.observe import system
 from sparkhvd.observe.system import Gpu
 from sparkhvd.rank_messages import METRICS
-from sparkhvd.runner.loggers import WithLoad
+from sparkhvd.runner.loggers import WithSystemMetrics
 from sparkhvd.runner.protocol import _names_in
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(system, "_INTERVAL_S", 0.05)
-    before = rank_context.context()
-    rank_context.install(rank_context.RankContext(3, 4, 1, 0, 1))
+    before = topology.context()
+    topology.install(topology.RankContext(3, 4, 1, 0, 1))
     yield
-    rank_context.install(before)
+    topology.install(before)
 
 
 def works(seconds: float, *, fails: bool = False) -> int:
@@ -44,14 +44,14 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 def test_the_load_is_told_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert WithLoad(works)(0.3) == os.getpid()
+    assert WithSystemMetrics(works)(0.3) == os.getpid()
     values = told(capsys)
     assert 1 <= len(values) <= 8
     names = {name.rpartition("/")[2] for name in values[0]}
     assert names == {"cpu_utilization_percentage", "rss_megabytes"}
     assert all("-rank-3/" in name for name in values[0])
     with pytest.raises(ValueError, match="as asked"):
-        WithLoad(works)(0.0, fails=True)
+        WithSystemMetrics(works)(0.0, fails=True)
     time.sleep(0.2)
     assert told(capsys) == []  # the thread has ended with the function
 
@@ -66,14 +66,14 @@ def test_the_gpu_is_asked_once_torch_uses_it(
         return lambda: (75.0, 3000.0)
 
     monkeypatch.setattr(Gpu, "find", find)
-    WithLoad(works)(0.12)
+    WithSystemMetrics(works)(0.12)
     assert asked == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"of-{index}")
     )
     capsys.readouterr()
-    WithLoad(works)(0.2)
+    WithSystemMetrics(works)(0.2)
     assert asked == ["GPU-of-1"]  # of its local rank
     numbers = {n.rpartition("/")[2]: v for n, v in told(capsys)[-1].items()}
     assert numbers["gpu_utilization_percentage"] == 75.0
@@ -81,6 +81,6 @@ def test_the_gpu_is_asked_once_torch_uses_it(
 
 
 def test_messages_and_preparations_are_those_of_the_function_itself() -> None:
-    wrapped = WithLoad(works)
+    wrapped = WithSystemMetrics(works)
     assert (wrapped.__name__, wrapped.__module__) == ("works", __name__)  # type: ignore[attr-defined]
     assert _names_in(wrapped) == _names_in(works)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.runner import results
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_pieces_are_below_the_limit(limit: str, size: int, pieces: tuple[int, in
 
 def test_what_is_missing_comes_by_jobs_of_a_few_pieces() -> None:
     def row(rank: int, part: int, num_parts: int = 0) -> dict[str, object]:
-        outcome = Outcome(rank, Kind.OK, num_parts=num_parts)
+        outcome = Outcome(rank, OutcomeKind.OK, num_parts=num_parts)
         return {"rank": rank, "part": part, "data": outcome.to_json().encode()}
 
     rows = [row(1, -1, 5), row(1, 0), row(0, -1, 2), row(0, 0), row(2, -1)]

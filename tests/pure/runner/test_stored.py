@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.runner import outcome_files as stored
-from sparkhvd.runner import preflight
-from sparkhvd.runner.outcomes import Kind, Outcome
+from sparkhvd.runner import outcome_files, preflight
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 
 
 class Files:
@@ -32,27 +31,27 @@ class Files:
 
 def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    old = Outcome(0, Kind.EXCEPTION, error="ValueError", message="fixed since", job_id="one")
+    old = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="fixed since", job_id="one")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 0), old.to_json().encode())
-    assert stored.read_outcomes(files, "runs/r", 0, "two", 2) == []
-    assert stored.read_outcomes(files, "runs/r", 0, "one", 2) == [old]
+    assert outcome_files.read_outcomes(files, "runs/r", 0, "two", 2) == []
+    assert outcome_files.read_outcomes(files, "runs/r", 0, "one", 2) == [old]
     new = replace(old, rank=1, job_id="two")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 1), new.to_json().encode())
-    assert stored.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
+    assert outcome_files.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
 
 
 def test_an_outcome_that_is_seen_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = Files(tmp_path)
-    late = Outcome(1, Kind.EXCEPTION, error="ValueError", message="bad", job_id="one")
+    late = Outcome(1, OutcomeKind.EXCEPTION, error="ValueError", message="bad", job_id="one")
     path = preflight.outcome_path("runs/r", 0, 1)
-    assert stored.await_outcomes(files, "runs/r", 0, "one", 2, set()) == []
+    assert outcome_files.await_outcomes(files, "runs/r", 0, "one", 2, set()) == []
     timer = threading.Timer(0.3, files.write_bytes, (path, late.to_json().encode()))
     timer.start()
     try:
-        assert stored.await_outcomes(files, "runs/r", 0, "one", 2, {1}) == [late]
+        assert outcome_files.await_outcomes(files, "runs/r", 0, "one", 2, {1}) == [late]
     finally:
         timer.join()
-    monkeypatch.setattr(stored, "_LATE_S", 0.1)
-    assert stored.await_outcomes(files, "runs/r", 0, "one", 2, {0, 1}) == [late]
+    monkeypatch.setattr(outcome_files, "_LATE_S", 0.1)
+    assert outcome_files.await_outcomes(files, "runs/r", 0, "one", 2, {0, 1}) == [late]

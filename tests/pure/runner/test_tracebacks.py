@@ -11,7 +11,7 @@ import pytest
 import sparkhvd
 from sparkhvd import errors
 from sparkhvd.runner import tracebacks
-from sparkhvd.runner.outcomes import Kind, Outcome, error_of
+from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of
 
 OWN = os.path.dirname(sparkhvd.__file__)
 TORCH = "/env/lib/python3.11/site-packages/torch/nn/modules"
@@ -46,7 +46,7 @@ RuntimeError: mat1 and mat2 shapes cannot be multiplied
 def failed(trace: str, error: str, message: str, **more: object) -> Outcome:
     return Outcome(
         1,
-        Kind.EXCEPTION,
+        OutcomeKind.EXCEPTION,
         host="h1",
         exit="exception",
         error=error,
@@ -100,7 +100,7 @@ def test_at_most_fifteen_lines_are_no_frames_of_the_users() -> None:
     except RuntimeError as e:
         e.add_note("a note\n" * 40) if hasattr(e, "add_note") else None
         trace, message = traceback.format_exc(), str(e)
-    others = [Outcome(rank, Kind.CRASH, exit="exit 3") for rank in range(2, 9)]
+    others = [Outcome(rank, OutcomeKind.CRASH, exit="exit 3") for rank in range(2, 9)]
     text = str(error_of(failed(trace, "RuntimeError", message), 9, others=others))
     lines = text.splitlines()
     frames = [line for line in lines if line.startswith(("    ", '  File "'))]

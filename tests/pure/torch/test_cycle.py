@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 import torch
 
-from sparkhvd.torch.gradients.dense import Entry
-from sparkhvd.torch.gradients.reducer import BackwardEnd, Cycle, ReducedGradients, State
+from sparkhvd.torch.gradients.dense import GradientSlot
+from sparkhvd.torch.gradients.reducer import BackwardEnd, Cycle, CycleState, ReducedGradients
 
 
 class Pass:
@@ -31,36 +31,36 @@ def reduced(cycle: Cycle) -> None:
     cycle.finish()
 
 
-def entry(index: int = 0) -> Entry:
+def entry(index: int = 0) -> GradientSlot:
     param = torch.nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
-    return Entry(index, f"p{index}", param, torch.float32)
+    return GradientSlot(index, f"p{index}", param, torch.float32)
 
 
 def test_a_cycle_runs_from_the_first_gradient_to_the_step() -> None:
     cycle = Cycle(passes=1)
-    assert (cycle.state, cycle.is_open, cycle.is_in_pass) == (State.IDLE, False, False)
+    assert (cycle.state, cycle.is_open, cycle.is_in_pass) == (CycleState.IDLE, False, False)
     running = Pass(cycle)
-    assert (cycle.state, cycle.is_open, cycle.is_in_pass) == (State.COLLECTING, True, True)
+    assert (cycle.state, cycle.is_open, cycle.is_in_pass) == (CycleState.COLLECTING, True, True)
     cycle.send()
-    assert (cycle.state, cycle.is_in_flight) == (State.SENDING, True)
+    assert (cycle.state, cycle.is_in_flight) == (CycleState.SENDING, True)
     assert running.leave()
     assert not cycle.is_in_pass
     cycle.complete()
     cycle.send()  # a late bucket is no step back
-    assert (cycle.state, cycle.is_in_flight) == (State.SENT, True)
+    assert (cycle.state, cycle.is_in_flight) == (CycleState.SENT, True)
     cycle.reset()
     cycle.finish()
-    assert (cycle.state, cycle.is_open, cycle.count) == (State.REDUCED, False, 1)
+    assert (cycle.state, cycle.is_open, cycle.count) == (CycleState.REDUCED, False, 1)
     cycle.use()
-    assert (cycle.state, cycle.count) == (State.IDLE, 1)
+    assert (cycle.state, cycle.count) == (CycleState.IDLE, 1)
 
 
 def test_the_last_of_several_passes_completes_the_gradients() -> None:
     cycle = Cycle(passes=3)
     for _ in range(2):
         assert not Pass(cycle).leave()
-        assert cycle.state is State.COLLECTING
+        assert cycle.state is CycleState.COLLECTING
     assert Pass(cycle).leave()
     cycle.reset()
     assert cycle.passes_left == 3
@@ -71,7 +71,7 @@ def test_the_end_of_a_pass_whose_cycle_has_ended_inside_it_counts_nothing() -> N
     running = Pass(cycle)
     cycle.reset()  # a step inside the pass
     assert not running.leave()
-    assert cycle.state is State.IDLE
+    assert cycle.state is CycleState.IDLE
 
 
 def test_a_pass_that_ended_in_an_exception_is_recognized() -> None:
@@ -96,7 +96,7 @@ def test_using_gradients_leaves_a_cycle_alone_that_is_not_reduced() -> None:
     cycle = Cycle(passes=1)
     running = Pass(cycle)
     cycle.use()
-    assert cycle.state is State.COLLECTING
+    assert cycle.state is CycleState.COLLECTING
     assert running.leave()
 
 
@@ -113,7 +113,7 @@ def test_dropping_gradients_forgets_results_and_additions() -> None:
     cycle.results.note([entry()])
     cycle.added_to_kept = "p0"
     cycle.drop()
-    assert (cycle.state, bool(cycle.results), cycle.added_to_kept) == (State.IDLE, False, "")
+    assert (cycle.state, bool(cycle.results), cycle.added_to_kept) == (CycleState.IDLE, False, "")
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "dropped"])

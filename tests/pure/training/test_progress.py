@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import sparkhvd.torch as hvd
-from sparkhvd.training import profile as progress
-from sparkhvd.training.profile import Progress
+from sparkhvd.training import profile
+from sparkhvd.training.profile import StepReporter
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(progress, "time", clock := Clock())
+    monkeypatch.setattr(profile, "time", clock := Clock())
     return clock
 
 
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert len(text.encode()) < 4087  # a frame on the pipe to the task
         reports.append(json.loads(text))
 
-    monkeypatch.setattr(progress, "report_progress", take)
+    monkeypatch.setattr(profile, "report_progress", take)
     return reports
 
 
@@ -46,7 +46,7 @@ def test_another_rank_tells_how_long_it_waits_when_that_changes_and_now_and_then
     monkeypatch: pytest.MonkeyPatch, clock: Clock, sent: list[dict[str, Any]]
 ) -> None:
     be_rank(monkeypatch, 1)
-    it = Progress(1, 2, 100)
+    it = StepReporter(1, 2, 100)
     told = []
     for second in range(1, 15):
         clock.now = float(second)
@@ -67,7 +67,7 @@ def test_metrics_with_long_names_leave_room_for_the_rest_of_a_report(
     shown: int,
 ) -> None:
     be_rank(monkeypatch, 0)
-    it = Progress(1, 2, 100)
+    it = StepReporter(1, 2, 100)
     clock.now = 1.0
     it.step(1, 4, lambda: {"loss": 0.5} | {f"{name}{i}": 1.0 for i in range(40)})
     assert [len(report["means"]) for report in sent] == [shown]

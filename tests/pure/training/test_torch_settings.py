@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns import labels
 from sparkhvd.data.store.store import Store
 from sparkhvd.training import torch_settings
 from sparkhvd.training.torch_settings import as_on_driver, settings_here
@@ -183,8 +183,8 @@ def test_workers_of_transform_have_the_settings_of_the_driver() -> None:
 
     rows = torch.randn(5, 4)
     module = Plus()
-    found = transformed(module, rows, heads.IDENTITY, torch_settings=SETTINGS)
+    found = transformed(module, rows, labels.IDENTITY, torch_settings=SETTINGS)
     assert torch.allclose(found.float(), module.layer(rows[:, :3]) + 65)
     assert torch.get_default_dtype() == torch.float32  # of the next task in the same process
     with pytest.raises(AssertionError):
-        transformed(module, rows, heads.IDENTITY)
+        transformed(module, rows, labels.IDENTITY)

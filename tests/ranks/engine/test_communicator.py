@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.launchers import mpi as communicator
+from sparkhvd.launchers import mpi
 from sparkhvd.settings import Settings
 from tests.harness.communicators import NullComm, ThreadComm, world
 from tests.harness.ranks import run_threads
@@ -28,7 +28,7 @@ from tests.harness.ranks import run_threads
 def _unchanged() -> Iterator[None]:
     yield
     os.environ.pop("SPARKHVD_RANK_PROCESS", None)
-    rank_context.install(None)
+    topology.install(None)
 
 
 def on_threads(size: int, body: Callable[[ThreadComm], Any]) -> list[Any]:
@@ -39,7 +39,7 @@ def on_threads(size: int, body: Callable[[ThreadComm], Any]) -> list[Any]:
 def meet(comm: Any) -> tuple[int, int, tuple[int, ...]]:
     """Join, meet all ranks, and return the rank's place."""
     with ExitStack() as cleanup:
-        rendezvous = communicator.join(comm, cleanup)
+        rendezvous = mpi.join(comm, cleanup)
         with Engine(rendezvous.connect(), rendezvous.settings) as engine:
             engine.barrier().wait()
             return engine.rank, engine.size, engine.topology.hosts
@@ -59,13 +59,13 @@ def test_the_world_and_its_parts_are_jobs_with_their_ranks() -> None:
 
 def test_a_communicator_of_one_is_a_job_of_one() -> None:
     assert meet(world(1)[0]) == (0, 1, (0,))
-    assert rank_context.context() is None
+    assert topology.context() is None
 
 
 def test_listeners_are_closed_with_the_job() -> None:
     def body(comm: ThreadComm) -> Any:
         with ExitStack() as cleanup:
-            rendezvous: Any = communicator.join(comm, cleanup)
+            rendezvous: Any = mpi.join(comm, cleanup)
             listener = rendezvous._listener
         return [each.fileno() for each in listener.sockets()]
 
@@ -83,7 +83,7 @@ def test_an_error_of_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
         port = taken.getsockname()[1]
         for ports, message in (("much", "'much'"), (f"{port}-{port}", "every port of port_range")):
             made = staticmethod(lambda ports=ports: resolve_on_rank_1(ports))
-            monkeypatch.setattr(communicator.Settings, "resolve", made)
+            monkeypatch.setattr(mpi.Settings, "resolve", made)
             first, second, third = on_threads(3, meet)
             assert message in str(second)
             for other in (first, third):
@@ -93,8 +93,8 @@ def test_an_error_of_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_of_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = iter(["1.0", "2.0"])
-    host = communicator._host
-    monkeypatch.setattr(communicator, "_host", lambda: {**host(), "version": next(versions)})
+    host = mpi._host
+    monkeypatch.setattr(mpi, "_host", lambda: {**host(), "version": next(versions)})
     for outcome in on_threads(2, meet):
         assert "different versions of sparkhvd" in str(outcome)
         assert "2.0" in str(outcome)
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_is_told_in_time() -> None:
     comm.Iallgather = lambda *_: types.SimpleNamespace(Test=lambda: False)
     began = time.monotonic()
     with pytest.raises(PreflightError, match=r"rank 0 waited 0.2 s .* the other 1 processes"):
-        communicator.gather("init(comm=...)", comm, "", 0.2)
+        mpi.gather("init(comm=...)", comm, "", 0.2)
     assert time.monotonic() - began < 2
 
 
@@ -125,7 +125,7 @@ def test_an_mpi_that_has_not_noticed_its_launcher_is_told(
     rank, size = variables
     monkeypatch.setenv(rank, "2")
     monkeypatch.setenv(size, "4")
-    monkeypatch.setattr(communicator, "end_with_launcher", lambda _: None)  # there is none
+    monkeypatch.setattr(mpi, "end_with_launcher", lambda _: None)  # there is none
     module: Any = sys.modules[ThreadComm.__module__]
     single = world(1)[0]
     monkeypatch.setattr(module, "COMM_WORLD", single, raising=False)

@@ -15,13 +15,13 @@ import pytest
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.autotune import Knob, Search, Tuner, knobs
+from sparkhvd.observe.autotune import Search, TunedKnob, Tuner, knobs
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
 from tests.harness.soak import amount
 
-BUCKET = Knob.powers("bucket_bytes", 4 << 20, low=1 << 20, high=64 << 20)
-CHUNK = Knob.powers("chunk_bytes", 256 << 10, low=32 << 10, high=256 << 10)
+BUCKET = TunedKnob.powers("bucket_bytes", 4 << 20, low=1 << 20, high=64 << 20)
+CHUNK = TunedKnob.powers("chunk_bytes", 256 << 10, low=32 << 10, high=256 << 10)
 
 
 def speed_of(choice: Mapping[str, int], bucket: int = 16 << 20, chunk: int = 128 << 10) -> float:
@@ -62,7 +62,7 @@ def test_search_stays_where_it_is_when_nothing_helps() -> None:
 
 
 def test_search_drops_a_hopeless_candidate_early_and_ends_in_any_case() -> None:
-    search = Search([Knob("x", (1, 2), 1)])
+    search = Search([TunedKnob("x", (1, 2), 1)])
     assert search.choice == {"x": 1}
     for _ in range(2):
         search.report(100)
@@ -71,7 +71,7 @@ def test_search_drops_a_hopeless_candidate_early_and_ends_in_any_case() -> None:
         assert search.choice == {"x": 1}
     assert search.done
     assert search.windows == 4
-    endless = Search([Knob("x", tuple(range(1, 10_000)), 1)], max_windows=50)
+    endless = Search([TunedKnob("x", tuple(range(1, 10_000)), 1)], max_windows=50)
     while not endless.done:
         endless.report(endless.choice["x"])
     assert endless.windows == 50
@@ -79,12 +79,12 @@ def test_search_drops_a_hopeless_candidate_early_and_ends_in_any_case() -> None:
 
 
 def test_knob_values_ascend_and_contain_the_start() -> None:
-    assert Knob.powers("x", 3, low=1, high=8).values == (1, 2, 3, 4, 8)
-    assert Knob.powers("x", 100, low=1, high=8).values == (1, 2, 4, 8, 100)
+    assert TunedKnob.powers("x", 3, low=1, high=8).values == (1, 2, 3, 4, 8)
+    assert TunedKnob.powers("x", 100, low=1, high=8).values == (1, 2, 4, 8, 100)
     with pytest.raises(
         InvalidArgumentError, match=r"Knob\('x'\): values are \(1, 2\) and start is 3"
     ):
-        Knob("x", (1, 2), 3)
+        TunedKnob("x", (1, 2), 3)
 
 
 class Machine:

@@ -10,7 +10,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers import environment as horovod
+from sparkhvd.launchers import environment
 from tests.harness.communicators import NullComm, ThreadComm, world
 from tests.ranks.torch.on_ranks import on_ranks
 
@@ -125,15 +125,15 @@ def test_a_job_over_a_communicator_begins_anew_after_its_end() -> None:
 
 def test_horovods_choices_of_a_transport_are_one_line() -> None:
     chosen = {"HOROVOD_CPU_OPERATIONS": "mpi", "HOROVOD_CONTROLLER": "MPI"}
-    line = horovod.note_of(chosen)
+    line = environment.note_of(chosen)
     assert line.startswith(
         "sparkhvd: HOROVOD_CPU_OPERATIONS=mpi and HOROVOD_CONTROLLER=MPI: MPI places the ranks"
     )
-    assert "engine moves the bytes" in horovod.note_of({"HOROVOD_CONTROLLER": "gloo"})
-    assert "Horovod knows mpi or gloo for HOROVOD_CONTROLLER" in horovod.note_of(
+    assert "engine moves the bytes" in environment.note_of({"HOROVOD_CONTROLLER": "gloo"})
+    assert "Horovod knows mpi or gloo for HOROVOD_CONTROLLER" in environment.note_of(
         {"HOROVOD_CONTROLLER": "x"}
     )
-    assert horovod.note_of({"HOROVOD_CPU_OPERATIONS": ""}) == ""
+    assert environment.note_of({"HOROVOD_CPU_OPERATIONS": ""}) == ""
 
 
 def test_calls_of_mpi_mix_where_mpi_has_started_the_process(

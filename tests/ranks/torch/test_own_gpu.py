@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd import topology as rank_context
+from sparkhvd import topology
 from sparkhvd.topology import RankContext
 
 
@@ -31,9 +31,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 @pytest.fixture
 def launched() -> Iterator[Callable[[int | None], None]]:
     """Says that a launcher gave this process a GPU."""
-    yield lambda gpu: rank_context.install(RankContext(1, 2, 1, 0, 1, gpu))
+    yield lambda gpu: topology.install(RankContext(1, 2, 1, 0, 1, gpu))
     hvd.shutdown()
-    rank_context.install(None)
+    topology.install(None)
 
 
 @pytest.mark.parametrize(

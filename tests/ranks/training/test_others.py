@@ -22,7 +22,7 @@ from sparkhvd.estimator.saving.encoding import Archive
 from sparkhvd.estimator.saving.persistence import decode_fitted, encode_model
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.loss_functions import resolve_losses
-from sparkhvd.training.loss_state import Others, returned_loss
+from sparkhvd.training.loss_state import LossState, returned_loss
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.modules.attributes import Attributes
 from sparkhvd.training.optimizer import check_optimizer
@@ -117,7 +117,7 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
         used.loss, used.user = None, {"train_step": step}
     losses = [] if kind == "train_step" else [given]
     steps = used.user
-    assert check_optimizer(optimizer, model, model, Others(losses, (), model, steps))
+    assert check_optimizer(optimizer, model, model, LossState(losses, (), model, steps))
     used.train(size)
 
     # Plain PyTorch, in one process, on batches of all ranks.
@@ -204,28 +204,32 @@ def test_parameters_that_no_optimizer_holds_are_named() -> None:
         result: Tensor = loss(output, label)
         return result
 
-    def said(optimizer: Any, others: Others) -> list[str]:
+    def said(optimizer: Any, others: LossState) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check_optimizer(optimizer, model, model, others)
         return [str(each.message) for each in caught]
 
     text = "to which the loss refers: {}. They are not trained. Give an optimizer over"
-    named, steps = Others([closure], (), model), Others((), (), model, {"train_step": closure})
+    named, steps = (
+        LossState([closure], (), model),
+        LossState((), (), model, {"train_step": closure}),
+    )
     assert text.format("loss0.loss.log_var") in said(adam, named)[0]
     assert text.format("train_step.loss.log_var") in said(adam(model.parameters()), steps)[0]
     assert (
-        text.format("loss0.log_var") in said(adam(model.parameters()), Others([loss], (), model))[0]
+        text.format("loss0.log_var")
+        in said(adam(model.parameters()), LossState([loss], (), model))[0]
     )
     # Trained; of a loss of validation and of a metric; fixed, as a teacher is.
     both = [*model.parameters(), loss.log_var]
     for optimizer, others in (
         (adam(both), named),
         (lambda _: adam(both), named),
-        (adam, Others([loss], (), model)),
-        (adam, Others([closure], (), model, trains=False)),
-        (adam, Others((), resolve_metrics([closure], ["y"], ["value"]), model)),
-        (adam, Others((), (), model, {"validation_step": closure})),
+        (adam, LossState([loss], (), model)),
+        (adam, LossState([closure], (), model, trains=False)),
+        (adam, LossState((), resolve_metrics([closure], ["y"], ["value"]), model)),
+        (adam, LossState((), (), model, {"validation_step": closure})),
     ):
         assert said(optimizer, others) == []
     loss.eval()
@@ -266,7 +270,7 @@ counted.calls = 0  # type: ignore[attr-defined]
 
 
 def test_dicts_functions_and_slots_of_losses_may_change_too() -> None:
-    others = Others([InSlots(), counted])
+    others = LossState([InSlots(), counted])
     attributes = Attributes(lambda: dict(others.holders()))
     held = dict(others.holders())
     held["loss0"].weight = 0.5  # type: ignore[attr-defined]
@@ -287,7 +291,7 @@ def test_dicts_functions_and_slots_of_losses_may_change_too() -> None:
 def test_objects_whose_attributes_may_change_are_listed() -> None:
     step, net, plain = Beta(), linear(), Plain()
     metrics = resolve_metrics([lambda o, t: plain.calls], ["y"], ["value"])
-    others = Others([nn.MSELoss(), Holder(net)], metrics, net, {"train_step": step})
+    others = LossState([nn.MSELoss(), Holder(net)], metrics, net, {"train_step": step})
     assert [name for name, _ in others.holders()] == [
         "loss1",
         "loss1.parts",
@@ -383,7 +387,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(store: Store, en
 
 def test_what_a_step_has_is_not_of_the_loss_that_comes_back() -> None:
     model, loss, other = linear(), Uncertain(), Uncertain()
-    others = Others([loss], (), model, {"train_step": lambda *_: other})
+    others = LossState([loss], (), model, {"train_step": lambda *_: other})
     with torch.no_grad():
         loss.log_var.fill_(3.0)
     state = copy.deepcopy(others.state_dict())
@@ -458,8 +462,8 @@ def test_sample_weights_and_several_labels_share_one_loss() -> None:
     loss = PerRow()
     given = (loss, loss)
     used, _ = resolve_losses([loss, loss], 2, per_row=True)
-    assert list(Others(used).parameters) == list(Others(given).parameters)
-    assert [id(p) for p in Others(used).trained] == [id(loss.log_var)]
+    assert list(LossState(used).parameters) == list(LossState(given).parameters)
+    assert [id(p) for p in LossState(used).trained] == [id(loss.log_var)]
 
 
 def test_what_is_the_models_and_options_of_torchs_losses_are_left_out() -> None:
@@ -473,10 +477,10 @@ def test_what_is_the_models_and_options_of_torchs_losses_are_left_out() -> None:
         def forward(self, output: Tensor, label: Tensor) -> Tensor:
             return ((output - label) ** 2).mean() + self.first.norm()
 
-    own = Others([Penalty()], (), model)
+    own = LossState([Penalty()], (), model)
     assert (own.parameters, own.trained, own.buffers()) == ({}, [], {})
-    assert not Others([lambda o, t: model(o)], (), model).parameters
-    assert not Others([nn.CrossEntropyLoss(weight=torch.ones(3))])
+    assert not LossState([lambda o, t: model(o)], (), model).parameters
+    assert not LossState([nn.CrossEntropyLoss(weight=torch.ones(3))])
     assert returned_loss([nn.MSELoss], model, model, {}) is nn.MSELoss
 
 
@@ -486,7 +490,7 @@ def test_an_optimizer_of_another_model_is_still_refused() -> None:
     with pytest.raises(
         InvalidArgumentError, match="the model does not have: .* Those of the loss may be in it"
     ):
-        check_optimizer(adam(linear().parameters()), model, model, Others([loss], (), model))
+        check_optimizer(adam(linear().parameters()), model, model, LossState([loss], (), model))
 
 
 def test_a_metric_whose_state_cannot_be_read_back_is_named(store: Store) -> None:

@@ -19,7 +19,7 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import DAMAGED_NAME
 from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
-from sparkhvd.data.reuse import PreparedData, Scope, plan_key, prepare
+from sparkhvd.data.reuse import PreparedData, ReuseScope, plan_key, prepare
 from sparkhvd.data.store.locks import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.tables import plan_facts
@@ -410,7 +410,7 @@ def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
     spark: SparkSession, store: Store
 ) -> None:
     df, other = without_a_key(spark, 2.0), without_a_key(spark, 3.0)
-    with Scope() as scope:
+    with ReuseScope() as scope:
         first = prepared(df, store, scope=scope)
         again = prepared(df, store, scope=scope)
         assert (first.reused, again.reused, again.data_dir) == (False, True, first.data_dir)
@@ -418,7 +418,7 @@ def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
         assert not prepared(other, store, scope=scope).reused
         assert not prepared(df, store, scope=scope, model_dtype="float64").reused
         kept = prepared(other.select("*"), store, scope=scope, keep_data=True)
-        with Scope() as beside:
+        with ReuseScope() as beside:
             assert not prepared(df, store, scope=beside).reused
             assert len(store.data_directories()) == 5
         assert len(store.data_directories()) == 4

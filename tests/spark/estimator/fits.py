@@ -15,7 +15,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
-from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.fitted import TrainedState
 from tests.harness.plans import batch_rows
 
 
@@ -52,7 +52,7 @@ def fitted(
     """Make a model as `fit` does, without the fit."""
     column = Column("x", "vector", "float32", (inputs,), "vector", "float32")
     model = TorchModel(feature_cols=["x"], label_cols=["y"])
-    model._fitted = Fitted(
+    model._fitted = TrainedState(
         module=module.eval(),
         columns=(column,),
         labels=("y",),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, RankError, Store, TorchModel
-from sparkhvd.data.store import temporary as default
+from sparkhvd.data.store import temporary
 from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.estimator import Callback
@@ -160,7 +160,7 @@ def test_an_error_with_the_second_map_has_the_model_of_the_first(
 @pytest.fixture
 def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemporaryFolders]:
     folders = TemporaryFolders()
-    monkeypatch.setattr(default, "_temporary", folders)
+    monkeypatch.setattr(temporary, "_temporary", folders)
     yield folders
     for folder in folders._folders.values():
         shutil.rmtree(folder)

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.data import reuse
-from sparkhvd.data.store.locks import hold
+from sparkhvd.data.store.locks import acquire
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.fitting import progress
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -343,7 +343,7 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
     options |= {"run_id": "mine", "epochs": 2, "lr_scheduler": lambda o: StepLR(o, 2, 0.5)}
     options["num_proc"] = 1
     with (
-        hold(store, "mine"),
+        acquire(store, "mine"),
         pytest.raises(InvalidArgumentError, match="is held by another fit: process "),
     ):
         estimator(model, store, **options).fit(df)

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 import sparkhvd
 from sparkhvd import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.estimator.saving import encoding as decoding
+from sparkhvd.estimator.saving import encoding
 from sparkhvd.estimator.saving.trust import OwnFiles
 from sparkhvd.horovod.spark.common.store import FilesystemStore, LocalStore
 from sparkhvd.horovod.spark.common.store import Store as HorovodStore
@@ -153,7 +153,7 @@ def test_what_this_process_has_saved_loads_without_a_word_until_it_is_changed(
     # A client of Connect writes text, with a separator behind it.
     code.write_bytes(saved + b"\n")
     with monkeypatch.context() as connect:
-        connect.setattr(decoding, "is_connect", lambda session: True)
+        connect.setattr(encoding, "is_connect", lambda session: True)
         PipelineModel.load(path)
         code.write_bytes(saved + b"\n\n")
         with pytest.raises(UntrustedError):

@@ -10,7 +10,7 @@ import pytest
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.runner import context, run
-from sparkhvd.runner.gpu import decide as profiles
+from sparkhvd.runner.gpu import decide
 from sparkhvd.settings import Settings
 from sparkhvd.spark import SparkShim
 from tests.harness.by_value import by_value
@@ -288,7 +288,7 @@ def test_sessions_of_an_application_share_the_profile_of_transform(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark refuses a stage with two, and a plan may have DataFrames of two sessions."""
-    monkeypatch.setattr(profiles, "_shared", {})
-    monkeypatch.setattr(profiles, "_profile_to_share", lambda shim: object())
-    first = profiles.profile_to_share_gpus(SparkShim(spark))
-    assert profiles.profile_to_share_gpus(SparkShim(spark.newSession())) is first
+    monkeypatch.setattr(decide, "_shared", {})
+    monkeypatch.setattr(decide, "_profile_to_share", lambda shim: object())
+    first = decide.profile_to_share_gpus(SparkShim(spark))
+    assert decide.profile_to_share_gpus(SparkShim(spark.newSession())) is first

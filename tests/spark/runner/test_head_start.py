@@ -13,7 +13,6 @@ import torch
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.runner import job
-from sparkhvd.runner import job as planning
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.spark import SparkShim
 from tests.harness.processes import NURSERY, find
@@ -31,7 +30,7 @@ def test_a_fit_forks_its_ranks_from_nurseries_that_the_tasks_before_have_started
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A nursery of their own: no other test's ranks have as many threads.
-    monkeypatch.setattr(planning, "_fixed_threads", lambda *_: 3)
+    monkeypatch.setattr(job, "_fixed_threads", lambda *_: 3)
     before, ready = find(NURSERY), set()
 
     def note_nurseries(*args: Any) -> Any:
@@ -59,8 +58,8 @@ def test_no_nursery_is_started_before_a_launch_that_uses_none(
 ) -> None:
     own = {"OMP_STACKSIZE": "7M"}  # no other test's: another nursery
     options = LaunchOptions(env={"SPARKHVD_NURSERY": "0"})
-    assert job.head_start(SparkShim(spark), 1, options) is None
-    early = job.head_start(SparkShim(spark), 1, LaunchOptions(env=own))
+    assert job.prewarm(SparkShim(spark), 1, options) is None
+    early = job.prewarm(SparkShim(spark), 1, LaunchOptions(env=own))
     assert early is not None
     before = find(NURSERY)
 

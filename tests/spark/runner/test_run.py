@@ -21,9 +21,8 @@ import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.interfaces import interfaces
-from sparkhvd.runner import context, job, run
+from sparkhvd.runner import context, job, run, slots
 from sparkhvd.runner import job as slot_wait
-from sparkhvd.runner import slots as admission
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
@@ -528,7 +527,7 @@ def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_pa
                     threads.submit(cancels, place)
             ended = [job.result(180) for job in jobs]
         assert ended == ["exception" if kind == "fails" else kind for kind in kinds], sequence
-        assert not admission.is_launched(context_.applicationId)
+        assert not slots.is_launched(context_.applicationId)
         wait_until(lambda: not context_.statusTracker().getActiveJobsIds(), "no Spark job is left")
         left = [one.name for one in threading.enumerate() if one.name.startswith("sparkhvd-")]
         assert left == []

@@ -11,7 +11,7 @@ from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store import store as own
 from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.on_parquet import Places, open_sources
+from sparkhvd.estimator.fitting.on_parquet import DataPaths, open_sources
 from sparkhvd.estimator.params.groups import columns_in
 from sparkhvd.horovod.spark.common import parquet
 from sparkhvd.horovod.spark.common.backend import SparkBackend, launch_arguments
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from sparkhvd.estimator.fitting.inputs import FitSources
-    from sparkhvd.estimator.fitting.request import Request
+    from sparkhvd.estimator.fitting.request import FitRequest
     from sparkhvd.estimator.params.generated import FitOptions
 
 __all__ = ["HorovodEstimator", "checked_for_fit"]
@@ -161,7 +161,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return self._open_places(options, places, spark)[0]
 
     def _open_parquet(
-        self, places: Places, spark: SparkSession
+        self, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
         options = super()._options()
         if places.path is not None or options.store is None:
@@ -171,7 +171,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return self._open_places(options, found, spark)
 
     def _open_places(
-        self, options: FitOptions, places: Places, spark: SparkSession
+        self, options: FitOptions, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
         """Open data whose validation rows are files of their own, if there are any."""
         if places.validation_path is not None:
@@ -188,7 +188,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return launch_arguments(self._backend) is not None
 
     def _run_ranks(
-        self, request: Request, spec: TrainSpec, options: LaunchOptions
+        self, request: FitRequest, spec: TrainSpec, options: LaunchOptions
     ) -> JobReport[TrainResult]:
         if (launching := launch_arguments(self._backend)) is not None:
             arguments, env = launching

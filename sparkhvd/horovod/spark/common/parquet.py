@@ -19,7 +19,7 @@ from sparkhvd.data.parquet.dataset import store_of
 from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.on_parquet import Places, reachable
+from sparkhvd.estimator.fitting.on_parquet import DataPaths, reachable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -147,7 +147,7 @@ def remember(store: Store, sources: FitSources, columns: Sequence[str], seed: in
         _of(store).last = _Wanted(sources, tuple(columns), seed)
 
 
-def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> Places:
+def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> DataPaths:
     """Write the data of a fit by one Spark job for each role, unless they are there; return their places.
 
     Raises:
@@ -157,7 +157,9 @@ def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int |
     return _places(store, index, has_validation=sources.has_validation)
 
 
-def find(store: Store, places: Places, spark: SparkSession, *, has_validation: bool) -> Places:
+def find(
+    store: Store, places: DataPaths, spark: SparkSession, *, has_validation: bool
+) -> DataPaths:
     """Return the places of the store's data for `fit_on_parquet`; those of the last fit are written where there are none.
 
     Raises:
@@ -189,12 +191,14 @@ def find(store: Store, places: Places, spark: SparkSession, *, has_validation: b
     )
 
 
-def _places(store: Store, index: int | None, *, has_validation: bool) -> Places:
+def _places(store: Store, index: int | None, *, has_validation: bool) -> DataPaths:
     held_out = _data_path(store, "val", index) if has_validation else None
-    return Places(_data_path(store, "train", index), held_out, store._place.options or None, None)
+    return DataPaths(
+        _data_path(store, "train", index), held_out, store._place.options or None, None
+    )
 
 
-def _is_there(store: Store, places: Places, spark: SparkSession) -> bool:
+def _is_there(store: Store, places: DataPaths, spark: SparkSession) -> bool:
     assert places.path is not None
     place = reachable(spark, store_of(places.path, store._place.options))
     try:

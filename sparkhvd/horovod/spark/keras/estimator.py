@@ -23,7 +23,7 @@ from sparkhvd.keras import estimator as own
 from sparkhvd.keras.estimator import KerasParams
 from sparkhvd.keras.model import KerasModel as OwnModel
 from sparkhvd.keras.model import Network
-from sparkhvd.keras.training import Following, Order, Trained, train
+from sparkhvd.keras.training import KerasTrainSpec, LoggerBridge, Trained, train
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -119,10 +119,10 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
 
     def _run_ranks(  # type: ignore[override]  # of a fit of Keras, behind a mixin for fits of modules
         self,
-        order: Order,
+        order: KerasTrainSpec,
         options: FitOptions,
         spark: SparkSession,
-        following: Following,
+        following: LoggerBridge,
         **arguments: Any,
     ) -> Sequence[Trained | None]:
         env = self._variables()

@@ -17,7 +17,7 @@ from sparkhvd.horovod.spark.common.estimator import HorovodEstimator
 from sparkhvd.horovod.spark.common.model import HorovodModel
 from sparkhvd.horovod.spark.common.params import DEFAULTS, OUTPUTS_ALONE, EstimatorParams
 from sparkhvd.horovod.spark.lightning.plain import PlainModule, check_metrics, package_name
-from sparkhvd.lightning import estimator as lightning
+from sparkhvd.lightning import estimator
 from sparkhvd.lightning.estimator import MODULE_OR_TRAINER
 from sparkhvd.lightning.loop import LightningLoop, RowFunction, encoded
 from sparkhvd.lightning.strategy import is_module
@@ -53,7 +53,7 @@ class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `histor
     """Model of a LightningModule, with Horovod's Params and hooks."""
 
 
-class TorchEstimator(HorovodEstimator, lightning.TorchEstimator):
+class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     """Estimator of a LightningModule that does what Horovod's does; another module is made one with `optimizer` and `loss`, and stays what it is.
 
     As there, and other than `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step

@@ -20,7 +20,7 @@ from sparkhvd.observe.system import METRICS
 _PATIENCE_OF_A_USER_S = 5.0
 
 
-class Followers:
+class LoggerFanout:
     """Loggers that follow one fit; a context manager."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Followers:
         patience_s = _PATIENCE_OF_A_USER_S if is_interrupt else None
         self._end("interrupted" if is_interrupt else "failed", document, patience_s)
 
-    def __enter__(self) -> Followers:
+    def __enter__(self) -> LoggerFanout:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -8,7 +8,7 @@ import json
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
-from sparkhvd.estimator.fitting.request import Request, bind_features, overrides, try_model
+from sparkhvd.estimator.fitting.request import FitRequest, bind_features, overrides, try_model
 from sparkhvd.estimator.params.groups import fingerprint_options, rank_options
 from sparkhvd.training.program import describe_program
 from sparkhvd.training.spec import TrainSpec
@@ -16,7 +16,9 @@ from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import bind_transformed
 
 
-def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:
+def build_train_spec(
+    request: FitRequest, data: FitData
+) -> tuple[TrainSpec, tuple[int, ...] | None]:
     """Make the spec of the ranks, now that the shapes of the columns are known, and try the model on them.
 
     Returns:
@@ -87,7 +89,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     return spec, widths
 
 
-def fingerprint(request: Request, data: FitData) -> str:
+def fingerprint(request: FitRequest, data: FitData) -> str:
     """Return the facts, as JSON, that two fits must share so that one can resume the other."""
     options, program = request.options, request.program
     values = fingerprint_options(options)

@@ -117,7 +117,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnded:
     """End of a rank.
 
     Attributes:
@@ -134,14 +134,14 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Signalled:
+class SignalReceived:
     """Signal to this process."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Lost:
+class HostLost:
     """End of the connection to a host, with all of its ranks that ran."""
 
     host: str
@@ -149,9 +149,9 @@ class Lost:
     why: str
 
 
-Event = Ended | Signalled | Lost
+Event = RankEnded | SignalReceived | HostLost
 Events = queue.SimpleQueue[Event]
-F = TypeVar("F", bound=Ended | Lost)
+F = TypeVar("F", bound=RankEnded | HostLost)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def signals(events: queue.SimpleQueue[Any]) -> Iterator[None]:
     """
 
     def put(number: int, _: object) -> None:
-        events.put(Signalled(number))
+        events.put(SignalReceived(number))
 
     heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, put) for number in heard}
@@ -187,22 +187,22 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
         one), or 128 + the number of the signal that ended it or this process.
     """
     running = set(range(size))
-    failed: list[Ended | Lost] = []
+    failed: list[RankEnded | HostLost] = []
     received = 0
-    ending = Ending(send)
+    ending = ShutdownSequence(send)
     while running:
         event: Event | None = None
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=ending.next_step_s())
-        if isinstance(event, Signalled):
+        if isinstance(event, SignalReceived):
             received = received or event.number
             ending.interrupt(event.number)
-        elif isinstance(event, Ended):
+        elif isinstance(event, RankEnded):
             running.discard(event.rank)
             if event.status != 0:
                 failed.append(event)
                 ending.begin()
-        elif isinstance(event, Lost):
+        elif isinstance(event, HostLost):
             running.difference_update(event.ranks)
             failed.append(event)
             ending.hurry()
@@ -212,7 +212,7 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
     if not failed:
         return 0
     cause = first_cause(failed, screen)
-    return _tell_loss(cause) if isinstance(cause, Lost) else tell(cause, screen)
+    return _tell_loss(cause) if isinstance(cause, HostLost) else notify(cause, screen)
 
 
 def first_cause(failed: Sequence[F], screen: Screen) -> F:
@@ -220,9 +220,9 @@ def first_cause(failed: Sequence[F], screen: Screen) -> F:
     return next((one for one in failed if not _is_consequence(one, screen)), failed[0])
 
 
-def _is_consequence(failure: Ended | Lost, screen: Screen) -> bool:
+def _is_consequence(failure: RankEnded | HostLost, screen: Screen) -> bool:
     """Return True if a rank has ended because another one did: that may take longer to end than to tell."""
-    return isinstance(failure, Ended) and any(
+    return isinstance(failure, RankEnded) and any(
         _CONSEQUENCE.match(line) for line in screen.tail(failure.rank)
     )
 
@@ -232,7 +232,7 @@ def ended_how(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
 
 
-def tell(ended: Ended, screen: Screen) -> int:
+def notify(ended: RankEnded, screen: Screen) -> int:
     """Show how the rank that failed first has ended, and its last lines; return the exit status."""
     status, rank = ended.status, ended.rank
     lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
@@ -243,7 +243,7 @@ def tell(ended: Ended, screen: Screen) -> int:
     return 128 - status if status < 0 else status
 
 
-def _tell_loss(lost: Lost) -> int:
+def _tell_loss(lost: HostLost) -> int:
     ranks = ", ".join(map(str, lost.ranks))
     sys.stderr.write(
         f"sparkhvdrun: the connection to {lost.host} (ranks {ranks}) was lost: {lost.why}\n"
@@ -252,7 +252,7 @@ def _tell_loss(lost: Lost) -> int:
     return _STATUS_LOST
 
 
-class Ending:
+class ShutdownSequence:
     """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL.
 
     Args:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparkhvd import cpus as processors
-from sparkhvd.runner import slots as placement
+from sparkhvd import cpus
+from sparkhvd.runner import slots
 from sparkhvd.runner.gpu import task
 from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue
 from sparkhvd.runner.trainer import may_fork, prepare_nursery
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadStart:
+class Prewarm:
     """Start of the nurseries that a later launch will use; travels to the executors and is called in tasks.
 
     The nursery of a host imports while tasks write the data, and the launch finds it ready. A launch whose facts are others after all starts
@@ -82,7 +82,7 @@ def task_prologue(
         env={**task.variables(context, gpu_mode), **env},
         sys_path=list(sys.path),
         cwd=os.getcwd(),
-        num_threads=placement.threads_per_rank(context.cpus(), processors.allowed(), fixed_threads),
+        num_threads=slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
         keep_freed_memory=chosen.values.keep_freed_memory,
         nursery=chosen.values.nursery != "0",
         preload=list(preload),
