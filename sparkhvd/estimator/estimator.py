@@ -35,7 +35,7 @@ from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
 from sparkhvd.runner.elastic.job import launch_elastic
 from sparkhvd.runner.elastic.options import RankRange
-from sparkhvd.runner.job import prewarm, launch
+from sparkhvd.runner.job import launch, prewarm
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.prewarm import Prewarm
