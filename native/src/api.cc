@@ -11,7 +11,7 @@
 
 #include "crc32.h"
 #include "engine/engine.h"
-#include "engine/farewell.h"
+#include "engine/graceful_close.h"
 #include "error.h"
 #include "kernels/kernels.h"
 #include "operation.h"
@@ -131,7 +131,7 @@ int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error, size_t er
 
 void sparkhvd_finish(void) {
   guard({nullptr, 0}, [] {
-    sparkhvd::Farewell::finish();
+    sparkhvd::GracefulClose::finish();
     return SPARKHVD_OK;
   });
 }

@@ -82,7 +82,7 @@ void Communicator::open_control_rings() {
 bool Communicator::tell_coordinator(const Bytes& frame) {
   const SharedWord& taken = region(team_.self()).control->taken;
   if (!control_writer_->write(frame, taken.value.load(std::memory_order_acquire))) return false;
-  world_->bell().ring(team_.ranks().first(1));
+  world_->wakeup().ring(team_.ranks().first(1));
   return true;
 }
 
@@ -94,12 +94,12 @@ bool Communicator::tell_members(const Bytes& frame) {
         std::min(received, region(rank).control->received.value.load(std::memory_order_acquire));
   }
   if (!control_writer_->write(frame, received)) return false;
-  world_->bell().ring(team_.ranks());
+  world_->wakeup().ring(team_.ranks());
   return true;
 }
 
 void Communicator::publish(Stage stage, std::uint64_t count) noexcept {
-  // seq_cst against the sleeping words: see transport/bell.h.
+  // seq_cst against the sleeping words: see transport/wakeup_event.h.
   region(team_.self())
       .stages[static_cast<std::size_t>(stage)]
       .value.store(count, std::memory_order_seq_cst);

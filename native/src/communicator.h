@@ -19,9 +19,9 @@
 #include "segment.h"
 #include "task.h"
 #include "team.h"
-#include "transport/bell.h"
 #include "transport/control_ring.h"
 #include "transport/data_link.h"
+#include "transport/wakeup_event.h"
 #include "types.h"
 #include "world.h"
 
@@ -112,7 +112,7 @@ class Communicator {
             sequence >= kClaimWords ? sequence - kClaimWords + 1 : 0};
   }
   /// Rings the ranks of the island that sleep; after changing a claim that they wait for.
-  void ring() noexcept { world_->bell().ring(team_.island()); }
+  void ring() noexcept { world_->wakeup().ring(team_.island()); }
 
   // Control frames between the coordinator, the first rank, and the others, if all share memory.
   bool has_control_rings() const noexcept { return has_memory() && team_.is_one_island(); }

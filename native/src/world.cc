@@ -18,7 +18,7 @@ namespace {
 /// What a rank tells its host's ranks: it has the first page of its memory to itself.
 struct Page {
   SharedWord asleep;
-  alignas(64) LifeWord life;
+  alignas(64) LivenessWord life;
   CpuShare cpus;
 };
 constexpr std::size_t kPageBytes = World::kMemoryOffset;
@@ -35,9 +35,9 @@ std::size_t count_of(const Map& map, Rank from, std::int32_t process_set) {
 
 }  // namespace
 
-World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
+World::World(WorldOptions options, std::vector<Fd> sockets, WakeupEvent& wakeup,
              std::vector<std::string>& warnings)
-    : options_(std::move(options)), bell_(&bell) {
+    : options_(std::move(options)), wakeup_(&wakeup) {
   // A whole number of pages, so that slots never share a cache line.
   options_.slot_bytes = (options_.slot_bytes + 4095) / 4096 * 4096;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
@@ -214,7 +214,7 @@ void World::exchange(std::vector<std::string>& warnings) {
   for (auto& link : links_) {
     if (!link.is_open()) continue;
     if (memory && std::ranges::count(local_peers, link.peer()) > 0) {
-      const int fds[] = {memory->get(), bell_->fd()};
+      const int fds[] = {memory->get(), wakeup_->fd()};
       link.send_with_fds(hello, fds);
     } else {
       link.send(hello);
@@ -266,10 +266,10 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
       return false;
     }
   }
-  bell_->use_word(page_of(memory_->data(options_.membership.self)).asleep);
+  wakeup_->use_word(page_of(memory_->data(options_.membership.self)).asleep);
   for (const Rank local_peer : local_peers) {
-    bell_->add_peer(local_peer, page_of(memory_->data(local_peer)).asleep,
-                    std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
+    wakeup_->add_peer(local_peer, page_of(memory_->data(local_peer)).asleep,
+                      std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
   }
   return true;
 }
@@ -293,7 +293,7 @@ void World::form_islands(const std::vector<bool>& mapped) {
       place->push_back(rank);
     }
   }
-  // The bell may point into `memory_`, which therefore stays, also if the island is not used.
+  // The wakeup may point into `memory_`, which therefore stays, also if the island is not used.
   team_ = Team(options_.membership.self, std::move(islands));
 }
 

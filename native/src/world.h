@@ -22,11 +22,11 @@
 #include "segment.h"
 #include "spare_memory.h"
 #include "team.h"
-#include "transport/bell.h"
 #include "transport/control_link.h"
 #include "transport/data_link.h"
-#include "transport/life_word.h"
+#include "transport/liveness_word.h"
 #include "transport/memfd.h"
+#include "transport/wakeup_event.h"
 #include "types.h"
 
 namespace sparkhvd {
@@ -50,7 +50,7 @@ class World {
   /// Exchanges what the ranks must know of each other and maps the memory of this host's ranks.
   /// Collective. `sockets`: by rank, first those for control frames, then those for tensors, once per
   /// stream. `warnings` receives what the user should read.
-  World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
+  World(WorldOptions options, std::vector<Fd> sockets, WakeupEvent& wakeup,
         std::vector<std::string>& warnings);
 
   const WorldOptions& options() const noexcept { return options_; }
@@ -70,7 +70,7 @@ class World {
   std::span<const DataLink> data_links() const noexcept { return data_links_; }
   std::vector<ControlLink> take_links() noexcept { return std::move(links_); }
   std::vector<DataLink> take_data_links() noexcept { return std::move(data_links_); }
-  Bell& bell() noexcept { return *bell_; }
+  WakeupEvent& wakeup() noexcept { return *wakeup_; }
 
   SpareMemory& spare_memory() noexcept { return spare_memory_; }
 
@@ -94,7 +94,7 @@ class World {
   /// Tells this host's ranks, as long as it lives, that the calling thread's process does.
   class Life {
    public:
-    explicit Life(LifeWord* word) : word_(word) {
+    explicit Life(LivenessWord* word) : word_(word) {
       if (word_ != nullptr) word_->hold();
     }
     Life(const Life&) = delete;
@@ -103,7 +103,7 @@ class World {
     }
 
    private:
-    LifeWord* word_;
+    LivenessWord* word_;
   };
   Life hold_life() const;
   /// When this rank moved bytes on connections for tensors last.
@@ -142,7 +142,7 @@ class World {
   void form_islands(const std::vector<bool>& mapped);
 
   WorldOptions options_;
-  Bell* bell_;
+  WakeupEvent* wakeup_;
   CpuShare own_cpus_ = own_cpu_share();
   std::vector<ControlLink> links_;
   std::vector<DataLink> data_links_;

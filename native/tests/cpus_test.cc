@@ -115,7 +115,7 @@ std::array<bool, 2> ranks_have_cpus(std::array<std::size_t, 2> cpus) {
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < 2; ++rank) {
     threads.push_back(pinned(cpus[rank], [rank, &pair, &found] {
-      Bell bell;
+      WakeupEvent wakeup;
       std::vector<std::string> warnings;
       std::vector<Fd> sockets(2);
       sockets[1 - rank] = Fd(pair[rank]);
@@ -123,7 +123,7 @@ std::array<bool, 2> ranks_have_cpus(std::array<std::size_t, 2> cpus) {
                          .slot_bytes = 4096,
                          .slots = 2,
                          .connect_timeout_s = 20},
-                        std::move(sockets), bell, warnings);
+                        std::move(sockets), wakeup, warnings);
       found[rank] = have_cpus(world.cpu_shares(), 1);
     }));
   }

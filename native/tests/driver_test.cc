@@ -26,7 +26,7 @@ struct Job {
 /// Serves jobs, and sees to it that only one thread at a time asks it to.
 class Fake final : public Drivable {
  public:
-  explicit Fake(Bell& bell) : bell_(bell) { poller_.add(bell_.fd(), EPOLLIN, 0); }
+  explicit Fake(WakeupEvent& wakeup) : wakeup_(wakeup) { poller_.add(wakeup_.fd(), EPOLLIN, 0); }
 
   int fd() const { return poller_.fd(); }
   void on_served(std::function<void()> notify) { notify_ = std::move(notify); }
@@ -58,7 +58,7 @@ class Fake final : public Drivable {
   bool sleep(TimePoint deadline, bool& interrupted) noexcept override {
     const Alone alone(*this);
     const bool moved = !poller_.wait(milliseconds_until(deadline), interrupted).empty();
-    if (moved) bell_.clear();
+    if (moved) wakeup_.clear();
     return moved;
   }
   bool is_running() const override { return is_running_; }
@@ -90,7 +90,7 @@ class Fake final : public Drivable {
     return has_some;
   }
 
-  Bell& bell_;
+  WakeupEvent& wakeup_;
   Poller poller_;
   std::function<void()> notify_;
   mutable std::mutex mutex_;
@@ -102,7 +102,7 @@ class Fake final : public Drivable {
   std::atomic<std::size_t> steps_{0};
 };
 
-class Served final : public Goal {
+class Served final : public WaitCondition {
  public:
   explicit Served(const Job& job) : job_(job) {}
   bool is_reached() const override { return job_.is_served; }
@@ -114,7 +114,7 @@ class Served final : public Goal {
 /// A driver with its fake and its progress thread.
 struct World {
   explicit World(microseconds spin = microseconds(50))
-      : fake(bell), driver({}, fake, bell, recorder, fake.fd(), {spin, false, 100}) {
+      : fake(wakeup), driver({}, fake, wakeup, recorder, fake.fd(), {spin, false, 100}) {
     fake.on_served([this] { driver.notify(); });
     thread = std::jthread([this] { driver.run_progress_thread(); });
   }
@@ -139,7 +139,7 @@ struct World {
     return job.is_served;
   }
 
-  Bell bell;
+  WakeupEvent wakeup;
   Recorder recorder{Rank{0}, 1};
   Fake fake;
   Driver driver;
@@ -209,10 +209,10 @@ TEST(driver_waits_no_longer_than_its_deadline) {
 }
 
 TEST(driver_taken_for_good_ends_every_wait) {
-  Bell bell;
+  WakeupEvent wakeup;
   Recorder recorder{Rank{0}, 1};
-  Fake fake(bell);
-  Driver driver({}, fake, bell, recorder, fake.fd(), {microseconds(50), false, 100});
+  Fake fake(wakeup);
+  Driver driver({}, fake, wakeup, recorder, fake.fd(), {microseconds(50), false, 100});
   fake.on_served([&] { driver.notify(); });
   std::jthread progress([&] { driver.run_progress_thread(); });
   Job never(1 << 30);

@@ -46,7 +46,7 @@ Task scatter(Context& context) {
     transfers.receive(root, result);
   }
   if (is_mate(team.self())) {
-    RangeList given;  // to the mates, in the root's tensor
+    RangeList given;  // to the local_peers, in the root's tensor
     std::size_t begin = 0;
     for (const Rank rank : island) {
       if (rank == team.self()) begin = given.size();

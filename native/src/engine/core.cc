@@ -60,10 +60,10 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
     : kernels_(kernels_or_error(options.isa)),
       recorder_(options.world.membership.self, options.world.membership.size()),
       stacks_(options.stack_signal, options.stack_pipe),
-      world_(std::move(options.world), tuned_sockets(options), bell_, warnings),
+      world_(std::move(options.world), tuned_sockets(options), wakeup_, warnings),
       spinning_(spinning_of(world_, options.spin_us)),
       in_flight_(world_.membership(), recorder_, *this, notify),
-      peers_(world_, poller_, bell_, in_flight_, recorder_, *this, stacks_, options.host_loss_s),
+      peers_(world_, poller_, wakeup_, in_flight_, recorder_, *this, stacks_, options.host_loss_s),
       messages_(
           world_,
           [this](Operation& operation, std::int32_t status, std::string text) {
@@ -71,7 +71,7 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
           },
           [this](Rank rank) { return peers_.ask_for_life(rank); }),
       devices_({world_.rank(), options.stall_warning_s, have_cpus(world_.cpu_shares(), 2)}, groups_,
-               in_flight_, peers_, bell_, recorder_,
+               in_flight_, peers_, wakeup_, recorder_,
                {[this](const Refuse& refuse) { sets_.on_refuse(world_.rank(), refuse); },
                 [this](Group& group) { sets_.settle(group); }, notify}),
       sets_({world_, kernels_, in_flight_, peers_, messages_, devices_, groups_, recorder_},
@@ -350,7 +350,7 @@ void Core::say_goodbye() {
 
 void Core::after_fork() noexcept {
   peers_.after_fork();
-  bell_.close();
+  wakeup_.close();
 }
 
 }  // namespace sparkhvd

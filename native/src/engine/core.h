@@ -23,7 +23,7 @@
 #include "point_to_point/point_to_point.h"
 #include "recorder.h"
 #include "stacks.h"
-#include "transport/bell.h"
+#include "transport/wakeup_event.h"
 #include "world.h"
 
 namespace sparkhvd {
@@ -52,7 +52,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   DeviceOrders& devices() noexcept { return devices_; }
   const DeviceOrders& devices() const noexcept { return devices_; }
   Recorder& recorder() noexcept { return recorder_; }
-  Bell& bell() noexcept { return bell_; }
+  WakeupEvent& wakeup() noexcept { return wakeup_; }
   const World& world() const noexcept { return world_; }
   /// An epoll that says when there is something to do.
   int connections() const noexcept { return peers_.fd(); }
@@ -99,7 +99,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
 
   const Kernels& kernels_;
   Recorder recorder_;
-  Bell bell_;
+  WakeupEvent wakeup_;
   // Descriptors, made before the ranks meet, as the driver's are.
   Poller poller_;
   Stacks stacks_;

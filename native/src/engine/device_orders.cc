@@ -47,12 +47,12 @@ bool lacks_output(const Operation& operation, const Execute& message, std::size_
 }  // namespace
 
 DeviceOrders::DeviceOrders(const Options& options, Groups& groups, InFlight& in_flight,
-                           Peers& peers, Bell& bell, Recorder& recorder, Hooks hooks)
+                           Peers& peers, WakeupEvent& wakeup, Recorder& recorder, Hooks hooks)
     : options_(options),
       groups_(groups),
       in_flight_(in_flight),
       peers_(peers),
-      bell_(bell),
+      wakeup_(wakeup),
       recorder_(recorder),
       hooks_(std::move(hooks)) {}
 
@@ -67,11 +67,11 @@ void DeviceOrders::open(const nccl::DeviceOptions& options) {
   }
   in_flight_.check();
   auto plane = std::make_unique<nccl::DevicePlane>(
-      std::make_shared<nccl::Device>(options), [this] { bell_.ring_self_if_asleep(); },
+      std::make_shared<nccl::Device>(options), [this] { wakeup_.ring_self_if_asleep(); },
       options_.has_cpu_for_plane);
   in_flight_.if_usable([&] { plane_.store(plane.get(), std::memory_order_release); });
   if (is_open()) own_plane_ = std::move(plane);
-  bell_.ring_self();  // who sleeps has not announced it to the plane
+  wakeup_.ring_self();  // who sleeps has not announced it to the plane
 }
 
 std::shared_ptr<nccl::Device> DeviceOrders::device() const {

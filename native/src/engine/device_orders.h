@@ -25,7 +25,7 @@
 #include "engine/peers.h"
 #include "nccl/plane.h"
 #include "recorder.h"
-#include "transport/bell.h"
+#include "transport/wakeup_event.h"
 
 namespace sparkhvd {
 
@@ -46,7 +46,7 @@ class DeviceOrders {
     std::function<void()> launched;
   };
   DeviceOrders(const Options& options, Groups& groups, InFlight& in_flight, Peers& peers,
-               Bell& bell, Recorder& recorder, Hooks hooks);
+               WakeupEvent& wakeup, Recorder& recorder, Hooks hooks);
   DeviceOrders(const DeviceOrders&) = delete;
   DeviceOrders& operator=(const DeviceOrders&) = delete;
 
@@ -129,7 +129,7 @@ class DeviceOrders {
   Groups& groups_;
   InFlight& in_flight_;
   Peers& peers_;
-  Bell& bell_;
+  WakeupEvent& wakeup_;
   Recorder& recorder_;
   const Hooks hooks_;
 

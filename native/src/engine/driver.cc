@@ -54,10 +54,10 @@ Driver::Descriptors::Descriptors()
   if (!timer.valid()) throw_errno("timerfd_create");
 }
 
-Driver::Driver(Descriptors descriptors, Drivable& driven, Bell& bell, Recorder& recorder,
+Driver::Driver(Descriptors descriptors, Drivable& driven, WakeupEvent& wakeup, Recorder& recorder,
                int connections, const Spinning& spinning)
     : driven_(driven),
-      bell_(bell),
+      wakeup_(wakeup),
       recorder_(recorder),
       connections_(connections),
       spinning_(spinning),
@@ -75,7 +75,7 @@ void Driver::become_driver() {
     own_.poller.modify(connections_, 0, kConnectionsKey);
     is_watching_ = false;
   }
-  bell_.set_awake();
+  wakeup_.set_awake();
   recorder_.woke();
 }
 
@@ -99,7 +99,7 @@ void Driver::start_timer() {
 }
 
 void Driver::wake_sleeper() {
-  if (has_driver_ && driver_sleeps_) bell_.ring_self();
+  if (has_driver_ && driver_sleeps_) wakeup_.ring_self();
 }
 
 void Driver::serve() {
@@ -121,7 +121,7 @@ void Driver::take_for_good() {
   Lock lock(mutex_);
   is_stopping_ = true;
   hand_over_.store(true, std::memory_order_relaxed);
-  bell_.ring_self();
+  wakeup_.ring_self();
   changed_.notify_all();
   ++waiters_;
   while (has_driver_) lock.wait(changed_, kNever);
@@ -174,7 +174,7 @@ void Driver::run_progress_thread() {
       continue;
     }
     has_driver_ = true;
-    bell_.set_awake();
+    wakeup_.set_awake();
     lock.unlock();
     const bool is_idle = progress_until_idle(is_called);
     const TimePoint wake_up = driven_.wake_up();
@@ -214,7 +214,7 @@ bool Driver::progress_until_idle(bool is_called) {
 
 // ---- Waiting callers -------------------------------------------------------------------------
 
-void Driver::wait(const Goal& goal, TimePoint deadline, bool has_requested) {
+void Driver::wait(const WaitCondition& goal, TimePoint deadline, bool has_requested) {
   Lock lock(mutex_);
   if (has_requested) wake_sleeper();
   ++waiters_;
@@ -238,7 +238,7 @@ void Driver::wait(const Goal& goal, TimePoint deadline, bool has_requested) {
 }
 
 /// True if the deadline, a signal or the end came before the goal.
-bool Driver::drive_to(const Goal& goal, TimePoint deadline) {
+bool Driver::drive_to(const WaitCondition& goal, TimePoint deadline) {
   bool is_spinning = false;
   TimePoint spin_end = Clock::now() + patience(goal);
   while (!goal.is_reached()) {
@@ -278,7 +278,7 @@ bool Driver::drive_to(const Goal& goal, TimePoint deadline) {
 /// others wait for its wake-up, so that they sleep too, and small operations would cost a wake-up each
 /// from then on. They try again in the first of every 16 ms, by a clock that the processes of a host
 /// share, because a spin meets an answer in time only if the peer spins too.
-Clock::duration Driver::patience(const Goal& goal) const {
+Clock::duration Driver::patience(const WaitCondition& goal) const {
   if (failed_spins_ < spinning_.max_failed || goal.is_imminent()) return spinning_.time;
   const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
   return is_trial ? spinning_.time : Clock::duration::zero();
@@ -291,7 +291,7 @@ bool Driver::sleep_until(TimePoint deadline) {
     const Lock lock(mutex_);
     driver_sleeps_ = !is_stopping_ && !driven_.has_requests();
     if (!driver_sleeps_) {
-      bell_.set_awake();
+      wakeup_.set_awake();
       return is_stopping_;
     }
   }
@@ -303,7 +303,7 @@ bool Driver::sleep_until(TimePoint deadline) {
     driver_sleeps_ = false;
     if (is_stopping_) interrupted = true;
   }
-  bell_.set_awake();
+  wakeup_.set_awake();
   return interrupted || (!moved && Clock::now() >= deadline);
 }
 
@@ -311,9 +311,9 @@ bool Driver::sleep_until(TimePoint deadline) {
 /// something to do after all.
 bool Driver::announce_sleep() {
   if (!driven_.is_running() && !driven_.expects_bell()) return true;
-  bell_.set_sleeping();
+  wakeup_.set_sleeping();
   if (!driven_.step(Work::kAll)) return true;
-  bell_.set_awake();
+  wakeup_.set_awake();
   return false;
 }
 

@@ -18,9 +18,9 @@
 #include "clock.h"
 #include "recorder.h"
 #include "sync.h"
-#include "transport/bell.h"
 #include "transport/fd.h"
 #include "transport/poller.h"
+#include "transport/wakeup_event.h"
 
 namespace sparkhvd {
 
@@ -38,7 +38,7 @@ class Drivable {
   virtual bool sleep(TimePoint deadline, bool& interrupted) noexcept = 0;
   /// True in the middle of an operation that all ranks are in.
   virtual bool is_running() const = 0;
-  /// True if anything may come by the bell.
+  /// True if anything may come by the wakeup.
   virtual bool expects_bell() const = 0;
   /// When a thread that sleeps outside has to look again.
   virtual TimePoint wake_up() const = 0;
@@ -52,9 +52,9 @@ class Drivable {
 };
 
 /// What a thread waits for.
-class Goal {
+class WaitCondition {
  public:
-  virtual ~Goal() = default;
+  virtual ~WaitCondition() = default;
   virtual bool is_reached() const = 0;
   /// True if it is a matter of microseconds, and of a thread of this process that may need the CPU.
   virtual bool is_imminent() const { return false; }
@@ -84,8 +84,8 @@ class Driver {
     Fd timer;       // wakes it when a caller has stopped driving and does not come back
   };
   /// `connections`: an epoll that says when there is something to do.
-  Driver(Descriptors descriptors, Drivable& driven, Bell& bell, Recorder& recorder, int connections,
-         const Spinning& spinning);
+  Driver(Descriptors descriptors, Drivable& driven, WakeupEvent& wakeup, Recorder& recorder,
+         int connections, const Spinning& spinning);
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
@@ -94,7 +94,7 @@ class Driver {
   /// After a request: makes sure that somebody has told the other ranks.
   void serve() EXCLUDES(mutex_);
   /// Drives until the goal is reached, `deadline`, a signal, or the end. `has_requested`: right after a request.
-  void wait(const Goal& goal, TimePoint deadline, bool has_requested) EXCLUDES(mutex_);
+  void wait(const WaitCondition& goal, TimePoint deadline, bool has_requested) EXCLUDES(mutex_);
   /// Something may have been reached that other threads wait for.
   void notify() EXCLUDES(mutex_);
   /// Becomes the last driver. The progress thread ends as soon as it is woken.
@@ -111,13 +111,13 @@ class Driver {
   void start_timer() REQUIRES(mutex_);
   void wake_sleeper() REQUIRES(mutex_);
   bool progress_until_idle(bool is_called);
-  bool drive_to(const Goal& goal, TimePoint deadline);
-  Clock::duration patience(const Goal& goal) const;
+  bool drive_to(const WaitCondition& goal, TimePoint deadline);
+  Clock::duration patience(const WaitCondition& goal) const;
   bool sleep_until(TimePoint deadline) EXCLUDES(mutex_);
   bool announce_sleep();
 
   Drivable& driven_;
-  Bell& bell_;
+  WakeupEvent& wakeup_;
   Recorder& recorder_;
   const int connections_;
   const Spinning spinning_;

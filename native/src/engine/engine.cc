@@ -4,7 +4,7 @@
 #include <future>
 #include <utility>
 
-#include "engine/goals.h"
+#include "engine/wait_conditions.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -13,7 +13,7 @@ Engine::Engine(EngineOptions options) : Engine(std::move(options), Driver::Descr
 Engine::Engine(EngineOptions options, Driver::Descriptors descriptors)
     : stall_shutdown_s_(options.stall_shutdown_s),
       core_(std::move(options), [this] { driver_.notify(); }),
-      driver_(std::move(descriptors), core_, core_.bell(), core_.recorder(), core_.connections(),
+      driver_(std::move(descriptors), core_, core_.wakeup(), core_.recorder(), core_.connections(),
               core_.spinning()) {
   std::promise<void> held;
   const auto is_held = held.get_future();

@@ -1,7 +1,7 @@
 // Connections of the other ranks: reading, writing, closing. How ranks end is in peer_ends.cc.
 #include "engine/peers.h"
 
-#include "engine/farewell.h"
+#include "engine/graceful_close.h"
 #include "engine/orders.h"
 
 namespace sparkhvd {
@@ -15,11 +15,11 @@ bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
 }  // namespace
 
-Peers::Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Recorder& recorder,
-             PeerEvents& events, Stacks& stacks, double host_loss_s)
+Peers::Peers(World& world, Poller& poller, WakeupEvent& wakeup, InFlight& in_flight,
+             Recorder& recorder, PeerEvents& events, Stacks& stacks, double host_loss_s)
     : world_(world),
       poller_(poller),
-      bell_(bell),
+      wakeup_(wakeup),
       in_flight_(in_flight),
       recorder_(recorder),
       events_(events),
@@ -29,8 +29,8 @@ Peers::Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Reco
       loss_watch_(host_loss_s) {}
 
 void Peers::start() {
-  poller_.add(bell_.fd(), EPOLLIN, kBellKey);
-  bell_.count(recorder_.activity().wakeups);
+  poller_.add(wakeup_.fd(), EPOLLIN, kBellKey);
+  wakeup_.count(recorder_.activity().wakeups);
   const auto start = [this](auto links, std::vector<Link*>& with_output) {
     for (auto& link : links) {
       link.count(recorder_.activity().sockets);
@@ -43,7 +43,7 @@ void Peers::start() {
   start(world_.links(), with_frames_);
   start(world_.data_links(), with_tensors_);
   // What arrived behind the handshake is already buffered and would not wake a thread.
-  bell_.ring_self();
+  wakeup_.ring_self();
 }
 
 // ---- Reading and writing ---------------------------------------------------------------------
@@ -63,7 +63,7 @@ bool Peers::poll(int timeout_ms, bool& interrupted) {
     if (event.data.u64 == kBellKey) {
       // Counts as movement: what it was rung for may have come after this round looked, and a peer
       // rings once per sleep.
-      bell_.clear();
+      wakeup_.clear();
       moved = true;
       continue;
     }
@@ -243,7 +243,7 @@ void Peers::part_with(ControlLink& link) {
 
 void Peers::leave() {
   for (auto& link : world_.data_links()) link.close_write();
-  Farewell::say({world_.take_links(), world_.take_data_links()});
+  GracefulClose::say({world_.take_links(), world_.take_data_links()});
 }
 
 void Peers::after_fork() noexcept {

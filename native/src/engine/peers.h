@@ -19,9 +19,9 @@
 #include "message.h"
 #include "recorder.h"
 #include "stacks.h"
-#include "transport/bell.h"
 #include "transport/loss_watch.h"
 #include "transport/poller.h"
+#include "transport/wakeup_event.h"
 #include "world.h"
 
 namespace sparkhvd {
@@ -40,12 +40,12 @@ class PeerEvents {
 
 class Peers {
  public:
-  Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Recorder& recorder,
+  Peers(World& world, Poller& poller, WakeupEvent& wakeup, InFlight& in_flight, Recorder& recorder,
         PeerEvents& events, Stacks& stacks, double host_loss_s);
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
-  /// An epoll of the connections and the bell.
+  /// An epoll of the connections and the wakeup.
   int fd() const noexcept { return poller_.fd(); }
   /// Watches all connections, before the first driver.
   void start();
@@ -84,7 +84,7 @@ class Peers {
 
   /// After a failure: tells every peer, and ends the connections for tensors.
   void part_with_all(const Bytes& last_words);
-  /// Hands the connections over to a Farewell; there are none any more.
+  /// Hands the connections over to a GracefulClose; there are none any more.
   void leave();
   void after_fork() noexcept;
 
@@ -115,10 +115,10 @@ class Peers {
   std::size_t index_of_link(const DataLink& link) const;
 
   World& world_;
-  // Tells of the bell, or of a connection by its index: those for control frames by rank, then those
+  // Tells of the wakeup, or of a connection by its index: those for control frames by rank, then those
   // for tensors.
   Poller& poller_;
-  Bell& bell_;
+  WakeupEvent& wakeup_;
   InFlight& in_flight_;
   Recorder& recorder_;
   PeerEvents& events_;

@@ -93,7 +93,7 @@ void DevicePlane::mark_for_abort(std::int32_t process_set, std::uint64_t limit) 
 }
 
 bool DevicePlane::has_news() const noexcept {
-  return core_->has_news.load(std::memory_order_seq_cst);  // see Bell
+  return core_->has_news.load(std::memory_order_seq_cst);  // see WakeupEvent
 }
 
 News DevicePlane::take_news() { return core_->take_news(); }

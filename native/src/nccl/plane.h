@@ -3,7 +3,7 @@
 //
 // **Threads.** One thread, "sparkhvd-nccl", makes every call of NCCL, because neither a communicator
 // nor two of one device may be used by two threads at a time. The driver hands over requests and
-// takes news; a ring of its bell says that there are some. A second thread runs only to abort:
+// takes news; a ring of its wakeup says that there are some. A second thread runs only to abort:
 // ncclCommAbort may block, and no caller waits for it longer than kAbortTime.
 //
 // **Ownership.** Requests and news are queues with locks of their own. Communicators and operations

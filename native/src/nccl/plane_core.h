@@ -88,7 +88,7 @@ class DevicePlane::Core {
   void tell(Tell tell) {
     const Lock lock(mutex_);
     tell(news_);
-    has_news.store(true, std::memory_order_seq_cst);  // see Bell
+    has_news.store(true, std::memory_order_seq_cst);  // see WakeupEvent
     if (ring_) ring_();
   }
 

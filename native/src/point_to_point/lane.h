@@ -13,7 +13,7 @@
 #include <span>
 
 #include "error.h"
-#include "transport/bell.h"
+#include "transport/wakeup_event.h"
 
 namespace sparkhvd {
 
@@ -67,7 +67,7 @@ class LaneWriter {
     put(position_ + sizeof(record), head);
     put(position_ + sizeof(record) + head.size(), body);
     position_ += space;
-    // seq_cst against the sleeping words: see transport/bell.h.
+    // seq_cst against the sleeping words: see transport/wakeup_event.h.
     own_->written.value.store(position_, std::memory_order_seq_cst);
     return true;
   }

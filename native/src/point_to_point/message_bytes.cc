@@ -46,7 +46,7 @@ void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation
 
 bool PointToPoint::receive(const std::function<void(Rank, const std::string&)>& lose) {
   bool moved = false;
-  for (const Rank mate : mates_) {
+  for (const Rank mate : local_peers_) {
     try {
       moved |= receive_records(mate, peer(mate));
     } catch (const Error& error) {
@@ -73,7 +73,7 @@ bool PointToPoint::receive_records(Rank from, Peer& source) {
   // The writer may sleep until there is room.
   if (count > 0) {
     const Rank ranks[] = {from};
-    world_.bell().ring(ranks);
+    world_.wakeup().ring(ranks);
   }
   return count > 0;
 }
@@ -140,7 +140,7 @@ bool PointToPoint::send_records(Peer& target) {
     target.sent_at = Clock::now();
     outgoing.left = outgoing.left.subspan(chunk.size());
     const Rank ranks[] = {rank_of(target)};
-    world_.bell().ring(ranks);
+    world_.wakeup().ring(ranks);
     if (!outgoing.left.empty()) continue;
     const auto operation = outgoing.operation;
     target.outgoing.pop_front();
@@ -148,7 +148,7 @@ bool PointToPoint::send_records(Peer& target) {
   }
   if (moved) {
     const Rank ranks[] = {rank_of(target)};
-    world_.bell().ring(ranks);
+    world_.wakeup().ring(ranks);
   }
   return moved;
 }

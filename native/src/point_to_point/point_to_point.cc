@@ -37,12 +37,12 @@ PointToPoint::PointToPoint(World& world, Finish finish, AskForLife ask_for_life)
       finish_(std::move(finish)),
       ask_for_life_(std::move(ask_for_life)),
       peers_(world.size()) {
-  const std::size_t mates = world.team().local_size();
-  if (mates < 2) return;
+  const std::size_t local_peers = world.team().local_size();
+  if (local_peers < 2) return;
   const std::size_t ring = Lane::ring_bytes(world.ranks_of_own_host());
   for (const Rank mate : world.team().island()) {
     if (mate == world.rank()) continue;
-    mates_.push_back(mate);
+    local_peers_.push_back(mate);
     Lane& own = *world.lane(world.rank(), mate);
     Lane& theirs = *world.lane(mate, world.rank());
     peer(mate).writer.emplace(own, theirs, ring);

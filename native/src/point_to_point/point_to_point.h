@@ -175,9 +175,9 @@ class PointToPoint {
   World& world_;
   Finish finish_;
   AskForLife ask_for_life_;
-  std::vector<Peer> peers_;  // by rank
-  std::vector<Rank> mates_;  // those of this rank's island
-  std::vector<Rank> busy_;   // those of whom `step` has something to do
+  std::vector<Peer> peers_;        // by rank
+  std::vector<Rank> local_peers_;  // those of this rank's island
+  std::vector<Rank> busy_;         // those of whom `step` has something to do
   Matching<Receive, Message> matching_;
   std::uint64_t receives_ = 0;                                   // submitted so far
   std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // announced, by number

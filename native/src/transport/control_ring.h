@@ -15,7 +15,7 @@
 
 #include "error.h"
 #include "message.h"
-#include "transport/bell.h"
+#include "transport/wakeup_event.h"
 
 namespace sparkhvd {
 
@@ -44,7 +44,7 @@ class ControlWriter {
     put(position_, std::as_bytes(std::span(&length, 1)));
     put(position_ + sizeof(length), frame);
     position_ += ControlRing::space(frame.size());
-    // seq_cst against the sleeping words: see bell.h.
+    // seq_cst against the sleeping words: see wakeup_event.h.
     ring_->written.value.store(position_, std::memory_order_seq_cst);
     return true;
   }

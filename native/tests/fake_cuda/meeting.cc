@@ -67,7 +67,7 @@ OpenIds& open_ids() {
 struct alignas(64) Meeting::Header {
   std::atomic<std::uint32_t> size;
   std::atomic<std::uint32_t> joined;
-  std::atomic<std::uint32_t> bell;
+  std::atomic<std::uint32_t> wakeup;
 };
 
 NcclUniqueId make_unique_id() {
@@ -157,18 +157,18 @@ bool Meeting::barrier(const Stop& stop) {
 
 bool Meeting::wait(const std::function<bool()>& condition, const Stop& stop) {
   for (;;) {
-    const std::uint32_t bell = header_->bell;
+    const std::uint32_t wakeup = header_->wakeup;
     if (condition()) return true;
     if (stop()) return false;
     const timespec longest{0, 1'000'000};  // how soon an abort is seen
-    ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&header_->bell), FUTEX_WAIT, bell,
+    ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&header_->wakeup), FUTEX_WAIT, wakeup,
               &longest, nullptr, 0);
   }
 }
 
 void Meeting::ring() {
-  ++header_->bell;
-  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&header_->bell), FUTEX_WAKE, INT32_MAX,
+  ++header_->wakeup;
+  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&header_->wakeup), FUTEX_WAKE, INT32_MAX,
             nullptr, nullptr, 0);
 }
 

@@ -14,7 +14,7 @@ namespace sparkhvd {
 inline constexpr auto kLaunchTime = std::chrono::microseconds(20);
 
 /// The operation has ended.
-class Ended final : public Goal {
+class Ended final : public WaitCondition {
  public:
   explicit Ended(const Operation& operation) : operation_(operation) {}
   bool is_reached() const override { return operation_.is_finished(); }
@@ -25,7 +25,7 @@ class Ended final : public Goal {
 
 /// Ended, or on its way on the device. A launch that the ranks have agreed on needs a few microseconds of the
 /// plane's thread.
-class Launched final : public Goal {
+class Launched final : public WaitCondition {
  public:
   Launched(const Operation& operation, bool has_cpu_for_plane)
       : operation_(operation), has_cpu_for_plane_(has_cpu_for_plane) {}

@@ -12,7 +12,7 @@
 namespace sparkhvd {
 
 /// Lies in shared memory, where zero is what everything starts with.
-class LifeWord {
+class LivenessWord {
  public:
   /// Before the others look.
   void open() noexcept {

@@ -13,12 +13,12 @@
 
 namespace sparkhvd {
 
-class Farewell {
+class GracefulClose {
  public:
-  Farewell(std::vector<ControlLink> links, std::vector<DataLink> data_links);
+  GracefulClose(std::vector<ControlLink> links, std::vector<DataLink> data_links);
 
   /// Closes what is delivered, for a moment here and then in the background.
-  static void say(Farewell farewell);
+  static void say(GracefulClose graceful_close);
   /// Waits for those in the background, before the process ends.
   static void finish();
 

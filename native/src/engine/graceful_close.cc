@@ -1,4 +1,4 @@
-#include "engine/farewell.h"
+#include "engine/graceful_close.h"
 
 #include <atomic>
 #include <chrono>
@@ -25,35 +25,35 @@ bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
 }  // namespace
 
-Farewell::Farewell(std::vector<ControlLink> links, std::vector<DataLink> data_links)
+GracefulClose::GracefulClose(std::vector<ControlLink> links, std::vector<DataLink> data_links)
     : links_(std::move(links)), data_links_(std::move(data_links)) {
   for (auto& link : links_) link.leave_engine();
   for (auto& link : data_links_) link.leave_engine();
 }
 
-void Farewell::say(Farewell farewell) {
+void GracefulClose::say(GracefulClose graceful_close) {
   const TimePoint now = Clock::now();
-  if (farewell.close_until(now + kGoodbyeHere)) return;
+  if (graceful_close.close_until(now + kGoodbyeHere)) return;
   ++background;
-  const auto go_on = [until = now + kGoodbyeTime](Farewell left) {
+  const auto go_on = [until = now + kGoodbyeTime](GracefulClose left) {
     left.close_until(until);
     left = {{}, {}};
     --background;
   };
   try {
-    std::thread(go_on, std::move(farewell)).detach();
+    std::thread(go_on, std::move(graceful_close)).detach();
   } catch (const std::system_error&) {  // no thread to be had
-    go_on(std::move(farewell));
+    go_on(std::move(graceful_close));
   }
 }
 
-void Farewell::finish() {
+void GracefulClose::finish() {
   // In a forked child nobody ends them.
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
   while (background > 0 && Clock::now() < deadline) std::this_thread::sleep_for(kGoodbyePause);
 }
 
-bool Farewell::close_until(TimePoint deadline) {
+bool GracefulClose::close_until(TimePoint deadline) {
   while (!close_delivered()) {
     if (Clock::now() >= deadline) return false;
     std::this_thread::sleep_for(kGoodbyePause);
@@ -62,7 +62,7 @@ bool Farewell::close_until(TimePoint deadline) {
 }
 
 /// Closes every connection whose bytes have reached the peer's host. True if none is left.
-bool Farewell::close_delivered() {
+bool GracefulClose::close_delivered() {
   bool is_done = true;
   const auto part = [&](Link& link) {
     const bool is_over = link.state() != Link::State::kOpen || link.is_delivered();

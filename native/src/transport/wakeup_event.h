@@ -33,9 +33,9 @@ struct alignas(64) SharedWord {
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free,
               "shared memory between processes needs lock-free atomics");
 
-class Bell {
+class WakeupEvent {
  public:
-  Bell() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  WakeupEvent() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!event_.valid()) throw_errno("eventfd");
   }
 
