@@ -141,7 +141,6 @@ rendezvous.connections rendezvous.handshake
 rendezvous.descriptors rendezvous.listener
 rendezvous.dialing rendezvous.meeting
 rendezvous.endpoints rendezvous.handshake
-rendezvous.in_process rendezvous.rendezvous
 rendezvous.installed rendezvous.rendezvous
 rendezvous.links rendezvous.meeting
 rendezvous.loop rendezvous.event_loop
