@@ -408,7 +408,7 @@ def _run_stage(
             ),
         ):
             body = task.make_task(spec, program, plan.shared)
-            stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
+            stage = plan.shim.stage(plan.size, body, results.row_schema(), options.profile)
             interrupt = None if interrupter is None else interrupter.interrupt
             with announce_slot_wait(plan, spec.tag):
                 rows = results.collect(

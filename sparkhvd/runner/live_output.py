@@ -238,14 +238,17 @@ def _add(session: Any, job_id: str, filters: list[Any]) -> None:
     Raises:
         Exception: the JVM has another logging library, or does not let us.
     """
-    core = session._jvm.org.apache.logging.log4j.core
-    deny, neutral = core.Filter.Result.DENY, core.Filter.Result.NEUTRAL
+    result = _java_class(session, "core.Filter$Result")
+    deny, neutral = result.DENY, result.NEUTRAL
     # The job's id is hexadecimal; a worker without this package tells so by another token.
     text = rf"(?s).*\[sparkhvd-(outcome:{job_id}|preflight):.*"
-    filters.append(core.filter.RegexFilter.createFilter(text, None, False, deny, neutral))
-    pairs = session._sc._gateway.new_array(core.util.KeyValuePair, 1)
-    pairs[0] = core.util.KeyValuePair(_PROPERTY, job_id)
-    filters.append(core.filter.ThreadContextMapFilter.createFilter(pairs, "and", deny, neutral))
+    regex = _java_class(session, "core.filter.RegexFilter")
+    filters.append(regex.createFilter(text, None, False, deny, neutral))
+    pair = _java_class(session, "core.util.KeyValuePair")
+    pairs = session._sc._gateway.new_array(pair, 1)
+    pairs[0] = pair(_PROPERTY, job_id)
+    by_thread = _java_class(session, "core.filter.ThreadContextMapFilter")
+    filters.append(by_thread.createFilter(pairs, "and", deny, neutral))
     # Of the whole configuration: a logger with one of its own would no longer have the level of a Spark shell.
     configuration = _configuration(session)
     for chosen in filters:
@@ -273,4 +276,11 @@ def _remove(session: Any, filters: list[Any]) -> None:
 
 
 def _configuration(session: Any) -> Any:
-    return session._jvm.org.apache.logging.log4j.LogManager.getContext(False).getConfiguration()
+    return _java_class(session, "LogManager").getContext(False).getConfiguration()
+
+
+def _java_class(session: Any, name: str) -> Any:
+    """Return a class of log4j without a call of py4j for each part of its name."""
+    from py4j.java_gateway import JavaClass
+
+    return JavaClass(f"org.apache.logging.log4j.{name}", session._sc._gateway._gateway_client)

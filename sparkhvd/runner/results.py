@@ -21,6 +21,7 @@ from sparkhvd.spark import SparkShim
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, Row
+    from pyspark.sql.types import StructType
 
 
 LIMIT_KEY = "spark.driver.maxResultSize"
@@ -58,6 +59,14 @@ def pieces_for(conf: Mapping[str, str], size: int) -> ResultChunks:
     return ResultChunks(num_bytes, max(1, room // num_bytes))
 
 
+def row_schema() -> StructType:
+    """Return the schema of `rows_of`. As a text Spark's JVM would have to parse it, which takes 7 ms per launch."""
+    from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
+
+    columns = {"rank": IntegerType(), "part": IntegerType(), "data": BinaryType()}
+    return StructType([StructField(name, kind) for name, kind in columns.items()])
+
+
 def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a rank that has ended well: its outcome, then its result in pieces of at most `num_bytes`."""
     import pyarrow as pa
@@ -82,7 +91,7 @@ def collect(
 
     Args:
         shim: session.
-        stage: of `task.ROW_SCHEMA`.
+        stage: of `row_schema`.
         pieces: that its tasks yield.
         size: number of ranks.
         tag: of the job in which the ranks run; see `is_of_rest` for the others.

@@ -104,9 +104,6 @@ def log(line: str, *, timestamp: bool = False) -> None:
     sys.stderr.flush()
 
 
-ROW_SCHEMA = "rank int, part int, data binary"
-
-
 @dataclass(frozen=True)
 class TaskSpec:
     """Specification of one attempt, the same for all ranks; crosses as JSON inside Spark's closure.

@@ -57,6 +57,7 @@ from sparkhvd.runner.outcomes import (
 )
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.protocol import carried
+from sparkhvd.runner.results import row_schema
 from sparkhvd.runner.slots import launch_ticket
 from sparkhvd.runner.task import TaskSpec
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
@@ -474,7 +475,7 @@ class _Attempt:
 
         def make(size: int) -> DataFrame:
             profile = plan.options.profile
-            return plan.shim.stage(size, body, task.ROW_SCHEMA, profile, is_barrier=False)
+            return plan.shim.stage(size, body, row_schema(), profile, is_barrier=False)
 
         text = f"sparkhvd: {limits.smallest} to {limits.largest} ranks, attempt {spec.attempt + 1}"
         return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.record_end)
