@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from pyspark.ml import Pipeline, PipelineModel
 
-from sparkhvd import TorchEstimator, TorchModel, UntrustedError
+from sparkhvd import TorchClassifier, TorchEstimator, TorchModel, UntrustedError
 from sparkhvd.estimator.saving.persistence import FORMAT_VERSION
+from tests.spark.estimator import saved_store
 from tests.spark.estimator.saved_models import FIXTURES, Scaled, data, estimators, outputs
 
 if TYPE_CHECKING:
@@ -61,3 +64,35 @@ def test_estimators_of_earlier_versions_come_back(spark: SparkSession, folder: P
     own = TorchEstimator.load(f"{folder}/own_estimator", trust=True)
     assert type(own.getModel()) is Scaled
     assert own.getOptimizer() is torch.optim.SGD
+
+
+def test_a_run_that_the_version_before_the_merge_left_is_resumed(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved_store.FIXTURE / "store", tmp_path / "store")
+    resumed = saved_store.estimator(str(tmp_path / "store"), run_id=saved_store.RUN_ID)
+    model = resumed.setVerbose(1).fit(saved_store.rows(spark))
+    assert "after epoch 1" in capsys.readouterr().out  # where it continues
+    whole = saved_store.estimator(str(tmp_path / "new")).fit(saved_store.rows(spark))
+    assert [record["epoch"] for record in model.history] == [1, 2, 3, 4]
+    for record, other in zip(model.history, whole.history, strict=True):
+        assert record["loss"] == other["loss"]
+    for mine, theirs in zip(
+        model.getModel().parameters(), whole.getModel().parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    again = TorchModel.from_run(str(tmp_path / "store"), saved_store.RUN_ID, trust=True)
+    assert torch.equal(next(again.getModel().parameters()), next(whole.getModel().parameters()))
+
+
+def test_pipelines_of_the_version_before_the_merge_load(spark: SparkSession) -> None:
+    expected = json.loads((saved_store.FIXTURE / "expected.json").read_text())
+    model = PipelineModel.load(f"{saved_store.FIXTURE}/pipeline_model")
+    found = [
+        list(map(float, row["probability"]))
+        for row in model.transform(saved_store.columns(spark)).collect()
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    stages = Pipeline.load(f"{saved_store.FIXTURE}/pipeline").getStages()
+    assert type(stages[1]) is TorchClassifier
+    assert stages[1].getMaxIter() == 2
