@@ -72,7 +72,7 @@ def test_a_run_that_the_version_before_the_merge_left_is_resumed(
     shutil.copytree(saved_store.FIXTURE / "store", tmp_path / "store")
     resumed = saved_store.estimator(str(tmp_path / "store"), run_id=saved_store.RUN_ID)
     model = resumed.setVerbose(1).fit(saved_store.rows(spark))
-    assert "after epoch 1" in capsys.readouterr().out  # where it continues
+    assert "after 4 steps" in capsys.readouterr().out  # where it continues
     whole = saved_store.estimator(str(tmp_path / "new")).fit(saved_store.rows(spark))
     assert [record["epoch"] for record in model.history] == [1, 2, 3, 4]
     for record, other in zip(model.history, whole.history, strict=True):
