@@ -301,7 +301,7 @@ PROGRAM = """
 import os, sys, time
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.processes.runner.test_nursery import pid_and_parent
+from tests.processes.runner.test_zygote import pid_and_parent
 
 if __name__ == "__main__":
     run_local(pid_and_parent, num_proc=2, verbose=0)
@@ -430,7 +430,7 @@ SHARED = """
 import os, sys
 from sparkhvd.runner import run_local
 from sparkhvd.runner.zygote_client import of_this_process
-from tests.processes.runner.test_nursery import pid_and_parent
+from tests.processes.runner.test_zygote import pid_and_parent
 
 if __name__ == "__main__":
     of_this_process.share(os.getppid())

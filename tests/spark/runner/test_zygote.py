@@ -20,7 +20,7 @@ def parent() -> tuple[int, str]:
     return os.getppid(), Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
 
 
-@soak("test_head_start: ranks are forked; the setting: processes/runner/test_nursery")
+@soak("test_prewarm: ranks are forked; the setting: processes/runner/test_zygote")
 def test_ranks_are_forked_by_nurseries_unless_the_setting_says_otherwise(
     spark: SparkSession,
 ) -> None:
@@ -33,7 +33,7 @@ def test_ranks_are_forked_by_nurseries_unless_the_setting_says_otherwise(
     assert all(NURSERY not in command for _, command in fresh)
 
 
-@soak("processes/runner/test_nursery")
+@soak("processes/runner/test_zygote")
 def test_launches_of_which_each_reads_another_variable_early_leave_few_nurseries(
     spark: SparkSession,
 ) -> None:
