@@ -143,9 +143,9 @@ def test_the_second_fit_of_a_run_is_refused_while_the_first_lives(store: Store) 
 
 def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, store: Store) -> None:
     code = (
-        "import sys; from sparkhvd.data.store.locks import hold;"
+        "import sys; from sparkhvd.data.store.locks import acquire;"
         "from sparkhvd.data.store.store import Store;"
-        f"held = hold(Store({store.url!r}), 'r'); print('held', flush=True); sys.stdin.read()"
+        f"held = acquire(Store({store.url!r}), 'r'); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
