@@ -166,7 +166,7 @@ def test_an_error_of_this_package_alone_is_its_message() -> None:
     trace = f"""\
 Traceback (most recent call last):
   File "{OWN}/training/step.py", line 9, in check
-    fail_together(text)
+    raise_on_all_ranks(text)
 sparkhvd.errors.InvalidArgumentError: The shapes differ.
 """
     error = error_of(failed(trace, "sparkhvd.errors.InvalidArgumentError", "The shapes differ."), 2)
