@@ -292,7 +292,7 @@ def read_flags(
     Args:
         source: of the manifest's files.
         manifest: with a validation column.
-        usable: ascending numbers of the rows that count; None means all.
+        usable: ascending numbers of the usable rows; None means all.
         part: (number, count) of the part.
     """
     column = manifest.schema.validation
@@ -304,7 +304,7 @@ def read_flags(
 
 
 def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Rows:
-    """Read the number of the group of every row, or of a part of the rows."""
+    """Read the group number of every row, or of a part of the rows."""
     column = manifest.schema.group
     assert column is not None
     division = RowDivision(source.block_edges)
@@ -329,17 +329,17 @@ def select_rows(
     flags: Flags | None = None,
     groups: Rows | None = None,
 ) -> Rows | int:
-    """Return the ascending numbers of the rows of a subset, or a count for all from 0 on.
+    """Return the ascending numbers of the rows of a subset, or a count for all, starting at 0.
 
     Args:
-        source: of the manifest's files; read only if a column tells the validation rows and `flags` is None.
+        source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
         manifest: of the data.
         subset: "all", "train" or "validation".
-        validation: the validation fraction; None if the manifest has a validation column (or there is none).
+        validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
         seed: decides the split.
-        usable: ascending numbers of the rows that count; None means all.
-        flags: the validation flags of the usable rows, if they have been read.
-        groups: the number of the group of each row; a fraction takes whole groups then.
+        usable: ascending numbers of the usable rows; None means all.
+        flags: the validation flags of the usable rows, if already read.
+        groups: the group number of each row; a fraction then selects whole groups.
 
     Raises:
         InvalidArgumentError: the data have no validation rows.
@@ -384,6 +384,6 @@ def read_rows(
     part: tuple[int, int],
     division: RowDivision,
 ) -> dict[str, Values]:
-    """Read columns of a part of the rows, as `Source.read` gives them."""
+    """Read columns of a part of the rows, as by `Source.read`."""
     numbers = division.part(rows, *part)
     return source.read(names, None if isinstance(numbers, int) else numbers)
