@@ -234,9 +234,7 @@ def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
     form = relation.fileFormat()
     name = str(form.getClass().getName())
     state: list[object] = []
-    if (
-        name not in _FILE_FORMATS
-    ):  # an unknown state equals only itself, and only here
+    if name not in _FILE_FORMATS:  # an unknown state equals only itself, and only here
         state = [session.sparkContext.applicationId, int(form.hashCode())]
     index = relation.location()
     roots = str(index.rootPaths().mkString("\n"))

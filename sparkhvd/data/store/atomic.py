@@ -225,9 +225,7 @@ def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
     """Remove an empty folder if the file system has a call that refuses a nonempty folder."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
-        with contextlib.suppress(
-            Exception
-        ):  # each driver has its own error for a nonempty folder
+        with contextlib.suppress(Exception):  # each driver has its own error for a nonempty folder
             handler.fs.rmdir(folder)
 
 
