@@ -142,7 +142,7 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
     for name in names:
         if schema.column(name).has_decoder and name not in functions.decoders:
             raise InvalidArgumentError(
-                f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
+                f"loader: column {name!r} was prepared for a decoder, but none is given. Give decoders={{{name!r}: <function>}}, or "
                 "leave it out of columns."
             )
     for name in (*functions.decoders, *functions.collate):

@@ -121,7 +121,7 @@ class Manifest:
         if values is None or "format_version" not in values:
             raise InvalidArgumentError(
                 "The list of the data's files is damaged: its checksum does not match. Fit again: the data are materialized "
-                "anew."
+                "again."
             )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(

@@ -341,7 +341,7 @@ class ProgressFile:
                     keep_temporary_store(self.store)
                     stays = f"stays until you delete {urlsplit(self.store.url).path}"
             note = (
-                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} goes on "
+                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} resumes "
                 "from there."
             )
             if hasattr(error, "add_note"):

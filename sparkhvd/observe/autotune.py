@@ -343,13 +343,13 @@ class Tuner:
             fits = content["format"] == _FORMAT and content["world"] == self._world()
             choice = {str(name): int(value) for name, value in content["choice"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning anew")
+            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning again")
             return None
         for knob in self._search.knobs:
             low, high = knob.values[0], knob.values[-1]
             fits = fits and low <= choice.get(knob.name, low - 1) <= high
         if not fits or len(choice) != len(self._values):
-            self._notify(f"{self._file} was made for other ranks or knobs; tuning anew")
+            self._notify(f"{self._file} was made for other ranks or knobs; tuning again")
             return None
         return choice
 

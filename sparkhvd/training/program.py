@@ -165,7 +165,7 @@ def load_program(
     if digest != sha256:
         raise StoreError(
             f"{store.full_url(path)} is not what the driver wrote: its SHA-256 is {digest} instead of {sha256}. It is "
-            "damaged, or something else writes to the run's folder. Fit again: the file is written anew."
+            "damaged, or something else writes to the run's folder. Fit again: the file is written again."
         )
     program = load_shell(data, {} if weights is None else weights.load())
     assert isinstance(program, Program)

@@ -151,7 +151,7 @@ class PackedFile:
             )
         return StoreError(
             f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {reason}. Look at the storage; fit "
-            "again, which materializes the data anew."
+            "again, which materializes the data again."
         )
 
     def _read_end(self) -> bytes:

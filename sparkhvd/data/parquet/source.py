@@ -59,7 +59,7 @@ class OpenFile:
         except FileNotFoundError as e:
             raise InvalidArgumentError(
                 f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
-                "all hosts reach, and let nobody change the data during a fit."
+                "all hosts reach, and do not change the data during a fit."
             ) from e
         try:
             self.metadata = pq.read_metadata(self._source)
@@ -69,13 +69,13 @@ class OpenFile:
             if row_groups != file.row_groups or self._source.size() != file.size:
                 raise InvalidArgumentError(
                     f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(row_groups):,} rows, "
-                    f"and had {file.size:,} and {file.rows:,}. Let nobody change the data during a fit; run it again."
+                    f"and had {file.size:,} and {file.rows:,}. Do not change the data during a fit; run it again."
                 )
             modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
             if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
                 raise InvalidArgumentError(
                     f"{where!r} was written again since the fit began, or its time of change differs between the driver and "
-                    f"{socket.gethostname()}. Let nobody change the data during a fit; run it again."
+                    f"{socket.gethostname()}. Do not change the data during a fit; run it again."
                 )
         except BaseException:
             self._source.close()

@@ -103,7 +103,7 @@ class RowOrder:
         block_rows = self._block_rows
         if self.groups is not None and first_row:
             raise InvalidArgumentError(
-                "Batches of whole groups depend on the number of ranks and the batch size: go on with those of before."
+                "Batches of whole groups depend on the number of ranks and the batch size: resume with the same numbers."
             )
         if self.groups is not None:
             return group_plan(

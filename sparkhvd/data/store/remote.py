@@ -291,7 +291,7 @@ class RemoteStore(Store):
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         self.ask(invoke, "delete", path)
 
     def delete_if_empty(self, path: str) -> None:

@@ -191,7 +191,7 @@ class StoreFilesystem:
         # Before the first checkpoint, as during materialization, no training can be lost.
         is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
         then = (
-            "; a fit with the same run_id goes on from the last checkpoint"
+            "; a fit with the same run_id resumes from the last checkpoint"
             if is_checkpoint
             else ", and try again"
         )
@@ -417,7 +417,7 @@ class StoreWriter:
             )
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         place = self._place
         full = place.full(path)
         with (
@@ -466,7 +466,7 @@ class StoredRun:
         epochs: trained epochs of its newest checkpoint.
         num_bytes: of all its files.
         changed: time of the last change; None if unknown.
-        holder: the running fit: "process 12 on host a, since ..."; "" if there is none.
+        holder: the running fit: "process 12 on host a, since ...", or "".
     """
 
     run_id: str
@@ -585,7 +585,7 @@ def _delete(store: Store, path: str) -> None:
     store.delete(path)
     if store.exists(path) and store.list(path, recursive=True):
         raise StoreError(
-            f"{store.full_url(path)} cannot be deleted wholly. Let its owner delete it, or somebody who may."
+            f"{store.full_url(path)} cannot be deleted completely. Ask its owner, or a user with permission, to delete it."
         )
 
 
@@ -655,7 +655,7 @@ class Cleaning:
         more = ", ..." if len(self.failed) > _NAMED else ""
         warnings.warn(
             f"Store.clean: {len(self.failed)} folders of {self._store.url} stay, because this user may not list, read or "
-            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Let their owners clean, or somebody who may.",
+            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Ask their owners, or a user with permission, to clean them.",
             stacklevel=stacklevel + 1,
         )
 
@@ -894,7 +894,7 @@ class Store:
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         if not path.strip("/"):
             raise InvalidArgumentError(
                 "Store.delete('') would delete the whole store. Name a path in it."

@@ -131,7 +131,7 @@ def fixed_num_proc(options: FitOptions, who: str) -> int | None:
     """
     if isinstance(options.num_proc, tuple):
         raise InvalidArgumentError(
-            f"{who}: num_proc is {options.num_proc}; ranks come and go with TorchEstimator only. Give a number."
+            f"{who}: num_proc is {options.num_proc}; only TorchEstimator supports elastic training. Give a number."
         )
     return options.num_proc
 
@@ -146,14 +146,14 @@ def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
     if not isinstance(given, tuple):
         if options.elastic_batch is not None:
             raise InvalidArgumentError(
-                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for ranks that come and go: give "
+                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for elastic training: give "
                 "num_proc=(least, most), or leave it out."
             )
         return None, given
     what = f"num_proc is {given}"
     if options.train_fn is not None:
         raise InvalidArgumentError(
-            f"{what}, and train_fn has a loop of its own, which does not follow ranks that come and go. Give num_proc a number, or "
+            f"{what}, and train_fn has its own loop, which does not support elastic training. Give num_proc a number, or "
             "call sparkhvd.runner.run_elastic with a function that uses hvd.elastic.run."
         )
     if options.timeline:

@@ -120,8 +120,8 @@ class Run:
         done = self.position()
         if done != (0, 0):
             warnings.warn(
-                f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
-                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it anew. Write it to a table first "
+                f"{self.store.full_url(self.run_dir)} resumes after epoch {done[0]} with data that may differ from those before: the "
+                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it again. Write it to a table first "
                 "and fit that.",
                 stacklevel=2,
             )
@@ -187,7 +187,7 @@ class Run:
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""
+        """Return (epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
@@ -203,7 +203,7 @@ class Run:
         if is_temporary_store(self.store):
             line += ", which goes with this process,"
         if (position := self.position()) != (0, 0):
-            line += f" goes on {position_text(position, epochs)}"
+            line += f" resumes {position_text(position, epochs)}"
         elif self.start_from:
             line += f" starts from the weights of {self.start_from}"
         sys.stdout.write(line.rstrip(",") + "\n")
@@ -249,7 +249,7 @@ class Run:
             with contextlib.suppress(OSError, SparkhvdError):  # what could not be written
                 is_over = self.finished() is not None
             if not is_over:
-                note += f"a fit with run_id={self.name!r} and store={self.store.url!r} goes on from there. "
+                note += f"a fit with run_id={self.name!r} and store={self.store.url!r} resumes from there. "
             trust = ", trust=True" if self._holds_code() else ""
             gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}{trust}) gives the model"
             note += f"{gives} so far." if not is_trained else f"{gives}."

@@ -61,7 +61,7 @@ class ClusterParams(TorchParams):
 
     num_proc = cluster_param(
         to_ranks,
-        "number of ranks; default every GPU or task slot; (least, most) for ranks that come and go",
+        "number of ranks; default every GPU or task slot; (least, most) for elastic training",
         annotation="int | tuple[int, int]",
         aliases=("numTrainWorkers",),
         check=is_number_of_ranks,
@@ -69,7 +69,7 @@ class ClusterParams(TorchParams):
     )
     elastic_batch = cluster_param(
         TypeConverters.toString,
-        "'global': a batch of all ranks keeps least * batch_size rows while ranks come and go",
+        "'global': a batch of all ranks keeps least * batch_size rows when the number of ranks changes",
         check=one_of("global"),
         fingerprint=True,
     )

@@ -252,7 +252,7 @@ class EstimatorReader(_Reader):
         if not is_wanted:
             warnings.warn(
                 f"The estimator of {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
-                f"and nobody has said that the file is trusted. Give it one with setStore, or load it with trust=True, "
+                f"and the file is not trusted. Give it one with setStore, or load it with trust=True, "
                 f"inside `with sparkhvd.trust():`, or with {TRUST_CONF} set to a prefix of the path.",
                 stacklevel=2,
             )

@@ -147,7 +147,7 @@ class _RunDecoder(Decoder):
             except FileNotFoundError:
                 raise InvalidArgumentError(
                     f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
-                    "Restore it from a copy, or fit anew with another run_id."
+                    "Restore it from a copy, or fit again with another run_id."
                 ) from None
         else:
             newest = self._checkpoints.newest_whole()
@@ -205,12 +205,12 @@ def _description(store: Store, run_dir: str) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"{url} is not there: the fit ended before its ranks started, or well without keep_checkpoints, which leaves a report alone, or an older "
             "sparkhvd, which writes none, ran it. Fit "
-            "with this run_id to go on from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
+            "with this run_id to resume from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
         ) from None
     if values is None:
         raise InvalidArgumentError(
             f"{url} is damaged: it is not what was written. Restore it from a copy; of a run that has not finished a fit with "
-            "its run_id writes it anew."
+            "its run_id writes it again."
         )
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidArgumentError(

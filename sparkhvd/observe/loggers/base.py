@@ -238,7 +238,7 @@ class Delivery:
         if self._down_since is None:
             self._down_since = time.monotonic()
             self._log(
-                f"{self._sink.place} does not answer ({_first_line(error)}). The training goes on; what there is to log waits."
+                f"{self._sink.place} does not answer ({_first_line(error)}). Training continues; undelivered numbers are kept."
             )
 
     def _note_up(self) -> None:

@@ -33,7 +33,7 @@ from sparkhvd.observe.report.charts import (
 #     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
 #     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
-#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of ranks that come and go: how long after
+#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
 #                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
 #     params, settings, versions     texts by name; those that were given, or differ from the default
 #

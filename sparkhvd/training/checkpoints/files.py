@@ -177,7 +177,7 @@ class Checkpoints:
         return state if isinstance(state, dict) else {}
 
     def latest_epoch(self) -> int:
-        """Return the epochs of the newest checkpoint; 0 if there is none."""
+        """Return the epochs of the newest checkpoint; 0 without a checkpoint."""
         return self.latest_position()[0]
 
     def latest_position(self) -> Position:
@@ -225,7 +225,7 @@ class Checkpoints:
         if not lost:
             return
         start = "the beginning" if start_at is None else _words(start_at)
-        self.warning = f"{' '.join(lost)} The run goes on from {start}, and what it did from there to {_words(newest)} is repeated."
+        self.warning = f"{' '.join(lost)} The run resumes from {start} and repeats the training from there to {_words(newest)}."
         warnings.warn(self.warning, stacklevel=3)
 
     def load(self, epoch: int, step: int = 0) -> Checkpoint:
@@ -260,7 +260,7 @@ class Checkpoints:
             return self._load(path, is_mapped=is_mapped)
         except DamagedError as e:
             raise InvalidArgumentError(
-                f"{e} Restore it from a copy, or train anew with another run_id."
+                f"{e} Restore it from a copy, or train again with another run_id."
             ) from None
 
     def _load(self, path: str, *, is_mapped: bool = False) -> Checkpoint:

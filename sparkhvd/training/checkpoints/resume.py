@@ -52,7 +52,7 @@ _ABSENT = object()
 
 
 def differences(old: str, new: str) -> str:
-    """Describe the differences between two fingerprints (JSON objects) of fits; "" if there are none.
+    """Describe the differences between two fingerprints (JSON objects) of fits; "" for equal fits.
 
     "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """

@@ -275,7 +275,7 @@ class Saver:
             if futures.wait([writing], WRITE_LIMIT_S).not_done:
                 raise StoreError(
                     f"The checkpoint {self._path} is not written after {WRITE_LIMIT_S:g} s: the store does not answer. "
-                    "A fit with the same run_id goes on from the checkpoint before it."
+                    "A fit with the same run_id resumes from the previous checkpoint."
                 )
             writing.result()
         return self._path

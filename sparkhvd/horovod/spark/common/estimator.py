@@ -66,7 +66,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         backend, num_proc = self._get("backend"), self._get("num_proc")
         if isinstance(num_proc, tuple):
             raise InvalidArgumentError(
-                f"num_proc is {num_proc}; ranks come and go with sparkhvd's own TorchEstimator only. Give a number."
+                f"num_proc is {num_proc}; only sparkhvd's own TorchEstimator supports elastic training. Give a number."
             )
         if backend is None:
             return SparkBackend(num_proc)
