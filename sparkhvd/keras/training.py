@@ -425,9 +425,7 @@ class LoggerBridge:
 
 
 class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that records the parts of each step, until the timeline ends; every rank must have it, as the first of its
-    callbacks.
-    """
+    """Callback that records the parts of each step, until the timeline ends; every rank must have it, as the first of its callbacks."""
 
     def __init__(self, timeline: RunTimeline) -> None:
         super().__init__()

@@ -495,9 +495,7 @@ class Strategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones equal on all ranks are not
-        sent.
-        """
+        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones equal on all ranks are not sent."""
         self.model.to(self.root_device)
         if self.world_size > 1:
             tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

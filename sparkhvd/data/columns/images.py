@@ -159,9 +159,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
                 place += shift
 
     def _planes(self, data: bytes) -> list[npt.NDArray[np.uint8]]:
-        """Return the channels (height, width): splitting them in Pillow costs as much as one joint array, which needs another
-        copy.
-        """
+        """Return the channels (height, width): splitting them in Pillow costs as much as one joint array, which needs another copy."""
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
             if self.fit == "exact" and opened.size != size:

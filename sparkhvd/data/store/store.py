@@ -810,9 +810,7 @@ class Store:
                 return bytes(source.read())
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
-        """Delete files, then return paths and contents of others of a folder, sorted, up to 8 MiB, in one step, possibly a Spark
-        task.
-        """
+        """Delete files, then return paths and contents of others of a folder, sorted, up to 8 MiB, in one step, possibly a Spark task."""
         return _collect(self, folder, done)
 
     def open_input(self, path: str) -> pa.NativeFile:

@@ -168,9 +168,7 @@ class Run:
         return None
 
     def delete(self, keeps: Collection[str] = ()) -> None:
-        """Delete the run except files with these names. The driver has its model, so Ctrl-C becomes a warning instead of losing
-        it.
-        """
+        """Delete the run except files with these names. The driver has its model, so Ctrl-C becomes a warning instead of losing it."""
         with _warning_of_orphans():
             paths = self.store.list(self.run_dir)
             kept = [path for path in paths if path.rpartition("/")[2] in keeps]

@@ -256,9 +256,7 @@ def _plain(name: str) -> str:
 
 
 def with_signature(cls: T) -> T:
-    """Set a signature of the class's own arguments and its Params by group, for `help()` and editors; names without effect are
-    omitted.
-    """
+    """Set a signature of the class's own arguments and its Params by group, for `help()` and editors; names without effect are omitted."""
     shown = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
     order = {group: number for number, group in enumerate((*GROUPS, ""))}
     names = sorted(shown, key=lambda name: order[shown[name].group])

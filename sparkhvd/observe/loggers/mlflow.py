@@ -281,9 +281,7 @@ class _Run(Sink):
 
 
 def _as_pickle() -> dict[str, str]:
-    """Return the argument by which MLflow saves any module: newer versions export it by default, which needs an example of its
-    input.
-    """
+    """Return the argument by which MLflow saves any module: newer versions export it by default, which needs an example of its input."""
     import mlflow.pytorch
 
     name = "serialization_format"
