@@ -1,9 +1,8 @@
 """Convert a DataFrame's rows to tensors on the ranks: columns, files, store, readers. Usable without the estimator.
 
 A `source` is a DataFrame or Parquet files. On the driver `columns` decides how each column is stored; `materialize` writes a
-DataFrame
-into the store as packed Parquet in one Spark job, unless `reuse` finds earlier data. A `manifest` names the files,
-and readers ignore all other files. On a rank `reading` provides batches by row number, for any format of the files.
+DataFrame into the store as packed Parquet in one Spark job, unless `reuse` finds earlier data. A `manifest` names the files, and
+readers ignore all other files. On a rank `reading` provides batches by row number, for any format of the files.
 
 Failure: a damaged, truncated or replaced file is an error that names it, never other rows. Temporary data are deleted with their
 owning process.

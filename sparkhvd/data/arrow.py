@@ -1,7 +1,6 @@
 """Convert Spark's Arrow columns to numpy arrays of rows.
 
-Unusable values are counted, not raised: the pass over the data continues, so that the user learns about all problems
-at once.
+Unusable values are counted, not raised: the pass over the data continues, so that the user learns about all problems at once.
 """
 
 from __future__ import annotations

@@ -33,10 +33,9 @@ RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _LARGE_BATCH_BYTES = 512 << 20
 # Spark's default; more rows per batch gain nothing.
 _MOST_RECORDS = 10_000
-# Spark checks its bound in bytes after every row. If a list column ends in nulls (null arrays, or a
-# vector sent as one struct), the check takes time in proportion to the batch's rows: 10,000 rows of vectors took four times as
-# long as without it, 1,000 rows 1.6 times. So it is disabled if the types give the length of a row. Otherwise
-# batches have few rows, at no measurable cost.
+# Spark checks its bound in bytes after every row. If a list column ends in nulls (null arrays, or a vector sent as one struct),
+# the check takes time in proportion to the batch's rows: 10,000 rows of vectors took four times as long as without it, 1,000 rows
+# 1.6 times. So it is disabled if the types give the length of a row. Otherwise batches have few rows, at no measurable cost.
 _NO_BYTES = 2**31 - 1
 _FEW_RECORDS = 1000
 # Assumed bytes of a value of unknown length, for Sparks without a bound in bytes.

@@ -362,11 +362,10 @@ def holds(dtype: np.dtype[Any], value: float) -> bool:
 
 # ----------------------------------------------------------------------------------------------------
 # ML vectors from Spark to a Python worker: four columns each, because one struct is slow.
-# A vector is struct<type, size, indices, values>, and a dense vector has null indices. While Spark (4.1 and later)
-# writes an Arrow batch, it computes its size after every row, and each time walks over the nulls at a list column's
-# end: the work is quadratic in the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with
-# an empty list in place of the null, 2 s. So the parts are sent as separate columns and joined in the worker without
-# copying.
+# A vector is struct<type, size, indices, values>, and a dense vector has null indices. While Spark (4.1 and later) writes an
+# Arrow batch, it computes its size after every row, and each time walks over the nulls at a list column's end: the work is
+# quadratic in the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with an empty list in place of the
+# null, 2 s. So the parts are sent as separate columns and joined in the worker without copying.
 
 PARTS = ("type", "size", "indices", "values")
 _DENSE = 1

@@ -172,8 +172,7 @@ class Loader(IterableDataset[Any]):
     the next epoch follows.
 
     A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and
-    every row
-    is used once per epoch over all ranks.
+    every row is used once per epoch over all ranks.
 
     Attributes:
         dataset: the rows.

@@ -70,8 +70,7 @@ def fresh(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 class Buffers:
     """Arrays by name, each valid until the next of its name; not thread-safe.
 
-    Each has its own mapping: a freed window would leave a hole in the heap that the next, slightly larger one does
-    not fit.
+    Each has its own mapping: a freed window would leave a hole in the heap that the next, slightly larger one does not fit.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,7 @@ PACKED, PARQUET = "packed", "parquet"
 class DataFile:
     """Parquet file of a data set.
 
-    External files also have size and time, to detect changes, and the values of columns held only by
-    the names of their folders.
+    External files also have size and time, to detect changes, and the values of columns held only by the names of their folders.
 
     Attributes:
         path: in the store.

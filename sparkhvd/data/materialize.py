@@ -55,11 +55,10 @@ def materialize(
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
-    One Spark job, one pass, which includes every check of values. Rows are ordered by partition index
-    and position in the partition. Every task writes one file named after its attempt and reports it. Only
-    attempts counted by Spark enter the manifest, so retries and speculation cannot duplicate rows, and other files
-    are deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
-    Arrow batches are bounded in bytes, see `bounded_batches`.
+    One Spark job, one pass, which includes every check of values. Rows are ordered by partition index and position in the
+    partition. Every task writes one file named after its attempt and reports it. Only attempts counted by Spark enter the
+    manifest, so retries and speculation cannot duplicate rows, and other files are deleted. The manifest is written last; if
+    anything fails, the job is cancelled and the folder removed. Arrow batches are bounded in bytes, see `bounded_batches`.
 
     Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 

@@ -1,9 +1,8 @@
 """Ownership of materialized data: leases, their renewal, and deletion at the end of an application or process.
 
-A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark
-Connect server are one application), as recorded in its lease file. A lease not renewed for a day is void, and any process
-may delete the directory. Unless the user keeps them, the owner deletes its directories when its process or
-application ends.
+A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark Connect server
+are one application), as recorded in its lease file. A lease not renewed for a day is void, and any process may delete the
+directory. Unless the user keeps them, the owner deletes its directories when its process or application ends.
 
 Threads: any; `_owned.lock` guards the lists.
 """

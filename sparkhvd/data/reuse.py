@@ -1,8 +1,7 @@
 """Reuse of materialized data: the key of a DataFrame's data, and fits that share data without a key.
 
 Data without a reusable key (no plan identifies their content, and there is no `data_key`) are deleted with the `ReuseScope` of
-the fit, or of
-the fits of one fold, that made them; all others as described in `ownership`.
+the fit, or of the fits of one fold, that made them; all others as described in `ownership`.
 """
 
 from __future__ import annotations

@@ -169,8 +169,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Make the model of a module trained elsewhere.
 
         Feature types follow from each DataFrame by the rules of a fit, and from `feature_dtypes`. Lengths of arrays and vectors
-        and
-        shapes of decoded values follow from `input_shapes` or a vector's metadata.
+        and shapes of decoded values follow from `input_shapes` or a vector's metadata.
 
         Args:
             module: is copied.
@@ -531,8 +530,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Make the model of a run in a store, for example if the program ended before it saved the result of `fit`.
 
         For an unfinished run it has the weights of the newest complete checkpoint, with a warning that names the epoch. The run
-        is
-        not changed. If fits with `warm_start` continued the run, the last of them is used.
+        is not changed. If fits with `warm_start` continued the run, the last of them is used.
 
         Args:
             store: the store of the fit, or its path or URL.

@@ -50,8 +50,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Callback that replaces metrics by their means over all ranks at the end of each epoch.
 
     Later callbacks in the list, and the history, see the means: put it before `ReduceLROnPlateau`, `EarlyStopping`, `TensorBoard`
-    and similar callbacks.
-    Every rank must have the same metrics.
+    and similar callbacks. Every rank must have the same metrics.
 
     Args:
         device: Horovod's, without effect.

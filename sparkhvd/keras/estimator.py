@@ -255,8 +255,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
 
     Every row is used once per epoch over all ranks. The gradient of a step is the mean of all its rows, also in a last step with
     unequal ranks; metrics are those of all rows. The learning rate is used as given, and the model is not modified.
-    `explainParams()`
-    describes all arguments.
+    `explainParams()` describes all arguments.
     """
 
     def __init__(self, *positional: object, **keywords: Any) -> None:

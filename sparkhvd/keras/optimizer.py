@@ -1,8 +1,7 @@
 """`DistributedOptimizer`: the user's Keras optimizer, stepping with gradients reduced over all ranks.
 
 Gradients of a model on torch are those of its parameters, so hooks of torch's `DistributedOptimizer` reduce them during backward,
-here
-over a torch optimizer without any other effect. Keras' own optimizer then steps with them.
+here over a torch optimizer without any other effect. Keras' own optimizer then steps with them.
 """
 
 from __future__ import annotations
@@ -243,16 +242,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Wrap a Keras optimizer to step with gradients reduced over all ranks.
 
     Every rank must make it, and train a model with the same variables in the same order; ranks that differ get a `MismatchError`
-    in their first
-    step. Gradients are reduced in buckets during `loss.backward()`, and are in `.grad` when it returns, so that changes of them
-    by the user's
-    `train_step` are the same on every rank. Gradients from elsewhere, such as `torch.autograd.grad`, are reduced in `apply`.
+    in their first step. Gradients are reduced in buckets during `loss.backward()`, and are in `.grad` when it returns, so that
+    changes of them by the user's `train_step` are the same on every rank. Gradients from elsewhere, such as
+    `torch.autograd.grad`, are reduced in `apply`.
 
     The result's class is a subclass of the optimizer's own with the same name. It shares variables with the given optimizer,
-    which should not be
-    used any more. Saved with its model, pickled or copied it is the plain optimizer: `load_model` makes it distributed again.
-    With one rank
-    nothing is communicated.
+    which should not be used any more. Saved with its model, pickled or copied it is the plain optimizer: `load_model` makes it
+    distributed again. With one rank nothing is communicated.
 
     Args:
         optimizer: any of Keras, also a built one, or a `LossScaleOptimizer`.

@@ -186,10 +186,9 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
     """Callback that combines the ranks' epochs into one epoch of all rows: in the last step, and for metrics.
 
     In the last step, or in any step with skipped images or whole groups, ranks have unequal numbers of rows, or no rows: losses
-    are
-    weighted so that the gradient is the mean of all rows of the step, and a step without rows does not change metrics. After the
-    last step the states of metrics are those of all ranks, from which Keras computes its results.
-    Other values returned by the user's `train_step` become the mean over all ranks, weighted by their rows.
+    are weighted so that the gradient is the mean of all rows of the step, and a step without rows does not change metrics. After
+    the last step the states of metrics are those of all ranks, from which Keras computes its results. Other values returned by
+    the user's `train_step` become the mean over all ranks, weighted by their rows.
     """
 
     def __init__(self, training: KerasBatches, validation: KerasBatches | None) -> None:

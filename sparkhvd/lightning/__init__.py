@@ -1,9 +1,8 @@
 """Lightning on sparkhvd: `import sparkhvd.lightning`, then `Trainer(strategy="sparkhvd")` or `Fabric(strategy="sparkhvd")`.
 
 The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", and `FabricStrategy` as "sparkhvd" for Fabric, with each
-of the packages
-`lightning`, `pytorch_lightning` and `lightning_fabric` already imported, or else with the installed one. Usage and
-limits: docs/lightning.md.
+of the packages `lightning`, `pytorch_lightning` and `lightning_fabric` already imported, or else with the installed one. Usage
+and limits: docs/lightning.md.
 
 Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` or the `Fabric` is made, and makes the default group of
 torch.distributed when a run begins. Both last until the process ends, so that one function may run several trainers.

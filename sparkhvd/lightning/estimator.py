@@ -125,9 +125,8 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         model = estimator.fit(df)  # TorchModel
 
     Data, checkpoints, relaunches and the returned model work as in `sparkhvd.TorchEstimator`; optimizers, losses and logged
-    metrics
-    belong to the module. `training_step` receives a dict of tensors by column. The module is not modified. `explainParams()`
-    describes all arguments.
+    metrics belong to the module. `training_step` receives a dict of tensors by column. The module is not modified.
+    `explainParams()` describes all arguments.
     """
 
     # Whether loggers and `ModelCheckpoint` write into the folder of the run instead of their configured folder.

@@ -28,8 +28,7 @@ class Strategy(_Base):  # type: ignore[misc]
     """Strategy of Lightning Fabric on the ranks of a sparkhvd job: one device for each rank.
 
     Every rank makes its own `Fabric`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun or
-    another
-    launcher has started them. A single process is a job of one rank.
+    another launcher has started them. A single process is a job of one rank.
 
     Args:
         gradient_as_bucket_view: gradients are in memory shared by the ranks of a host; `ddp_hook` reduces them there.

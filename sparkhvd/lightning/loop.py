@@ -34,8 +34,7 @@ from sparkhvd.training.types import TensorBatch
 # Lightning's checkpoints in a run: its state in memory, for the run's own checkpoint, and a `ModelCheckpoint`'s files in the
 # run's folder.
 # Checkpoints of a run are read without trust, so the state of Lightning and callbacks must be plain: tensors, numbers, texts, and
-# dicts and lists
-# of these.
+# dicts and lists of these.
 
 # Stands for a path: the state in the run's own checkpoint.
 IN_MEMORY = "sparkhvd:run"

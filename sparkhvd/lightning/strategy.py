@@ -393,8 +393,7 @@ class Strategy(_Base):  # type: ignore[misc]
     """Strategy of Lightning on the ranks of a sparkhvd job: one device for each rank.
 
     Every rank makes its own `Trainer`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun or
-    another launcher
-    has started them. A single process is a job of one rank.
+    another launcher has started them. A single process is a job of one rank.
 
     Args:
         lr_scaling: None: learning rates as given; "linear": multiplied by the number of ranks, as in Horovod's strategy.

@@ -66,11 +66,10 @@ class Search:
     """Coordinate descent on a grid, one knob and one step at a time, robust to noise.
 
     A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that a temporary slowdown of
-    the
-    machine affects both. It replaces the best when the median of its speed relative to its
-    neighbour in time is more than `gain` above 1, and is dropped early, after two pairs, without a chance. Two steps
-    of the grid are tried before one, so that a plateau does not end the search. When no step of any knob
-    helps, the best is compared with the start again, in case noise has chosen it.
+    the machine affects both. It replaces the best when the median of its speed relative to its neighbour in time is more than
+    `gain` above 1, and is dropped early, after two pairs, without a chance. Two steps of the grid are tried before one, so that a
+    plateau does not end the search. When no step of any knob helps, the best is compared with the start again, in case noise has
+    chosen it.
     """
 
     def __init__(
@@ -195,8 +194,7 @@ class Tuner:
     Args:
         engine: this rank's; its setting `autotune_file` is the file of the choice.
         knobs: the same on every rank, all currently at their start values.
-        apply: applies settings outside the engine; called on every rank at the same place, with all
-            knobs.
+        apply: applies settings outside the engine; called on every rank at the same place, with all knobs.
         measure: bytes reduced so far; None reads the engine's counter.
         warmup_steps: unmeasured steps at the beginning of each window, in which a change settles.
         window_steps: measured steps of each window.

@@ -1,9 +1,8 @@
 """Timeline of a job: the ranks' waits for each other, in Chrome's trace format (open it in ui.perfetto.dev).
 
-The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By
-default only rank 0 writes, as in Horovod. With `all_ranks` the others do too, into unnamed files. `stop` gathers
-them on rank 0, shifts their times to rank 0's clock, and replaces rank 0's file, which holds rank 0 alone until then,
-by the whole.
+The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By default only
+rank 0 writes, as in Horovod. With `all_ranks` the others do too, into unnamed files. `stop` gathers them on rank 0, shifts their
+times to rank 0's clock, and replaces rank 0's file, which holds rank 0 alone until then, by the whole.
 
 **Clocks.** No rank leaves a barrier before all ranks have entered it. With o = clock of rank r minus clock of rank
 0, each barrier therefore bounds o from both sides: entered(r) - left(0) <= o <= left(r) - entered(0). The

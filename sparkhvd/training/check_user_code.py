@@ -87,8 +87,7 @@ def check_user_code(
         with_train_fn: effect of a param with `train_fn`: "not seen", or "of the optimizer".
 
     Raises:
-        InvalidArgumentError: a function does not accept its arguments, an object is no callback, or a param would have
-            no effect.
+        InvalidArgumentError: a function does not accept its arguments, an object is no callback, or a param would have no effect.
     """
     for name in ("train_step", "validation_step"):
         if name in params:

@@ -1,7 +1,6 @@
 """Best epoch and early stopping: pure functions of the history.
 
-The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a resumed
-run.
+The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a resumed run.
 """
 
 from __future__ import annotations

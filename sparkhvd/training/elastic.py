@@ -1,12 +1,10 @@
 """Elastic training: the loop of ranks that join and leave.
 
 Ranks join and leave at the end of a step. If the rest of an epoch cannot be divided again (data beyond memory, groups, and
-metrics whose
-states do not add up), they do so at the end of an epoch. When a rank is lost, the others go back to the beginning of the epoch,
-or to the last step at which ranks joined or
-`checkpoint_interval_s` had passed. Every rank has the state of that moment in memory, so the store is not read. A joining rank
-receives it from rank 0. If no rank has it,
-the store's newest checkpoint is used.
+metrics whose states do not add up), they do so at the end of an epoch. When a rank is lost, the others go back to the beginning
+of the epoch, or to the last step at which ranks joined or `checkpoint_interval_s` had passed. Every rank has the state of that
+moment in memory, so the store is not read. A joining rank receives it from rank 0. If no rank has it, the store's newest
+checkpoint is used.
 
 `_train` holds all collective work and runs once for each set of ranks, so a joining rank begins at the same place as the others.
 """

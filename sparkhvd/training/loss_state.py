@@ -1,7 +1,6 @@
 """State of the user's losses and metrics: parameters trained beside the model's, buffers, and states of objects.
 
-A loss may be a module, hold one, or be a function that names one: everything found by `references`, except parts of
-the model.
+A loss may be a module, hold one, or be a function that names one: everything found by `references`, except parts of the model.
 """
 
 from __future__ import annotations

@@ -278,9 +278,8 @@ def _flat(name: str, value: object) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------
 # Metrics of classes by name: F1 and the area under the ROC curve, exact over all rows of an epoch.
 # Neither is a mean over rows, so each rank keeps a state and the states are merged once per pass. F1 keeps three counts per
-# class. The area
-# keeps the score and the class of every row: 5 bytes (9 for a float64 model) on the rank of the row, and 17 more while the ranks
-# merge.
+# class. The area keeps the score and the class of every row: 5 bytes (9 for a float64 model) on the rank of the row, and 17 more
+# while the ranks merge.
 
 Array = npt.NDArray[Any]
 # Scores and classes of rows.

@@ -1,8 +1,7 @@
 """Time spent in a training, by phase on this rank and by epoch on all ranks, for the fit's report.
 
 It costs two readings of a clock per step, a thread that reads the load of the process once per second, and per epoch one
-allgather of about a
-hundred numbers of each rank, and of these readings.
+allgather of about a hundred numbers of each rank, and of these readings.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def waits(waited_s: Tensor) -> dict[str, float | int]:
 # Timeline of a run: operations of the engine and the loop's own work, of all ranks, in one file of the run's folder.
 #     runs/<run_id>/timeline.json    of the first steps of the latest launch
 # Failure: no training fails for its timeline; a file that cannot be written is a warning of rank 0. After an error of a rank the
-# file has the
-# events of rank 0's engine.
+# file has the events of rank 0's engine.
 
 
 class RunTimeline:

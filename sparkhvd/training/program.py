@@ -1,8 +1,7 @@
 """Program of a fit: model, optimizer, losses and metrics, pickled on the driver for the ranks.
 
-It is one pickle, so that an optimizer instance still refers to the parameters of its model on the other
-side, with its parameter groups and state. The weights of a large model are a separate file, written and read
-without a second copy in memory.
+It is one pickle, so that an optimizer instance still refers to the parameters of its model on the other side, with its parameter
+groups and state. The weights of a large model are a separate file, written and read without a second copy in memory.
 """
 
 from __future__ import annotations

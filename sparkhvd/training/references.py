@@ -61,9 +61,8 @@ def references(root: object, left_out: Collection[int] = ()) -> Iterator[Referen
     """Yield the objects referenced by a callable, itself first, each once; its parts before names in its code.
 
     The search follows closures, default arguments, globals that a pickle holds by value, attributes, slots, and entries of lists
-    and dicts,
-    but not sets, which have no order. A module is yielded without the parts registered with torch: its parameters, buffers and
-    modules. The search ends at a fixed depth and number of objects.
+    and dicts, but not sets, which have no order. A module is yielded without the parts registered with torch: its parameters,
+    buffers and modules. The search ends at a fixed depth and number of objects.
 
     Args:
         root: the callable.

@@ -1,14 +1,11 @@
 """Check that losses and metrics compare each row's output with the label of that row.
 
 `((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels.
-Such a
-function returns the same number when the labels of a batch are permuted, unlike a function that pairs rows.
+Such a function returns the same number when the labels of a batch are permuted, unlike a function that pairs rows.
 
 A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, leaves the
-loss
-dependent on the labels. It is found by watching torch's operations: an operation on (rows,) and (rows, 1) makes all pairs, and
-the
-result changes if both operands have shape (rows,).
+loss dependent on the labels. It is found by watching torch's operations: an operation on (rows,) and (rows, 1) makes all pairs,
+and the result changes if both operands have shape (rows,).
 """
 
 from __future__ import annotations

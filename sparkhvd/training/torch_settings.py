@@ -1,9 +1,8 @@
 """Process-wide torch settings that change results, copied from the driver to ranks and to workers of `transform`.
 
 Only values other than torch's default are sent, so an unchanged session sends nothing. Settings unknown to another version of
-torch
-are skipped. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform`
-set their own), view replay, and how `Module.to` replaces parameters.
+torch are skipped. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform` set
+their own), view replay, and how `Module.to` replaces parameters.
 """
 
 from __future__ import annotations

@@ -46,10 +46,9 @@ from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 class Loader:
     """This rank's batches of an epoch, as dicts of tensors; iterate it once per epoch.
 
-    Every rank has the same number of steps, and over all ranks every row is used exactly once (with `drop_last` a partial
-    last step is dropped). Each iteration is the next epoch, in its own order; `set_epoch` selects
-    another epoch. In the last step a rank may have no rows: then the tensors have length 0, and `ctx.backward` adds
-    nothing.
+    Every rank has the same number of steps, and over all ranks every row is used exactly once (with `drop_last` a partial last
+    step is dropped). Each iteration is the next epoch, in its own order; `set_epoch` selects another epoch. In the last step a
+    rank may have no rows: then the tensors have length 0, and `ctx.backward` adds nothing.
 
     Attributes:
         num_rows: rows of an epoch over all ranks.
@@ -248,8 +247,7 @@ class TrainFnContext(Context):
         """Save the state of an object in checkpoints, such as the function's own optimizer, and load that of an interrupted run.
 
         Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and holds the
-        result of
-        rank 0: tensors, numbers, texts, and dicts and lists of these.
+        result of rank 0: tensors, numbers, texts, and dicts and lists of these.
         """
         self._kept[name] = part
         if name in self._known:

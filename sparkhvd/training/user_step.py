@@ -6,8 +6,7 @@
         return loss
 
 The function returns the mean loss over this rank's rows, or (mean, weight) if its denominator is not the rows. The loop scales it
-by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a
-step does not call the function.
+by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a step does not call the function.
 """
 
 from __future__ import annotations

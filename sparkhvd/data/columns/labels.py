@@ -151,10 +151,9 @@ def bind_labels(
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
 
-    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables
-    outside torch; other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in
-    the schema) overrides. `label_shapes` are of one row of each column, by order or by name; a leading -1
-    stands for the batch.
+    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside torch;
+    other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides. `label_shapes`
+    are of one row of each column, by order or by name; a leading -1 stands for the batch.
 
     Raises:
         InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss that

@@ -57,8 +57,7 @@ class Column:
         is_sparse: whether a vector is kept sparse; None lets its width decide.
         invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
             hold: ("error",), ("skip",) or ("fill", value).
-        cast_to: torch name of the floating type of a tensor that joins these integers with floats; empty if they
-            stay integers.
+        cast_to: torch name of the floating type of a tensor that joins these integers with floats; empty if they stay integers.
     """
 
     name: str

@@ -193,8 +193,7 @@ def open_dataset(
 ) -> ParquetDataset:
     """Find the files of a data set and read the first one's schema; starts no Spark job.
 
-    Names that begin with "_" or "." are skipped with their contents, and so are empty files; every other file must
-    be Parquet.
+    Names that begin with "_" or "." are skipped with their contents, and so are empty files; every other file must be Parquet.
 
     Args:
         path: a file, or a folder that is searched recursively, as a path or URL for `Store`; or a `Store` of it.

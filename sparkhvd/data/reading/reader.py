@@ -425,10 +425,9 @@ class Reader:
             validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
             drop_last: drop the final global batch if it is not full.
             columns: names to read; None means features, labels and sample weight.
-            shuffle_bytes: data up to this many bytes are held in memory, and a global batch equals that of one process
-                with batch size * batch_size. Beyond it each rank reads its own part, about 1/size of the data:
-                a contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this
-                size.
+            shuffle_bytes: data up to this many bytes are held in memory, and a global batch equals that of one process with batch
+                size * batch_size. Beyond it each rank reads its own part, about 1/size of the data: a contiguous shard, or
+                (shuffled) blocks in random order with rows permuted inside windows of this size.
             prefetch_bytes: bound on the batches prepared ahead by the background thread; half as much more at the end of an
                 epoch if another follows.
             functions: the user's decoders and collate functions.

@@ -26,11 +26,10 @@ from sparkhvd.errors import InvalidArgumentError
 
 # ----------------------------------------------------------------------------------------------------
 # Plan epochs of whole groups: rows with an equal value of a column stay together, on one rank.
-# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group nearest to equal numbers of rows,
-# and each rank's part is cut into batches in the same way. So every epoch and every rank has equally many steps, and a batch has
-# about
-# `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces, which are
-# neighbours in the order of its rank.
+# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group nearest to equal numbers of rows, and
+# each rank's part is cut into batches in the same way. So every epoch and every rank has equally many steps, and a batch has
+# about `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces,
+# which are neighbours in the order of its rank.
 
 # Purposes of random streams, beside those of `sampler`.
 _SPLIT, _ORDER = 11, 12

@@ -239,8 +239,7 @@ def has_atomic_writes(scheme: str) -> bool:
 def is_sequential(root: str) -> bool:
     """Return True if files of this local folder may only be written in one sequential pass.
 
-    True for Databricks' Volumes and DBFS, and assumed for every other FUSE mount: most of them front an
-    object store.
+    True for Databricks' Volumes and DBFS, and assumed for every other FUSE mount: most of them front an object store.
     """
     if root.startswith(_SEQUENTIAL_ROOTS):
         return True

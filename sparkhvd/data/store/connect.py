@@ -1,8 +1,7 @@
 """Check whether this process reaches a store, and choose its access.
 
-Executors and ranks see the store. A process that drives a Spark Connect session may not, for example a notebook with a
-remote Spark. A task writes a token, and the client looks for it: a folder of the same name on the client's own
-disk does not have it.
+Executors and ranks see the store. A process that drives a Spark Connect session may not, for example a notebook with a remote
+Spark. A task writes a token, and the client looks for it: a folder of the same name on the client's own disk does not have it.
 """
 
 from __future__ import annotations

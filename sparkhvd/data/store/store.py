@@ -711,9 +711,8 @@ class Store:
         Args:
             path_or_url: an absolute path ("/data/store", "/Volumes/main/default/store", "dbfs:/store") or a URL
                 ("file:///...", "s3://bucket/prefix", "gs://", "hdfs://", "abfss://", or any scheme of fsspec).
-            **storage_options: credentials and other options of the file system (pyarrow.fs if it knows the
-                scheme, else fsspec). They are sent to the executors with the program, and never appear in `repr`,
-                in an error or in a saved model.
+            **storage_options: credentials and other options of the file system (pyarrow.fs if it knows the scheme, else fsspec).
+                They are sent to the executors with the program, and never appear in `repr`, in an error or in a saved model.
 
         With an active Spark Connect session the folder is on the executors' file system. If this process does not
         see it, nothing is made here, and every access becomes a small Spark task.

@@ -1,8 +1,7 @@
 """Report of a fit, collected while it runs and written into the run's folder at its end.
 
 Failure: every error here becomes a warning, so that no fit fails for its report. Secrets: values of variables are left out, and
-the
-store masks its passwords, keys and tokens in the whole document.
+the store masks its passwords, keys and tokens in the whole document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Progress of this process's fits in one replaceable line: on a terminal, or in a notebook.
 
-Threads: any number show and print; each draws the whole line under a lock. Failure: a closed or full stream
-ends nothing.
+Threads: any number show and print; each draws the whole line under a lock. Failure: a closed or full stream ends nothing.
 """
 
 from __future__ import annotations

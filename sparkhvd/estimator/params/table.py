@@ -1,8 +1,7 @@
 """Table of Params: a row of facts for each.
 
 A row is one call of `param`. Keyword arguments with their types, getters and setters, Spark ML's and Horovod's other names,
-defaults, checks,
-`explainParams`, the options of a fit, its fingerprint and the values for the ranks are derived from it.
+defaults, checks, `explainParams`, the options of a fit, its fingerprint and the values for the ranks are derived from it.
 """
 
 from __future__ import annotations

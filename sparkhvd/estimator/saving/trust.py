@@ -5,8 +5,7 @@ where data go and which files are replaced. It is loaded only with explicit trus
 `load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
 
 Programs written for Horovod have no such call. Classes with `_trusts_own_files` trust files that this process saved, if every
-byte
-is unchanged: the process has run that code already.
+byte is unchanged: the process has run that code already.
 """
 
 from __future__ import annotations

@@ -471,8 +471,7 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64.
 
-    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as
-    data.
+    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as data.
     """
     decoded = spec.functions.decode(spec.columns, columns)
     return _computed(spec, model, decoded, len(next(iter(columns.values()))), move)

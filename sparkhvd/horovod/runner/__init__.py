@@ -60,16 +60,13 @@ def run(
     """Call `func(*args, **kwargs)` on processes; return the results by rank.
 
     The arguments are those of `horovod.run`, in its order. Without `hosts` and `hostfile` this is `sparkhvd.run_local`, with one
-    of
-    them `sparkhvd.run_hosts`, whose documentation explains each. `np` is the old name of `num_proc`, `network_interface` of
+    of them `sparkhvd.run_hosts`, whose documentation explains each. `np` is the old name of `num_proc`, `network_interface` of
     `network_interfaces`. `disable_cache` has no effect: nothing about hosts is cached.
 
     A minimum or maximum, `slots`, `reset_limit`, `cooldown_range` or `host_discovery_script` selects elastic training
     (docs/elastic.md), on this host or on the named hosts, as `sparkhvdrun --min-np` does. A process that dies is replaced, and
-    the results
-    are those of the last generation. `slots` are this host's, or those of a host that the script prints without slots. The
-    default maximum
-    is all slots if hosts are named.
+    the results are those of the last generation. `slots` are this host's, or those of a host that the script prints without
+    slots. The default maximum is all slots if hosts are named.
 
     Raises:
         PreflightError: hosts cannot run their ranks, or the discovery script fails.

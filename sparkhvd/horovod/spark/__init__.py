@@ -46,8 +46,7 @@ def run_elastic(
     """Call `fn(*args, **kwargs)` on the ranks of an elastic job; return the results by rank.
 
     The arguments are those of `horovod.spark.run_elastic`, in its order, and of `sparkhvd.runner.run_elastic`, whose
-    documentation explains each. `min_np`
-    and `max_np` are the old names of `min_num_proc` and `max_num_proc`.
+    documentation explains each. `min_np` and `max_np` are the old names of `min_num_proc` and `max_num_proc`.
 
     Raises:
         Exception: as `sparkhvd.runner.run_elastic`.

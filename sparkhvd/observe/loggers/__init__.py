@@ -1,10 +1,9 @@
 """Loggers: destinations of a fit's numbers besides its report. MLflow and TensorBoard are included; others subclass `Logger`.
 
 Everything runs on the driver, in a separate thread for each fit and logger: no logger can slow down or end a training. Failure: a
-delivery
-that fails is retried until the server is available, after the end of the fit for at most `patience_s` seconds; then a warning
-counts the losses. A refusal
-by the server is a warning at once. Nothing here has access to a store or its credentials: texts are masked before.
+delivery that fails is retried until the server is available, after the end of the fit for at most `patience_s` seconds; then a
+warning counts the losses. A refusal by the server is a warning at once. Nothing here has access to a store or its credentials:
+texts are masked before.
 
 Each module imports only those above it:
 

@@ -4,8 +4,7 @@ A checkpoint is a file plus a pointer written last, so a reader sees either the 
 SHA-256. If the newest file is damaged, the previous one is used, with a warning.
 
 Threads: one thread on rank 0 writes while training continues; the next checkpoint and the end of training wait for it. Trust: all
-files
-are read with `weights_only=True`.
+files are read with `weights_only=True`.
 
 Each module imports only those above it:
 

@@ -1,9 +1,8 @@
 """Changes of model, losses and optimizer during a run, outside torch's state dicts.
 
 These are the trained parameters, their groups, modes of modules, and values of attributes. A checkpoint holds them by name, as
-differences from the program.
-A resumed run builds the program's objects, so that gradients are bucketed as in an uninterrupted run, and then repeats the
-changes.
+differences from the program. A resumed run builds the program's objects, so that gradients are bucketed as in an uninterrupted
+run, and then repeats the changes.
 """
 
 from __future__ import annotations

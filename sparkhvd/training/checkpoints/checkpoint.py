@@ -31,8 +31,7 @@ from sparkhvd.training.types import History, State
 
 # ----------------------------------------------------------------------------------------------------
 # Buffers of a module, saved or not, and the extra state of modules.
-# Training changes them on every rank. Between epochs all ranks use rank 0's; a checkpoint inside an epoch
-# holds each rank's own.
+# Training changes them on every rank. Between epochs all ranks use rank 0's; a checkpoint inside an epoch holds each rank's own.
 # A buffer may change its shape while training, or exist on some ranks only, such as a cache filled by `forward`.
 
 
@@ -85,8 +84,7 @@ def broadcast_module_state(model: nn.Module) -> None:
 
     Running statistics then come from rank 0's rows, in validation and in the checkpoint.
 
-    Cost: one broadcast of the buffers' bytes, and one of a small object if more than values may
-    differ.
+    Cost: one broadcast of the buffers' bytes, and one of a small object if more than values may differ.
     """
     if _may_differ(model):
         _make_alike(model)

@@ -50,8 +50,7 @@ _MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
 class Cadence:
     """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
 
-    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from
-    their duration.
+    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from their duration.
     """
 
     def __init__(self, interval_s: float, now: float) -> None:

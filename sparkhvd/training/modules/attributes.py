@@ -1,9 +1,8 @@
 """Attributes of modules, parameters and losses that change during a run, outside torch's state dicts.
 
 Examples: `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter in `forward`, `parameter.lr_scale = 0.1`. A checkpoint
-holds the values that
-differ from the program's, each by the name of the object and the path in it. An object shared by two places is shared again when
-loaded.
+holds the values that differ from the program's, each by the name of the object and the path in it. An object shared by two places
+is shared again when loaded.
 """
 
 from __future__ import annotations

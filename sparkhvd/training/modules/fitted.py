@@ -118,8 +118,7 @@ def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
 
 
 # Messages of torch and Python about mismatched shapes, dtypes and arguments, independent of the machine. Other errors of a
-# forward
-# may depend on the place where it runs: a GPU, a file, a rank.
+# forward may depend on the place where it runs: a GPU, a file, a rank.
 _CERTAIN = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
     r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"

@@ -154,8 +154,7 @@ def store_weights(
 ) -> Weights:
     """Write weights to the store if they are missing; a complete file is never changed or deleted.
 
-    A truncated file, left by a killed writer on a mount without rename, is written again. Without a `name` the hash
-    names it.
+    A truncated file, left by a killed writer on a mount without rename, is written again. Without a `name` the hash names it.
 
     Raises:
         InternalError: the bytes have another SHA-256 than `sha256`.

@@ -68,8 +68,7 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
     """Estimator of a Keras model with Horovod's behaviour.
 
     Differences from `sparkhvd.keras.KerasEstimator`: learning rates are multiplied by the number of ranks, unless they follow a
-    schedule, and a
-    run with an existing `run_id` is continued.
+    schedule, and a run with an existing `run_id` is continued.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {

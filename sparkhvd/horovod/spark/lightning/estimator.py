@@ -57,10 +57,8 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     """Estimator of a LightningModule with Horovod's behaviour; a plain module is wrapped using `optimizer` and `loss`.
 
     Differences from `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no
-    step
-    of all ranks are dropped, `transformation_fn` receives a dict of a row's values, including text and bytes, on the rank, and
-    the default logger writes
-    into the run's folder.
+    step of all ranks are dropped, `transformation_fn` receives a dict of a row's values, including text and bytes, on the rank,
+    and the default logger writes into the run's folder.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}

@@ -23,9 +23,8 @@ class TorchEstimator(HorovodEstimator, own.TorchEstimator):
     """Estimator of a PyTorch module with Horovod's behaviour.
 
     Differences from `sparkhvd.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step of
-    all ranks
-    are dropped, labels are float32 unless the loss takes class indices, a run is kept in the store, and a run with an existing
-    `run_id` is trained further.
+    all ranks are dropped, labels are float32 unless the loss takes class indices, a run is kept in the store, and a run with an
+    existing `run_id` is trained further.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
