@@ -295,7 +295,7 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
         paths = hvd.allgather_object(path, name="frozen.memory")
         first = paths[place.hosts.index(place.hosts[place.rank])]
         if first:
-            _take(frozen, first)
+            _map_equal(frozen, first)
         hvd.barrier()  # all ranks have opened the file
 
 
@@ -325,7 +325,7 @@ def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str
     return path
 
 
-def _take(frozen: dict[str, nn.Parameter], path: str) -> None:
+def _map_equal(frozen: dict[str, nn.Parameter], path: str) -> None:
     """Map parameters from a file where the values are equal."""
     try:
         mapped = torch.load(path, weights_only=True, mmap=True)

@@ -141,16 +141,16 @@ class RunTimeline:
             return
         spans, began = self.spans, {"forward": 0, "optimizer": 0}
 
-        def note(name: str) -> None:
+        def start(name: str) -> None:
             began[name] = time.monotonic_ns()
 
         def record(name: str) -> None:
             spans.add(name, began[name], time.monotonic_ns())
 
-        model.register_forward_pre_hook(lambda *_: note("forward"))
+        model.register_forward_pre_hook(lambda *_: start("forward"))
         model.register_forward_hook(lambda *_: record("forward"))
         if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: note("optimizer"))
+            optimizer.register_step_pre_hook(lambda *_: start("optimizer"))
             optimizer.register_step_post_hook(lambda *_: record("optimizer"))
 
     def __enter__(self) -> RunTimeline:

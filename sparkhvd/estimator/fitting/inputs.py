@@ -229,7 +229,7 @@ def prepare_inputs(
         return data
     # Opened once for both: each open costs several round trips on an object store.
     with open_source(training.files or target.store, training.manifest) as rows:
-        seen, examples = _look(rows, data.schema, functions)
+        seen, examples = _read_examples(rows, data.schema, functions)
         transformed = None
         if transformations:
             transformed = transformed_by(
@@ -277,7 +277,7 @@ def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> No
             )
 
 
-def _look(
+def _read_examples(
     rows: Source, schema: DataSchema, functions: RowFunctions
 ) -> tuple[DataSchema, dict[str, Any]]:
     """Return the schema after decoders and examples of collated columns, both from the first row."""

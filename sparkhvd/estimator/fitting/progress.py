@@ -321,9 +321,9 @@ class EpochReporter:
             self._said_at = time.monotonic()
             of_this_process.print(f"{self._prefix}{format_epoch(record, self._epochs)}")
         with of_this_process.erased():
-            self._tell_others(record)
+            self._notify_user(record)
 
-    def _tell_others(self, record: dict[str, Any]) -> None:
+    def _notify_user(self, record: dict[str, Any]) -> None:
         self._check_losses(record)
         if self._fanout is not None:
             self._fanout.epoch(record)

@@ -195,13 +195,13 @@ class Delivery:
                 self._deliver(part)
             except Exception as e:  # noqa: BLE001 - a logger error ends nothing
                 if not self._sink.is_refused(e):
-                    self._note_down(e)
+                    self._record_down(e)
                     self._pause(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     continue
                 self._refused(part, e)
             else:
-                self._note_up()
+                self._record_up()
             pause_s = _FIRST_PAUSE_S
             with self._changed:
                 for _ in part:
@@ -234,14 +234,14 @@ class Delivery:
             else:
                 self._changed.wait_for(lambda: self._is_over, _FIRST_PAUSE_S)
 
-    def _note_down(self, error: Exception) -> None:
+    def _record_down(self, error: Exception) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
             self._log(
                 f"{self._sink.place} does not answer ({_first_line(error)}). Training continues; undelivered numbers are kept."
             )
 
-    def _note_up(self) -> None:
+    def _record_up(self) -> None:
         if self._down_since is not None:
             self._down_since = None
             self._log(f"{self._sink.place} answers again; what has waited is logged.")

@@ -78,12 +78,12 @@ class Attributes:
         """
         self._owners = owners
         self._classes = {name: type(owner) for name, owner in owners().items()}
-        self._first = self._look()
+        self._first = self._inspect()
         self._begun = self._first
 
     def begun(self) -> None:
         """Record the values set by `on_train_begin`, which every start of a run sets again."""
-        self._begun = self._look()
+        self._begun = self._inspect()
 
     def replaced(self) -> list[str]:
         """Return the names of objects that are gone or changed their class."""
@@ -130,7 +130,7 @@ class Attributes:
         else:
             _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
-    def _look(self) -> dict[Key, Any]:
+    def _inspect(self) -> dict[Key, Any]:
         """Return values by place, encoded; None for a large one."""
         return {
             key: None if _num_bytes(value) > _LARGE_BYTES else _encode(value)

@@ -104,11 +104,11 @@ class Watch:
         Raises:
             InvalidArgumentError: it has changed parameters or saved buffers, other than their values.
         """
-        before, groups = self._look(), self._groups()
+        before, groups = self._inspect(), self._groups()
         written = self._written() if method == "on_checkpoint" else []
         yield
         if method == "on_train_end":  # after the last checkpoint, which gets the supported changes
-            for each in _differences(before, self._look()):
+            for each in _differences(before, self._inspect()):
                 if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
                     self.attributes.add((each.owner, str(each.name)))
             return
@@ -121,8 +121,8 @@ class Watch:
             del self.regrouped[method]
         if method in ("on_train_begin", "on_epoch_begin") and not _is_same(groups, self._groups()):
             self.regrouped.setdefault(method, (epoch, groups))
-        for each in _differences(before, self._look()):
-            self._note(each, callback, method, epoch)
+        for each in _differences(before, self._inspect()):
+            self._record(each, callback, method, epoch)
 
     def check(self, epoch: int) -> None:
         """Reject changes that a run resumed in this epoch would lack.
@@ -140,7 +140,7 @@ class Watch:
                 "holds that, and a run that resumes would differ. Do it in on_train_begin, which is called then too."
             )
 
-    def _note(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
+    def _record(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
         name = type(callback).__name__
         if each.kind in (_PARAMETER, _BUFFER):
             raise InvalidArgumentError(
@@ -184,7 +184,7 @@ class Watch:
         divided = [list(map(id, group)) for group in self._groups()]
         return [("the model", weights), ("the optimizer", (groups, divided, states))]
 
-    def _look(self) -> _Seen:
+    def _inspect(self) -> _Seen:
         seen: _Seen = {}
         modules = itertools.chain(
             self._model.named_modules(),
