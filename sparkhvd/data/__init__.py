@@ -1,29 +1,30 @@
-"""Bring a DataFrame's rows to the ranks as tensors: columns, files, store, readers. Usable without the estimator.
+"""Convert a DataFrame's rows to tensors on the ranks: columns, files, store, readers. Usable without the estimator.
 
-A `source` is a DataFrame or Parquet files. On the driver `columns` decides how each column is stored; `materialize` writes a DataFrame
-into the store as packed Parquet, in one Spark job, unless `reuse` finds data that were written before. A `manifest` names the files,
-and only files in it exist for a reader. On a rank `reading` gives batches by row number, whichever format the files have.
+A `source` is a DataFrame or Parquet files. On the driver `columns` decides how each column is stored; `materialize` writes a
+DataFrame into the store as packed Parquet in one Spark job, unless `reuse` finds earlier data. A `manifest` names the files, and
+readers ignore all other files. On a rank `reading` provides batches by row number, for any format of the files.
 
-Failure: a file that is damaged, cut or replaced is an error that names it, never other rows. Temporary data go with the process that owns them.
+Failure: a damaged, truncated or replaced file is an error that names it, never other rows. Temporary data are deleted with their
+owning process.
 
 Each module imports only those above it:
 
-    store         the folder that driver and executors share
+    store         the folder shared by driver and executors
     columns       columns: schema, decoders, features, labels
     ownership     leases of materialized data, and their deletion
     arrow_limits  bounds on Spark's Arrow batches
     arrow_types   types of Arrow beyond those that Spark sends
-    files         memory for windows of rows, filled again and again
+    files         open files, and reusable memory for windows of rows
     manifest      the files of a data set
     arrow         Arrow columns to numpy arrays of rows
     packed        our Parquet: one page per column and row group
     materialize   writes a DataFrame as packed files
-    parquet       Parquet of other writers, petastorm's included
+    parquet       Parquet of other writers, including petastorm
     reading       a rank's batches
     tables        a warning for files of tables that are read without their logs
-    reuse         materialized data found again
+    reuse         reuse of materialized data
     dataset       data prepared once for any process of any launcher
-    source        rows of a fit: a DataFrame, or Parquet files as they are
+    source        rows of a fit: a DataFrame, or Parquet files in place
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from sparkhvd.data.dataset import make_spark_converter as make_spark_converter
     from sparkhvd.data.dataset import prepare as prepare
 
-# Where each public name lives. Ranks of a fit need none of them.
+# Module of each public name. Ranks of a fit need none of these.
 _HOMES = {
     "Dataset": "dataset",
     "Loader": "loader",

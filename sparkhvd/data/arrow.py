@@ -1,7 +1,6 @@
-"""Arrow columns, as Spark sends them, to numpy arrays of rows.
+"""Convert Spark's Arrow columns to numpy arrays of rows.
 
-Values that cannot be used are counted, not raised: the pass over the data goes on, so that the user learns of all problems
-at once.
+Unusable values are counted, not raised: the pass over the data continues, so that the user learns about all problems at once.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from sparkhvd.data.columns.ragged import Ragged, SparseRows, Values
 from sparkhvd.data.columns.schema import Column
 
 # ----------------------------------------------------------------------------------------------------
-# Counts of unusable rows of a column, and the sentences that tell the user about them.
+# Counts of unusable rows of a column, and sentences about them for the user.
 
 _COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
 
 
 @dataclass
 class InvalidRowCounts:
-    """Counts of the rows of a column that cannot be used, and of the shapes of all rows.
+    """Counts of the unusable rows of a column, and of the shapes of all rows.
 
     Attributes:
         nulls: rows that are null, or hold a null element.
         nans: rows with a NaN.
-        infinities: rows with an infinity that stood in the data.
+        infinities: rows with an infinity in the data.
         overflows: rows with a finite number beyond the range of the tensor's type.
-        inexact: rows with an integer that the tensor's floating type does not have.
-        fractions: rows with a number that is not whole although the stored type is an integer.
+        inexact: rows with an integer that the tensor's floating type cannot represent.
+        fractions: rows with a fractional number although the stored type is an integer.
         shapes: shape of a row -> rows, for arrays and vectors; of a ragged column, the shape of a row's entries. -1
-            stands where lengths differ inside a row.
-        examples: by name of a count the first number that was counted there, as text.
+            marks lengths that differ inside a row.
+        examples: by name of a count its first number, as text.
     """
 
     nulls: int = 0
@@ -79,7 +78,7 @@ class InvalidRowCounts:
         self.examples = {**other.examples, **self.examples}
 
     def note(self, name: str, rows: int, values: Array, bad: Array) -> None:
-        """Count rows that hold bad elements of `values`, and keep the first of these as an example."""
+        """Count rows that hold bad elements of `values`, and keep the first bad element as an example."""
         if rows:
             setattr(self, name, getattr(self, name) + rows)
             self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
@@ -96,19 +95,19 @@ class InvalidRowCounts:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a row's shape in words: "3", "2 x 3", or "2 x ?" where lengths differ inside the row."""
+    """Return a row's shape in words: "3", "2 x 3", or "2 x ?" for lengths that differ inside the row."""
     return " x ".join("?" if n < 0 else str(n) for n in shape)
 
 
 def problems(
     column: Column, invalid_rows: InvalidRowCounts, num_rows: int, *, is_flag: bool = False
 ) -> Iterator[str]:
-    """Tell in sentences why a column cannot be used: counts of rows, and remedies.
+    """Yield sentences on why a column cannot be used: counts of rows, and remedies.
 
     Args:
         column: as `check_schema` returned it.
         invalid_rows: in all its rows.
-        num_rows: how many these are.
+        num_rows: number of its rows.
         is_flag: it is the validation column, to which `handle_invalid` does not apply.
     """
     where = f"column {column.name!r} ({column.source})"
@@ -145,7 +144,7 @@ def problems(
         )
     if invalid_rows.fractions:
         remedy = "Choose a floating type, or round the column"
-        if not column.is_explicit:  # nothing but classes is stored as integers unasked
+        if not column.is_explicit:  # only classes are stored as integers by default
             remedy = "It holds classes, which are 0, 1, 2, ...: number them with a StringIndexer, or give a loss of values"
         yield (
             f"{where}: {invalid_rows.fractions:,} {of} hold a number that is not whole, but it is to be stored as {column.dtype}. {remedy}."
@@ -173,9 +172,9 @@ def _different_lengths(column: Column, invalid_rows: InvalidRowCounts) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Numbers in the type that a column stores; counting those that the tensor cannot hold.
+# Numbers in the stored type of a column; counts those that the tensor cannot hold.
 
-# Of floating types: the bits of a number, and the first number that rounds to infinity.
+# Per floating type its bits of precision.
 _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 _TOO_LARGE = {
     name: (2 - 2.0 ** -_BITS[name]) * 2.0**exponent
@@ -195,11 +194,11 @@ def narrowed(
     """Convert values to the stored dtype; rows of any length keep their layout.
 
     Args:
-        values: as Spark has them.
+        values: in Spark's type.
         column: as `check_schema` returned it.
-        invalid_rows: where rows with numbers that cannot be used are counted.
+        invalid_rows: counts rows with unusable numbers.
         is_flag: store whether the value is above 0 (a validation column).
-        fill: takes the place of such numbers; None counts them.
+        fill: replaces unusable numbers; None counts them.
     """
     if isinstance(values, SparseRows):
         stored = narrowed(values.values, column, invalid_rows, is_flag=is_flag, fill=fill)
@@ -233,7 +232,7 @@ def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
     limit = min(too_large, 2.0**bits + 1) if is_whole and bits else too_large
     if not is_float and max(-np.iinfo(values.dtype).min, np.iinfo(values.dtype).max) < limit:
         return {}
-    # All that good data cost: two looks, and no memory. NaN is neither above nor below.
+    # Cost for good data: two comparisons, and no memory. NaN is neither above nor below.
     with np.errstate(invalid="ignore"):
         if float(values.min()) > -limit and float(values.max()) < limit:
             return {}
@@ -251,12 +250,12 @@ def invalid_numbers(values: Array, column: Column) -> dict[str, Array]:
 
 
 def _inexact(values: Array, bits: int) -> Array:
-    """Find whole numbers that do not fit a floating type of so many bits; of doubles all that may have been rounded."""
+    """Find whole numbers that do not fit a floating type of so many bits, including doubles that may have been rounded."""
     if values.dtype.kind == "f":
         rounded = np.abs(values) >= 2.0**53
         return rounded | _inexact(np.where(rounded, 0, values).astype(np.int64), bits)
     if values.dtype.kind == "i":
-        values = np.abs(values.astype(np.int64))  # of the least one the bits are right, as uint64
+        values = np.abs(values.astype(np.int64))  # the minimum has the right bits as uint64
     magnitude = values.astype(np.uint64)
     lowest = np.maximum(magnitude & (~magnitude + np.uint64(1)), np.uint64(1))
     wrong: Array = magnitude // lowest >= np.uint64(1 << bits)
@@ -271,7 +270,7 @@ def _converted(
     *,
     is_flag: bool,
 ) -> Array:
-    """Convert to the stored dtype, and count what an integer type cannot hold."""
+    """Convert to the stored dtype, and count numbers that an integer type cannot hold."""
     target = np.dtype(column.dtype).newbyteorder("<")
     if column.tensor_dtype == "bool":
         return np.ascontiguousarray(values > 0 if is_flag else values != 0, dtype=target)
@@ -285,7 +284,7 @@ def _converted(
         finite = np.isfinite(values)
         whole = finite & (values == np.rint(values))
         fractions = finite & ~whole
-        # 2**63 as a float is the first that no int64 holds, and the limit itself rounds up to it.
+        # 2**63 as a float is the first number beyond int64, and the limit itself rounds up to it.
         fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
         invalid_rows.note("fractions", rows_with(fractions), values, fractions)
         invalid_rows.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
@@ -297,7 +296,7 @@ def _converted(
 
 
 def _ragged_rows(lengths: Array, bad: Array) -> int:
-    """Count rows of these lengths, one behind the other, with at least one True."""
+    """Count rows of these lengths, concatenated, with at least one True."""
     return len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad])) if bad.any() else 0
 
 
@@ -315,12 +314,12 @@ def column_to_numpy(
     """Convert one batch of a column to a C-contiguous array (rows, *shape) of `column.dtype`, or to rows of any length.
 
     Args:
-        array: as `mapInArrow` gives it; a vector is a struct<type, size, indices, values>.
+        array: from `mapInArrow`; a vector is a struct<type, size, indices, values>.
         column: as `check_schema` returned it.
         is_flag: store whether the value is above 0 (a validation column).
 
     Returns:
-        The values (`SparseRows` of a sparse vector, `Ragged` of other columns whose rows differ), or None if some row
+        The values (`SparseRows` of a sparse vector, `Ragged` of other columns whose rows differ), or None if a row
         cannot be used, and the counts of such rows.
     """
     invalid_rows = InvalidRowCounts()
@@ -357,14 +356,14 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
     row_of: Array | None = None
     elements = array.field("values") if pa.types.is_struct(array.type) else array
     while is_list(elements.type):
-        # A null list is empty, as Spark's are.
+        # A null list is empty in Spark's arrays.
         lengths, elements = flattened(elements)
         row_of = np.repeat(np.arange(len(lengths)) if row_of is None else row_of, lengths)
         if elements.null_count:
             bad[row_of[numbers(elements.is_null())]] = True
     values = numbers(elements)
     for invalid in invalid_numbers(values, column).values():
-        if row_of is None:  # memory below a null holds anything, and its row is bad already
+        if row_of is None:  # memory below a null is undefined, and its row is bad already
             bad |= invalid
         else:
             bad[row_of[invalid]] = True
@@ -409,7 +408,7 @@ def _lists(
         return None
     values = numbers(elements)
     if column.kind == "ragged":
-        if not lengths.any():  # rows without entries have entries of any shape
+        if not lengths.any():  # rows without entries fit any shape
             inner = list(column.inner)
         width = int(np.prod(inner)) if inner else 1
         if inner:
@@ -430,7 +429,7 @@ def _fixed_width(
 def _one_width(
     widths: Array, invalid_rows: InvalidRowCounts, inner: tuple[int, ...] = ()
 ) -> int | None:
-    """Return the width that all rows have, above 0, or None; count the shapes (width, *inner)."""
+    """Return the common width of all rows, above 0, or None; count the shapes (width, *inner)."""
     different, rows = np.unique(widths, return_counts=True)
     invalid_rows.shapes.update(
         {(int(w), *inner): int(n) for w, n in zip(different, rows, strict=True)}
@@ -464,7 +463,7 @@ def _vectors(
 def _sparse_rows(
     array: pa.StructArray, values: Array, lengths: Array, is_dense: Array, width: int
 ) -> SparseRows:
-    """Keep vectors sparse; of dense ones the elements that are not zero.
+    """Keep vectors sparse; dense vectors keep their nonzero elements.
 
     Args:
         array: of the vector struct.
@@ -503,7 +502,7 @@ def _indices(array: pa.StructArray) -> Array:
 
 
 def numbered(batches: Iterator[pa.RecordBatch], index: int, first: int) -> Iterator[pa.RecordBatch]:
-    """Number the groups of neighbouring rows with equal values, over all batches of a partition; nulls stay.
+    """Number the groups of neighbouring rows with equal values, over all batches of a partition; nulls are kept.
 
     Args:
         batches: of the partition, sorted by the column.

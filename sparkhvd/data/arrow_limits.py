@@ -1,7 +1,7 @@
 """Bounds on the Arrow batches that Spark sends to Python workers.
 
-Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so ours
-stands there for that long. Queries that a user runs beside it get smaller batches, and the same rows.
+Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so the conf
+holds ours for that time. Concurrent queries of the user get smaller batches with the same rows.
 
 Threads: fits of one session may run at once. The first writes the conf, the last restores the user's value.
 """
@@ -25,21 +25,20 @@ if TYPE_CHECKING:
 
 
 # A batch exists about four times in a Python worker (as bytes, as Arrow, converted, and in the row group), and
-# once in the JVM. Larger ones are no faster: 10,000 rows of 32 doubles have 2.5 MiB.
+# once in the JVM. Larger batches are no faster: 10,000 rows of 32 doubles have 2.5 MiB.
 BATCH_BYTES = 32 << 20
 BYTES_KEY = "spark.sql.execution.arrow.maxBytesPerBatch"
 RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
-# A batch that is worth a warning where nothing bounds it in bytes: the JVM holds it once for each task, a worker about four times.
+# Warn above this size without a bound in bytes: the JVM holds the batch once for each task, a worker about four times.
 _LARGE_BATCH_BYTES = 512 << 20
 # Spark's default; more rows per batch gain nothing.
 _MOST_RECORDS = 10_000
-# Spark's bound in bytes is looked at after every row, and where a list column ends in nulls (arrays that are null, or a
-# vector sent as one struct) that takes the longer the more rows the batch has: 10,000 rows of vectors took four times as
-# long as without it, 1,000 rows 1.6 times. So it is switched off where the types tell how long a row is, and else the
-# batches have few rows, which costs nothing that could be measured.
+# Spark checks its bound in bytes after every row. If a list column ends in nulls (null arrays, or a vector sent as one struct),
+# the check takes time in proportion to the batch's rows: 10,000 rows of vectors took four times as long as without it, 1,000 rows
+# 1.6 times. So it is disabled if the types give the length of a row. Otherwise batches have few rows, at no measurable cost.
 _NO_BYTES = 2**31 - 1
 _FEW_RECORDS = 1000
-# Where Spark has no bound in bytes: bytes of a value whose length is not known beforehand.
+# Assumed bytes of a value of unknown length, for Sparks without a bound in bytes.
 _UNKNOWN_BYTES = 32 << 10
 
 
@@ -49,14 +48,14 @@ def bounded_batches(
 ) -> Iterator[None]:
     """Bound the Arrow batches of queries of `df`'s session to about `batch_bytes` inside the block.
 
-    The bound on records becomes the number of `df`'s rows in that many bytes, if the user's is larger. Where the types do
-    not tell how long a row is, Spark's bound in bytes is set, unless the user has set one; before Spark 4.1, which has
-    none, such values count as 32 KiB. After the block the conf is as it was.
+    The bound on records becomes the number of `df`'s rows in that many bytes, if the user's is larger. If the types do
+    not give the length of a row, Spark's bound in bytes is set, unless the user has set one. Before Spark 4.1, which has
+    no such bound, these values count as 32 KiB. The conf is restored after the block.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
-        batch_bytes: bytes of a batch; a row that is larger comes alone.
-        knows_bytes: Spark has a bound in bytes; None asks it.
+        batch_bytes: bytes of a batch; a larger row is sent alone.
+        knows_bytes: Spark has a bound in bytes; None detects it.
     """
     spark = df.sparkSession
     if knows_bytes is None:
@@ -78,13 +77,13 @@ def bounded_batches(
 
 
 def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
-    """Warn where Spark bounds batches by rows alone, and as many of these rows are large.
+    """Warn if Spark bounds batches only by rows, and that many of these rows are large.
 
-    For DataFrames that the user computes later: the bound belongs to the session then, and is the user's.
+    For DataFrames that the user computes later, when the bound is the user's.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
-        elements: by column, numbers per row where the type does not tell them.
+        elements: by column, numbers per row if the type does not give them.
     """
     conf = df.sparkSession.conf
     configured = int(conf.get(RECORDS_KEY, str(_MOST_RECORDS)) or _MOST_RECORDS)
@@ -108,9 +107,9 @@ def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
 
 
 def arrow_row_bytes(schema: StructType) -> tuple[int, int]:
-    """Return the bytes that a row takes as Arrow in columns whose types tell, and the number of other columns.
+    """Return the bytes per row as Arrow of columns whose types give it, and the number of other columns.
 
-    A vector's length is in its column's metadata where a VectorAssembler wrote it.
+    A vector's length is in its column's metadata if a VectorAssembler wrote it.
     """
     sizes = [_value_bytes(f.dataType, f.metadata or {}) for f in schema.fields]
     return sum(s for s in sizes if s is not None), sum(s is None for s in sizes)
@@ -121,9 +120,9 @@ def _value_bytes(kind: DataType, metadata: Mapping[str, object]) -> int | None:
     if name == "VectorUDT":
         attributes = metadata.get("ml_attr")
         width = attributes.get("num_attrs") if isinstance(attributes, Mapping) else None
-        # A wider one is sparse, and shorter than that.
+        # A wider vector is sparse, and shorter than that.
         return 16 + 8 * width if isinstance(width, int) and 0 < width <= DENSE_WIDTH else None
-    # The longest of these is a decimal.
+    # A decimal is the longest.
     return 16 if name in NUMERIC_TYPES else None
 
 
@@ -133,8 +132,8 @@ class _Bound:
 
     Attributes:
         users: the user's value, or None.
-        written: our value; None if the user's was left.
-        wanted: the bounds of all blocks that are open.
+        written: our value; None if the user's was kept.
+        wanted: the bounds of all open blocks.
     """
 
     users: str | None
@@ -142,7 +141,7 @@ class _Bound:
     wanted: list[int] = field(default_factory=list)
 
     def apply(self, conf: RuntimeConfig, name: str) -> None:
-        """Write the smallest bound of all blocks and the user."""
+        """Write the minimum of all blocks' bounds and the user's."""
         if self.users is not None and name == BYTES_KEY:
             return
         bounds = list(self.wanted)
@@ -185,15 +184,15 @@ class _Bounds:
         del self._held[key]
         if bound.written is None:
             return
-        # The session may have ended, and then the query's own error says why.
+        # If the session has ended, the query's own error explains it.
         with contextlib.suppress(Exception):
             if conf.get(key[1], None) != bound.written:
-                return  # the user has set another meanwhile
+                return  # the user has set another value meanwhile
             if bound.users is None:
                 conf.unset(key[1])
             else:
                 conf.set(key[1], bound.users)
 
 
-# One per process, because a session's conf is.
+# One per process, as the conf is per session.
 _bounds = _Bounds()

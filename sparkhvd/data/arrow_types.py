@@ -1,6 +1,6 @@
 """Types of Arrow beyond those that Spark sends: the Spark type of each, and its arrays in Spark's own forms.
 
-Parquet from anywhere has lists of a fixed length, dictionaries, tensors and unsigned numbers; `plain` turns their arrays
+External Parquet has fixed-size lists, dictionaries, tensors and unsigned numbers; `plain` turns their arrays
 into the forms that `column_to_numpy` reads.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.bool_]
 
-# Arguments of `ParquetFile` that verify pages which have a checksum; pyarrow 14 cannot.
+# Arguments of `ParquetFile` that verify page checksums; missing in pyarrow 14.
 _ARGUMENTS = inspect.signature(pq.ParquetFile).parameters
 VERIFIED = {n: True for n in ("page_checksum_verification",) if n in _ARGUMENTS}
 
@@ -33,7 +33,7 @@ _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as
 
 
 def spark_type(kind: pa.DataType) -> DataType:
-    """Return the Spark type by which `check_schema` judges an Arrow type; only for the driver, which has pyspark."""
+    """Return the Spark type of an Arrow type, for `check_schema`; only for the driver, which has pyspark."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
@@ -63,7 +63,7 @@ def spark_type(kind: pa.DataType) -> DataType:
         (t.is_int8, T.ByteType),
         (lambda k: t.is_int16(k) or t.is_uint8(k), T.ShortType),
         (lambda k: t.is_int32(k) or t.is_uint16(k), T.IntegerType),
-        (t.is_integer, T.LongType),  # numbers of uint64 that no int64 holds are found in the data
+        (t.is_integer, T.LongType),  # uint64 numbers beyond int64 are found in the data
         (lambda k: t.is_float16(k) or t.is_float32(k), T.FloatType),
         (t.is_float64, T.DoubleType),
         (lambda k: t.is_string(k) or t.is_large_string(k) or _is(k, "string_view"), T.StringType),
@@ -76,7 +76,7 @@ def spark_type(kind: pa.DataType) -> DataType:
 
 
 def num_leaves(kind: pa.DataType) -> int:
-    """Count the Parquet columns that a top-level column of this type takes."""
+    """Count the Parquet columns of a top-level column of this type."""
     if isinstance(kind, pa.BaseExtensionType):
         return num_leaves(kind.storage_type)
     if pa.types.is_map(kind):
@@ -89,7 +89,7 @@ def num_leaves(kind: pa.DataType) -> int:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Convert an array to the forms that Spark sends: lists with offsets, values as they are, bytes with offsets."""
+    """Convert an array to Spark's forms: lists with offsets, plain values, bytes with offsets."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _tensor(array, getattr(kind, "shape", None) or (), _order(kind))
@@ -123,13 +123,13 @@ def _is_any_list(kind: pa.DataType) -> bool:
 
 
 def _is(kind: pa.DataType, name: str) -> bool:
-    """Return True for a type of this name, which older pyarrows may not have."""
+    """Return True for a type of this name, which older pyarrows may lack."""
     test = getattr(pa.types, f"is_{name}", None)
     return test is not None and bool(test(kind))
 
 
 def _is_view(kind: pa.DataType) -> bool:
-    """Return True for layouts of other libraries (polars), whose values lie anywhere."""
+    """Return True for view layouts of other libraries (polars), whose values are scattered."""
     return any(
         _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
     )
@@ -157,20 +157,20 @@ def _needs_change(kind: pa.DataType) -> bool:
 
 
 def _fixed_lists(array: pa.FixedSizeListArray) -> pa.Array:
-    """Convert lists of a fixed length to lists with offsets; nulls become empty, as Spark's are."""
+    """Convert fixed-size lists to lists with offsets; nulls become empty, as in Spark."""
     width = array.type.list_size
     nulls = _nulls(array)
     lengths = np.full(len(array), width, np.int64)
     if nulls is not None:
         lengths[nulls] = 0
-        values = array.flatten()  # leaves out elements below nulls
+        values = array.flatten()  # omits elements below nulls
     else:
         values = array.values.slice(array.offset * width, len(array) * width)
     return _lists(plain(values), lengths, nulls)
 
 
 def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
-    """Convert values of a fixed number of bytes to values with offsets. pyarrow 14 crashes when it casts a part of such an array."""
+    """Convert fixed-size binary values to values with offsets. pyarrow 14 crashes when it casts a slice of such an array."""
     width, rows = array.type.byte_width, len(array)
     offsets = np.arange(rows + 1, dtype=np.int64) * width
     is_small = offsets[-1] < 2**31
@@ -187,7 +187,7 @@ def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
 
 
 def _order(kind: pa.DataType) -> tuple[int, ...] | None:
-    """Return the stored axis of each axis of a fixed-shape tensor; None if they are stored in their order."""
+    """Return the stored axis of each axis of a fixed-shape tensor; None for the natural order."""
     order = tuple(getattr(kind, "permutation", None) or ())
     return None if order == tuple(range(len(order))) else order
 
@@ -212,7 +212,7 @@ def _tensor(
 
 
 def _nulls(array: pa.Array) -> Mask | None:
-    """Return a mask (rows,) of nulls; None if there are none."""
+    """Return a mask (rows,) of nulls, or None."""
     return array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
@@ -228,14 +228,14 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], nulls: Mask | None)
 
 
 def _validity(nulls: Mask | None) -> pa.Buffer | None:
-    """Return Arrow's bits of the rows that are not null; None if all are."""
+    """Return Arrow's validity bits; None if no row is null."""
     return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))
 
 
 # ----------------------------------------------------------------------------------------------------
 # Memory of Arrow arrays as numpy arrays and back.
 # No Python code runs per row. `pa.array` and `Array.to_numpy` import pandas, 0.3 s in every Python worker, and
-# pyarrow.compute takes another 0.1 s: these functions go through the buffers instead, and only bad data import those.
+# pyarrow.compute takes another 0.1 s. These functions use the buffers instead, and only bad data import those.
 
 Array = npt.NDArray[Any]
 
@@ -255,7 +255,7 @@ def text_to_array(text: str) -> pa.Array:
 
 
 def numbers(array: pa.Array) -> Array:
-    """View an Arrow array of numbers or booleans as numpy; where it is null, any value may stand."""
+    """View an Arrow array of numbers or booleans as numpy; null entries are undefined."""
     array = _without_decimals(array)
     length, buffer = len(array), array.buffers()[1]
     if pa.types.is_boolean(array.type):
@@ -271,7 +271,7 @@ def numbers(array: pa.Array) -> Array:
 
 
 def _without_decimals(array: pa.Array) -> pa.Array:
-    """Convert decimals to int64 if they are whole and all of them fit, else to doubles; return other arrays as they are."""
+    """Convert decimals to int64 if all are whole and fit, else to doubles; return other arrays unchanged."""
     kind = array.type
     if not pa.types.is_decimal(kind):
         return array
@@ -279,10 +279,10 @@ def _without_decimals(array: pa.Array) -> pa.Array:
         validity, data = array.buffers()
         halves = np.frombuffer(data, "<i8", 2 * len(array), 16 * array.offset).reshape(-1, 2)
         fits = halves[:, 1] == halves[:, 0] >> 63
-        if array.null_count:  # below a null lies anything
+        if array.null_count:  # values below nulls are undefined
             fits |= numbers(array.is_null())
         if fits.all():
-            # The bits of what is null stay where they are: the new values begin as far behind the front.
+            # The validity bits stay in place, so the new values start at the same offset.
             values = np.zeros(array.offset + len(array), np.int64)
             values[array.offset :] = halves[:, 0]
             buffers = [validity, pa.py_buffer(values)]
@@ -298,7 +298,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def flattened(lists: pa.ListArray) -> tuple[Array, pa.Array]:
-    """Return elements per row, and all elements; a null list must be empty, as Spark's are."""
+    """Return elements per row, and all elements; a null list must be empty, as in Spark."""
     if not len(lists):
         return np.empty(0, np.int64), lists.values.slice(0, 0)
     offsets = numbers(lists.offsets)
@@ -320,7 +320,7 @@ def byte_rows(array: pa.Array) -> Ragged:
 
 
 def filled(array: pa.Array, value: float, dtype: str) -> pa.Array:
-    """Put a number in place of nulls; in a wider type where the array's own cannot hold the number.
+    """Replace nulls by a number, in a wider type if the array's own cannot hold it.
 
     Args:
         array: numbers or booleans.
@@ -342,7 +342,7 @@ def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
     if is_whole:
         try:
             return array.cast(pa.int64())
-        except pa.ArrowInvalid:  # as doubles, numbers that no int64 holds are counted
+        except pa.ArrowInvalid:  # as doubles, numbers beyond int64 are counted
             pass
     if array.type == pa.float16():  # older pyarrows do not cast it
         nulls = array.is_null().to_numpy(zero_copy_only=False)
@@ -351,7 +351,7 @@ def _widened(array: pa.Array, *, is_whole: bool) -> pa.Array:
 
 
 def holds(dtype: np.dtype[Any], value: float) -> bool:
-    """Return True if a type has this number, or for floating types if it is within their range."""
+    """Return True if an integer type can hold this number, or if it is within a floating type's range."""
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return bool(
@@ -361,12 +361,11 @@ def holds(dtype: np.dtype[Any], value: float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# ML vectors on their way from Spark to a Python worker: four columns each, because one struct is slow.
-# A vector is struct<type, size, indices, values>, and a dense one has no indices, a null list. While Spark (4.1 and later)
-# writes an Arrow batch, it asks after every row how large the batch is, and each time walks over the nulls at a list column's
-# end: work that grows with the square of the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with
-# an empty list in place of the null, 2 s. So the parts are sent as columns of their own and joined in the worker, where that
-# copies nothing.
+# ML vectors from Spark to a Python worker: four columns each, because one struct is slow.
+# A vector is struct<type, size, indices, values>, and a dense vector has null indices. While Spark (4.1 and later) writes an
+# Arrow batch, it computes its size after every row, and each time walks over the nulls at a list column's end: the work is
+# quadratic in the rows. A million dense vectors of 32 took 12 s of the JVM's CPU to arrive; with an empty list in place of the
+# null, 2 s. So the parts are sent as separate columns and joined in the worker without copying.
 
 PARTS = ("type", "size", "indices", "values")
 _DENSE = 1
@@ -378,10 +377,10 @@ def vector_columns(schema: StructType) -> tuple[bool, ...]:
 
 
 def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
-    """Put four columns in place of every vector; the others stay as they are.
+    """Replace every vector by four columns; other columns are unchanged.
 
     Args:
-        df: the DataFrame, classic or Connect; its names are plain and differ from each other.
+        df: the DataFrame, classic or Connect; its names are plain and unique.
         is_vector: `vector_columns` of its schema.
     """
     if not any(is_vector):
@@ -413,7 +412,7 @@ def join_vectors(batch: pa.RecordBatch, is_vector: Sequence[bool]) -> pa.RecordB
 
 def _vector(kind: pa.Array, size: pa.Array, indices: pa.Array, values: pa.Array) -> pa.Array:
     null = kind.is_null() if kind.null_count else None  # the whole vector is null
-    if size.null_count == len(size):  # all of them are dense or null
+    if size.null_count == len(size):  # all vectors are dense or null
         indices = pa.nulls(len(indices), indices.type)
     elif size.null_count:
         import pyarrow.compute as pc

@@ -1,6 +1,6 @@
 """Data sets for any training loop: a DataFrame prepared once on the driver, read by any process of any launcher.
 
-Ownership: data that are kept stay until `Dataset.delete()` or `Store.clean()`; others go with the process that has prepared them.
+Ownership: kept data stay until `Dataset.delete()` or `Store.clean()`; other data are deleted with the process that prepared them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ if TYPE_CHECKING:
 
 # ----------------------------------------------------------------------------------------------------
 # Batches of a data set for one rank, as torch's `IterableDataset`.
-# The rows of all ranks at a step are those that one process would have with as many rows per batch: the order is the same for any
-# number of ranks, and an epoch goes on at any row, also with other ranks than before. (Data beyond `shuffle_bytes` are read by each rank in
-# its own part; they go on with equally many ranks.)
-#
-# Threads: the reader reads ahead in one thread. Not for several workers of a `DataLoader`: each would read everything.
+# The rows of all ranks at a step equal those of one process with as many rows per batch: the order is the same for any
+# number of ranks, and an epoch resumes at any row, also with other ranks. (Data beyond `shuffle_bytes` are read by each rank in
+# its own part, and resume only with the same number of ranks.)
+# Threads: the reader prefetches in one thread. Not for several workers of a `DataLoader`: each would read everything.
 
 
 def place() -> tuple[int, int]:
-    """Return rank and size of this process, as `hvd`, torch.distributed or the launcher tells; (0, 1) where nobody does.
+    """Return rank and size of this process from `hvd`, torch.distributed or the launcher; (0, 1) if unknown.
 
     Raises:
         InvalidArgumentError: two launchers contradict each other.
@@ -69,7 +68,7 @@ def place() -> tuple[int, int]:
 
 
 def _check_whole(name: str, value: Any, least: int | None = None) -> None:
-    """Refuse an argument that is no whole number, or a smaller one."""
+    """Reject an argument that is no whole number, or below the minimum."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
@@ -89,7 +88,7 @@ def _names(columns: Sequence[str]) -> list[str]:
 
 
 def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return the rank and size that are given, or else those of this process."""
+    """Return the given rank and size, or those of this process."""
     if (rank is None) != (size is None):
         raise InvalidArgumentError(
             f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
@@ -106,7 +105,7 @@ def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def _check_fraction(schema: DataSchema, validation: float | None) -> None:
-    """Refuse what is no fraction, or is one of data that have validation rows."""
+    """Reject an invalid fraction, or a fraction for data with marked validation rows."""
     if validation is None:
         return
     is_number = isinstance(validation, (int, float)) and not isinstance(validation, bool)
@@ -122,7 +121,7 @@ def _check_fraction(schema: DataSchema, validation: float | None) -> None:
 
 
 def _known_subset(schema: DataSchema, subset: str | None, validation: float | None) -> str:
-    """Return the subset that is given, or else the one for training."""
+    """Return the given subset, or the training subset."""
     has_validation = schema.validation is not None or bool(validation)
     if subset is None:
         return "train" if has_validation else "all"
@@ -139,11 +138,11 @@ def _known_subset(schema: DataSchema, subset: str | None, validation: float | No
 
 
 def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunctions) -> None:
-    """Refuse columns that are not there, or that need a decoder and have none."""
+    """Reject columns that do not exist, or that need a decoder and have none."""
     for name in names:
         if schema.column(name).has_decoder and name not in functions.decoders:
             raise InvalidArgumentError(
-                f"loader: column {name!r} was prepared for a decoder, and there is none. Give decoders={{{name!r}: <function>}}, or "
+                f"loader: column {name!r} was prepared for a decoder, but none is given. Give decoders={{{name!r}: <function>}}, or "
                 "leave it out of columns."
             )
     for name in (*functions.decoders, *functions.collate):
@@ -151,7 +150,7 @@ def _check_columns(schema: DataSchema, names: Sequence[str], functions: RowFunct
 
 
 def _check_caller(frame: FrameType | None) -> None:
-    """Refuse torch's DataLoader where it would collate batches once more; nothing but the object that iterates tells."""
+    """Reject a DataLoader that would collate batches again; only the iterating object reveals it."""
     caller = None if frame is None else frame.f_locals.get("self")
     if type(caller).__name__ != "_IterableDatasetFetcher" or not getattr(
         caller, "auto_collation", False
@@ -164,24 +163,25 @@ def _check_caller(frame: FrameType | None) -> None:
         )
 
 
-# Options that decide which row comes when.
+# Options that decide the order of rows.
 _ORDER = ("seed", "shuffle", "subset", "validation")
 
 
 class Loader(IterableDataset[Any]):
-    """Batches of one rank, a dict of tensors by column, or a tuple of them; each iteration is the rest of an epoch, and the next begins the next.
+    """Batches of one rank, a dict of tensors by column, or a tuple of tensors; each iteration yields the rest of an epoch, then
+    the next epoch follows.
 
-    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and every row
-    comes once per epoch over all ranks.
+    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and
+    every row is used once per epoch over all ranks.
 
     Attributes:
         dataset: the rows.
         rank: of this process.
         size: number of ranks.
         batch_size: rows per rank and step.
-        epoch: that comes next, or goes on.
-        num_broken: rows of this rank that decoders have left out of its batches since the epoch began.
-        as_stored: set before the first batch: tensors have the types in which the data hold their numbers.
+        epoch: of the next batches.
+        num_broken: rows of this rank skipped by decoders since the epoch began.
+        as_stored: set before the first batch: tensors keep the stored types of numbers.
     """
 
     as_stored = False
@@ -211,25 +211,26 @@ class Loader(IterableDataset[Any]):
 
         Args:
             dataset: the rows.
-            rank: of this process; None = the one that `hvd`, torch.distributed or the launcher tells.
+            rank: of this process; None = from `hvd`, torch.distributed or the launcher.
             size: number of ranks; likewise.
             batch_size: rows per rank and step.
             shuffle: a new permutation each epoch; False = the order of the files.
             seed: decides the order, with the epoch.
-            drop_last: leave out the last step if it is not full.
-            subset: "all", "train" or "validation"; None = "train" where the data have validation rows, else "all".
-            validation: fraction of the rows that validate, chosen by `seed`, of data without a validation column.
-            batch_format: "dict", or "tuple": the tensors alone, in the order of `columns`.
+            drop_last: drop the last step if it is not full.
+            subset: "all", "train" or "validation"; None = "train" if the data have validation rows, else "all".
+            validation: fraction of validation rows, chosen by `seed`, of data without a validation column.
+            batch_format: "dict", or "tuple": only the tensors, in the order of `columns`.
             columns: names; None = all.
             decoders: functions of the values of columns.
             collate: functions of a batch's rows of columns.
             num_workers: threads that run decoders.
             pin_memory: put batches into page-locked memory. Needs CUDA.
-            shuffle_bytes: up to this many bytes, rows are held in memory.
-            prefetch_bytes: bound on the batches that are read ahead.
+            shuffle_bytes: data up to this size are held in memory.
+            prefetch_bytes: bound on prefetched batches.
 
         Raises:
-            InvalidArgumentError: an argument is out of range, names a column that is not there, or one of `rank` and `size` is missing.
+            InvalidArgumentError: an argument is out of range, names a column that does not exist, or only one of `rank` and
+            `size` is given.
         """
         super().__init__()
         if batch_format not in ("dict", "tuple"):
@@ -263,16 +264,16 @@ class Loader(IterableDataset[Any]):
         }
         self._arguments: dict[str, Argument] = {}
         self.epoch = 0
-        # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
+        # Rows of the epoch over all ranks: before the numbering of the current batches, and returned since.
         self._first_row = 0
         self._handed_out = 0
-        # Of the order in which these have come; None if that is not known, or there are none.
+        # Windows of their order; None if unknown or empty.
         self._windows: list[int] | None = None
         self.num_broken = 0
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left of the epoch.
+        """Yield the remaining batches of the epoch.
 
         Raises:
             InvalidArgumentError: a DataLoader would read rows several times, or collate batches.
@@ -310,7 +311,7 @@ class Loader(IterableDataset[Any]):
         self.set_epoch(epoch + 1)
 
     def _check_windows(self, reader: Reader) -> None:
-        """Refuse to go on behind rows that have come in another order than those of the reader."""
+        """Reject resuming after rows of another order than the reader's."""
         has_begun = self._first_row + self._handed_out > 0
         if has_begun and self._windows is not None and self._windows != reader.windows:
             where = ["beyond shuffle_bytes", "in memory"]
@@ -325,11 +326,11 @@ class Loader(IterableDataset[Any]):
         return self._opened().num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with the next iteration."""
+        """Start an epoch with the next iteration."""
         self.epoch, self._first_row, self._handed_out = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the last batch; equal on all ranks after equally many steps."""
+        """Return the position after the last batch; equal on all ranks after equally many steps."""
         row = self._first_row + self._handed_out
         order = {name: self._options[name] for name in _ORDER}
         ranks = {"size": self.size, "batch_size": self.batch_size, "windows": self._windows}
@@ -337,12 +338,13 @@ class Loader(IterableDataset[Any]):
         return {"epoch": self.epoch, "row": row, **data, **order, **ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
+        """Resume from the position of another loader of any rank, number of ranks and batch size.
 
-        Data beyond `shuffle_bytes` want an equal number of ranks and batch size, and equal `shuffle_bytes`, columns and `drop_last`, which the next iteration checks.
+        Data beyond `shuffle_bytes` require the same number of ranks and batch size, and equal `shuffle_bytes`, columns and
+        `drop_last`, checked by the next iteration.
 
         Raises:
-            InvalidArgumentError: the state is none, or of other data, or of another order of rows.
+            InvalidArgumentError: the state is invalid, or of other data, or of another order of rows.
         """
         numbers = [state.get(name) for name in ("epoch", "row", "rows")]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -395,7 +397,7 @@ class Loader(IterableDataset[Any]):
                 batch_size=self.batch_size,
                 **self._options,
             )
-            # What decoders give, they alone tell: bytes of an image stay bytes.
+            # Only decoders know their result types: bytes of an image stay bytes.
             self._arguments = {
                 column.name: Argument(
                     None,
@@ -417,7 +419,7 @@ class Dataset:
     Attributes:
         store: holds the files; pickled with its options.
         path: folder of the data in the store, for `load`.
-        files: store of files that were there before and are read where they are; None if the folder has them.
+        files: store of existing files that are read in place; None if the folder has them.
     """
 
     store: Store
@@ -462,7 +464,7 @@ class Dataset:
         """Return batches of one rank; see `Loader`.
 
         Args:
-            rank: of this process; None = the one that its launcher, `hvd` or torch.distributed tells.
+            rank: of this process; None = from its launcher, `hvd` or torch.distributed.
             size: number of ranks; likewise.
             batch_size: rows per rank and step.
             **options: of `Loader`.
@@ -470,7 +472,7 @@ class Dataset:
         return Loader(self, rank, size, batch_size, **options)
 
     def delete(self) -> None:
-        """Delete the files. Nothing may read them any more."""
+        """Delete the files, which must have no readers."""
         remove(self.store, self.path)
 
 
@@ -490,22 +492,22 @@ def prepare(
     num_partitions: int | None = None,
     keep: bool | None = None,
 ) -> Dataset:
-    """Write a DataFrame's columns into a store as packed Parquet, or find what an equal DataFrame gave before.
+    """Write a DataFrame's columns into a store as packed Parquet, or find the data of an equal DataFrame.
 
     Args:
         df: classic or Connect.
-        store: that all readers see; None = the one of `spark.sparkhvd.store`, or on a local master a temporary folder.
-        columns: names; None = all but the validation column.
+        store: visible to all readers; None = the store in `spark.sparkhvd.store`, or on a local master a temporary folder.
+        columns: names; None = all except the validation column.
         dtype: of floating columns, as tensors and in the files. Integers become int64, booleans bool.
         dtypes: others, by column.
         validation: boolean or numeric column; True or above 0 marks validation rows (`Loader(subset=...)`).
-        decoded: columns whose values, also text and bytes, functions of the loader turn into arrays.
-        collated: columns whose rows a function of the loader turns into a batch.
+        decoded: columns, also of text and bytes, whose values the loader's functions convert to arrays.
+        collated: columns whose rows a function of the loader converts to a batch.
         sparse_cols: vectors that become sparse tensors; None = those of more than 65,536 dimensions.
         handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column these or a value to fill in.
-        data_key: the user's word that data of this key are the same; None = the plan decides.
-        num_partitions: files at most; None = as many as `df` has partitions.
-        keep: leave the data when this process ends; None = if a store is given.
+        data_key: the user's promise that data with this key are equal; None = the plan decides.
+        num_partitions: maximum of files; None = as many as `df` has partitions.
+        keep: keep the data when this process ends; None = if a store is given.
 
     Raises:
         InvalidArgumentError: a column is missing, or of a type that cannot become a tensor; values cannot be used.
@@ -548,10 +550,10 @@ def prepare(
 
 
 def load(store: Store | str | PathLike[str], path: str) -> Dataset:
-    """Open a data set that `prepare` has written.
+    """Open a data set written by `prepare`.
 
     Args:
-        store: where it is.
+        store: of the data.
         path: its folder there, `Dataset.path`.
 
     Raises:
@@ -569,7 +571,7 @@ def load(store: Store | str | PathLike[str], path: str) -> Dataset:
 # ----------------------------------------------------------------------------------------------------
 # petastorm's names for a prepared data set: `make_spark_converter(df).make_torch_dataloader(...)`.
 
-# Of petastorm's reader: how many threads or rows it works with, which the loader decides by itself.
+# Options of petastorm's reader for threads and rows, which the loader chooses itself.
 _WITHOUT_MEANING = frozenset(
     {
         *("workers_count", "shuffling_queue_capacity", "reader_pool_type", "results_queue_size"),
@@ -608,19 +610,19 @@ class SparkDatasetConverter:
         shuffle_row_groups: bool = True,
         **others: object,
     ) -> Iterator[Epochs]:
-        """Give the batches of one shard, dicts of tensors by column; as a context manager.
+        """Return the batches of one shard, dicts of tensors by column, as a context manager.
 
         Args:
             batch_size: rows.
-            num_epochs: None = without end.
+            num_epochs: None = endless.
             cur_shard: rank; None = the launcher's.
             shard_count: number of ranks; likewise.
             seed: of the order.
-            shuffle_row_groups: permute the rows of each epoch; not only groups of them.
-            **others: petastorm's that have no meaning here are ignored with a warning.
+            shuffle_row_groups: permute the rows of each epoch, not only groups of rows.
+            **others: options of petastorm without meaning here are ignored with a warning.
 
         Raises:
-            InvalidArgumentError: an argument is not known, or asks for what the loader does not do.
+            InvalidArgumentError: an argument is unknown, or requests an unsupported behaviour.
         """
         if unknown := sorted(set(others) - _WITHOUT_MEANING):
             raise InvalidArgumentError(
@@ -642,11 +644,11 @@ class SparkDatasetConverter:
 
 
 class Epochs:
-    """Batches of several epochs, one after the other.
+    """Batches of several epochs in sequence.
 
     Args:
         loader: of one epoch at a time.
-        num_epochs: None = without end.
+        num_epochs: None = endless.
     """
 
     def __init__(self, loader: Loader, num_epochs: int | None) -> None:
@@ -672,7 +674,7 @@ def make_spark_converter(
 
     Args:
         df: classic or Connect.
-        parquet_row_group_size_bytes: ignored: the files have groups that are read best.
+        parquet_row_group_size_bytes: ignored: the files have groups of the best size for reading.
         compression_codec: ignored: the files are not compressed, so that they can be read by row.
         dtype: of floating columns; None = float64.
         store: see `prepare`; petastorm's conf of a cache folder is not read.
@@ -692,14 +694,14 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def data_module(dataset: Dataset, batch_size: int = 32, **options: Any) -> Any:
-    """Return a `LightningDataModule` whose loaders are the dataset's: rows of training, and of validation where a column marks them.
+    """Return a `LightningDataModule` with the dataset's loaders: training rows, and validation rows if a column marks them.
 
-    Its state, in Lightning's checkpoints, is the place in the epoch.
+    Its state, in Lightning's checkpoints, is the position in the epoch.
 
     Args:
         dataset: the rows.
         batch_size: rows per rank and step.
-        **options: of `Loader`, but for rank and size, which are the trainer's.
+        **options: of `Loader`, except rank and size, which are the trainer's.
 
     Raises:
         InvalidArgumentError: Lightning is not installed.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sparkhvd.data.columns.ragged import Array
 
-# Rows in random order go back and forth between files; a process may have few descriptors, and a file of a remote store
+# Rows in random order alternate between files; a process has a limit of descriptors, and a file of a remote store
 # holds a buffer.
 LIMIT = 16
 
@@ -27,7 +27,7 @@ File = TypeVar("File", bound=_Closes)
 
 
 class OpenFiles(Generic[Key, File]):
-    """Cache of open files: keeps those that were used last; not for several threads at once."""
+    """LRU cache of open files; not thread-safe."""
 
     def __init__(self, open_file: Callable[[Key], File]) -> None:
         """Begin with no open file.
@@ -39,7 +39,7 @@ class OpenFiles(Generic[Key, File]):
         self._files: OrderedDict[Key, File] = OrderedDict()
 
     def get(self, key: Key) -> File:
-        """Return the file of a key, opened if need be."""
+        """Return the file of a key, opened if necessary."""
         file = self._files.get(key)
         if file is None:
             file = self._files[key] = self._open_file(key)
@@ -55,9 +55,9 @@ class OpenFiles(Generic[Key, File]):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Memory for rows that are read window by window: allocated once, filled again for each window.
+# Memory for windows of rows: allocated once, reused for each window.
 
-# Makes an array of a name, shape and dtype.
+# Allocates an array of a name, shape and dtype.
 Empty = Callable[[str, tuple[int, ...], npt.DTypeLike], Array]
 
 
@@ -68,10 +68,9 @@ def fresh(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 
 
 class Buffers:
-    """Arrays by name, each valid until the next of its name; not for several threads at once.
+    """Arrays by name, each valid until the next of its name; not thread-safe.
 
-    Each has a mapping of its own: a freed window would leave a hole in the heap that the next one, a little larger, does
-    not fit.
+    Each has its own mapping: a freed window would leave a hole in the heap that the next, slightly larger one does not fit.
     """
 
     def __init__(self) -> None:
@@ -82,14 +81,14 @@ class Buffers:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         held = self._held.get(name)
         if held is None or held.nbytes < size:
-            held = None  # before there is another
+            held = None  # freed before the next allocation
             self._held.pop(name, None)
-            # Pages that are never written take no memory.
+            # Pages never written use no memory.
             memory = mmap.mmap(-1, max(1, size + size // 16), flags=mmap.MAP_PRIVATE)
             held = self._held[name] = np.frombuffer(memory, np.uint8)
         out: Array = held[:size].view(dtype).reshape(shape)
         return out
 
     def clear(self) -> None:
-        """Release the memory of arrays that nobody uses."""
+        """Release the memory of unused arrays."""
         self._held.clear()

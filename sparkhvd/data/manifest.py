@@ -1,4 +1,4 @@
-"""Manifest of a fit's data: its files and columns; only files named in it exist for a reader."""
+"""Manifest of a fit's data: its files and columns. Readers ignore all other files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sparkhvd.data.store.locks import dump_sealed, load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
-# 1 knew only rows of one size, and 2 no checksums of blocks; both can be read.
+# Version 1 had only rows of one size, version 2 no checksums of blocks; both can be read.
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
-# Lies beside data that a reader has found to be damaged: no fit uses them again.
+# Marker beside data found damaged by a reader: no fit reuses them.
 DAMAGED_NAME = "_damaged"
 PACKED, PARQUET = "packed", "parquet"
 
@@ -27,18 +27,17 @@ PACKED, PARQUET = "packed", "parquet"
 class DataFile:
     """Parquet file of a data set.
 
-    Files that sparkhvd did not write also have size and time, from which a change is told, and the values of columns that only
-    the names of their folders hold.
+    External files also have size and time, to detect changes, and the values of columns held only by the names of their folders.
 
     Attributes:
         path: in the store.
         rows: of the file.
         row_groups: rows of each.
         size: bytes; 0 for packed files.
-        modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
-        partition: (column, value) of every folder `column=value` that it lies in.
-        footer_crc: CRC-32 of the end of a packed file, from its footer on; None where it is not known.
-        values_crc: CRC-32 of the checksums of a packed file's blocks, which stand for all before them; None likewise.
+        modified_ns: time of change in ns since 1970; 0 for packed files, or if unknown.
+        partition: (column, value) of every enclosing folder `column=value`.
+        footer_crc: CRC-32 of the end of a packed file, starting at its footer; None if unknown.
+        values_crc: CRC-32 of the checksums of a packed file's blocks, which cover everything before them; None if unknown.
     """
 
     path: str
@@ -53,16 +52,16 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Data of a fit in row order; of materialized data that is partition index, then position in the partition.
+    """Data of a fit in row order; for materialized data by partition index, then position in the partition.
 
     Attributes:
         files: in that order.
         schema: the columns with their shapes.
         num_rows: of all files.
-        num_validation: rows that the validation column marks; None if there is no such column, or they were not counted.
+        num_validation: rows marked by the validation column; None without such a column, or if not counted.
         variable_bytes: bytes of all values of each column whose rows differ in length; of ordinary Parquet an
             estimate.
-        num_skipped: rows of the DataFrame that `handle_invalid="skip"` left out.
+        num_skipped: rows of the DataFrame skipped by `handle_invalid="skip"`.
         format_version: of the files.
         layout: "packed", or "parquet" for ordinary Parquet.
     """
@@ -83,13 +82,13 @@ class Manifest:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of columns and rows, wherever the files lie: equal data in equal files have equal ones."""
+        """Digest of columns and rows, independent of location: equal data in equal files have equal digests."""
         columns = [(column.name, column.dtype, column.shape) for column in self.schema.columns]
         files = [(f.rows, f.size, f.modified_ns, f.partition, f.values_crc) for f in self.files]
         return hashlib.sha256(json.dumps([columns, files]).encode()).hexdigest()[:16]
 
     def row_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes that a row of these columns takes in memory, on average where rows differ."""
+        """Return the bytes that a row of these columns uses in memory, on average if rows differ."""
         columns = [self.schema.column(name) for name in names]
         fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
         variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
@@ -114,14 +113,14 @@ class Manifest:
         """Rebuild the manifest from `to_json`.
 
         Raises:
-            InvalidArgumentError: it is damaged, or was written by another format version.
+            InvalidArgumentError: it is damaged, or has another format version.
         """
         # Manifests of earlier versions have no checksum.
         values = load_sealed(text.encode(errors="surrogateescape"), required=False)
         if values is None or "format_version" not in values:
             raise InvalidArgumentError(
                 "The list of the data's files is damaged: its checksum does not match. Fit again: the data are materialized "
-                "anew."
+                "again."
             )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
@@ -154,7 +153,7 @@ class Manifest:
         )
 
     def save(self, store: Store, data_dir: str) -> None:
-        """Write the manifest; the data exist from then on."""
+        """Write the manifest, after which the data exist for readers."""
         store.write_bytes(f"{data_dir}/{MANIFEST_NAME}", self.to_json().encode())
 
     @classmethod

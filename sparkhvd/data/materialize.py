@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
 _RESULT_DDL = "partition bigint, outcome string"
-# Lies in the folder while its materialization goes on. A task that outlives it (Spark tells a cancelled task to stop,
-# but does not wait for it) takes back what it wrote. Readers of Parquet pass over names that begin with "_".
+# Marker in the folder during its materialization. A task that outlives it (Spark cancels a task
+# without waiting for it) deletes its file. Readers of Parquet skip names that begin with "_".
 _WRITING = "_writing"
 
 
@@ -55,11 +55,10 @@ def materialize(
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
-    One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
-    and position in the partition. Every task writes one file named after its attempt and reports it; only the
-    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows, and files of the
-    others are deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
-    Arrow batches are bounded in bytes, see `bounded_batches`.
+    One Spark job, one pass, which includes every check of values. Rows are ordered by partition index and position in the
+    partition. Every task writes one file named after its attempt and reports it. Only attempts counted by Spark enter the
+    manifest, so retries and speculation cannot duplicate rows, and other files are deleted. The manifest is written last; if
+    anything fails, the job is cancelled and the folder removed. Arrow batches are bounded in bytes, see `bounded_batches`.
 
     Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 
@@ -68,9 +67,9 @@ def materialize(
         schema: as `check_schema` returned it.
         store: where to write; the executors must see it.
         data_dir: folder in the store.
-        num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
-            problem for training: rows, not files, are dealt to ranks.
-        row_group_bytes: size of a row group, the memory that a task needs.
+        num_partitions: coalesce to at most this many partitions first; None does not. Training works with few
+            partitions: rows, not files, are distributed to ranks.
+        row_group_bytes: size of a row group, the memory of a task.
         on_task_start: called in every task before it writes; returns at once.
 
     Raises:
@@ -100,15 +99,15 @@ def materialize(
         is_done = True
         return manifest
     finally:
-        # First the marker: a task either finds it gone, or has ended its file before the rest is deleted.
-        with suppress(StoreError):  # an error before it says more
+        # The marker is deleted first: a task either misses it, or has finished its file before the rest is deleted.
+        with suppress(StoreError):  # the original error is more useful
             store.delete(marker)
             if not is_done:
                 store.delete(data_dir)
 
 
 def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> DataFrame:
-    """Select the columns of the schema, named by their position in it: names with dots or capitals cannot mislead.
+    """Select the columns of the schema, named by their position: names with dots or capitals cause no errors.
 
     Rows of a group are brought together, in their order.
     """
@@ -117,7 +116,7 @@ def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> Da
     if schema.group is not None:
         group = f"c{names.index(schema.group.name)}"
         by = [group] if num_partitions is None else [num_partitions, group]
-        # Without a place of their own, rows of a group would come in another order whenever this is computed.
+        # Without a position column, the order of rows in a group would change with each computation.
         placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
         renamed = placed.repartition(*by).sortWithinPartitions(group, "place")
     return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
@@ -125,7 +124,7 @@ def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> Da
 
 @dataclass(frozen=True)
 class _WriteTask:
-    """Task of the job: Arrow batches in, one packed file and one row about it out."""
+    """Task of the job: reads Arrow batches, writes one packed file and returns one row about it."""
 
     store: Store
     schema: DataSchema
@@ -170,7 +169,7 @@ class _WriteTask:
             )
 
     def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
-        """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
+        """Write one file from Arrow batches; after an unusable row only count to the end."""
         columns = self.schema.columns
         flag = self.schema.validation
         invalid_rows = {c.name: InvalidRowCounts() for c in columns}
@@ -229,7 +228,7 @@ class _WriteTask:
 def _without_skipped(
     batch: pa.RecordBatch, columns: Sequence[Column]
 ) -> tuple[pa.RecordBatch, int]:
-    """Leave out the rows that `handle_invalid="skip"` asks for; return the batch and their number."""
+    """Drop the rows skipped by `handle_invalid="skip"`; return the batch and their number."""
     usable: np.ndarray[Any, Any] | None = None
     for i, column in enumerate(columns):
         if column.invalid[0] == "skip":
@@ -245,7 +244,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     """Return the manifest of the files of all tasks.
 
     Raises:
-        InvalidArgumentError: the data cannot be used; the message has every reason.
+        InvalidArgumentError: the data cannot be used; the message lists every reason.
     """
     num_rows = sum(o["rows"] for o in outcomes)
     num_skipped = sum(o["skipped"] for o in outcomes)

@@ -1,9 +1,8 @@
 """Ownership of materialized data: leases, their renewal, and deletion at the end of an application or process.
 
-A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark
-Connect server are one application). Its lease file says so; a lease that has not been renewed for a day is void, and any process
-may delete the directory. Unless the user asked to keep them, the owner deletes its directories when its process ends, or when it
-finds that the application has.
+A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark Connect server
+are one application), as recorded in its lease file. A lease not renewed for a day is void, and any process may delete the
+directory. Unless the user keeps them, the owner deletes its directories when its process or application ends.
 
 Threads: any; `_owned.lock` guards the lists.
 """
@@ -25,8 +24,8 @@ from sparkhvd.errors import StoreError
 
 _RENEW_S = 3600.0
 _RETRY_S = 60.0
-# A client that does not see the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
-# one in advance: together with `LEASE_S` a week.
+# A client without access to the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
+# lease in advance: together with `LEASE_S` a week.
 _UNSEEN_S = 6 * 24 * 3600.0
 
 
@@ -35,12 +34,12 @@ class _Owned:
     """Data directories, locks and applications of this process."""
 
     pid: int = field(default_factory=os.getpid)
-    # Tells this process's directories from those of others of the same application.
+    # Distinguishes this process's directories from those of others of the same application.
     token: str = field(default_factory=lambda: os.urandom(4).hex())
     lock: threading.Lock = field(default_factory=threading.Lock)
     # (store, data_dir) -> its lease
     directories: dict[tuple[Store, str], Lease] = field(default_factory=dict)
-    # (store, data_dir) -> time at which a failed renewal is tried again
+    # (store, data_dir) -> time of the next try after a failed renewal
     retries: dict[tuple[Store, str], float] = field(default_factory=dict)
     key_locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
     # application -> function that returns True when it has ended
@@ -48,12 +47,12 @@ class _Owned:
     is_registered: bool = False
 
 
-# One per process, because "until the process ends" is about the process: atexit has no other owner.
+# One per process, because data live until the process ends: atexit has no other owner.
 _owned = _Owned()
 
 
 def add_application(app_id: str, is_over: Callable[[], bool]) -> None:
-    """Remember an application whose data this process owns; `is_over` returns True when it has ended."""
+    """Register an application whose data this process owns; `is_over` returns True when it has ended."""
     with _owned.lock:
         _owned.applications[app_id] = is_over
 
@@ -69,7 +68,7 @@ def _safe(app_id: str) -> str:
 
 @contextmanager
 def key_lock(store: Store, name: str) -> Iterator[None]:
-    """Hold the lock of a key, by which fits of one process wait for each other."""
+    """Hold the lock of a key, which serializes the fits of one process."""
     with _owned.lock:
         lock = _owned.key_locks.setdefault((store.url, name), threading.Lock())
     with lock:
@@ -77,7 +76,7 @@ def key_lock(store: Store, name: str) -> Iterator[None]:
 
 
 def is_kept(store: Store, data_dir: str) -> bool:
-    """Return True if the user asked to keep a directory."""
+    """Return True if the user keeps a directory."""
     lease = lease_of(store, data_dir)
     return lease is not None and lease.keep
 
@@ -98,15 +97,15 @@ def own(store: Store, data_dir: str, lease: Lease) -> None:
 
 
 def disown(store: Store, data_dir: str) -> None:
-    """Delete a directory that this process owns; errors of the store are passed over."""
-    with suppress(StoreError):  # an error before it says more
+    """Delete a directory owned by this process; errors of the store are ignored."""
+    with suppress(StoreError):  # the original error is more useful
         remove(store, data_dir)
 
 
 def remove(store: Store, data_dir: str) -> None:
-    """Delete a data directory, and its key's folder if that is now empty: others may begin in it at any moment.
+    """Delete a data directory, and its key's folder if empty: others may write to it at any moment.
 
-    No lease of this process is renewed in it any more.
+    This process no longer renews its lease.
     """
     with _owned.lock:
         _owned.directories.pop((store, data_dir), None)
@@ -115,7 +114,7 @@ def remove(store: Store, data_dir: str) -> None:
 
 
 def release_unkept(directories: Iterable[tuple[Store, str]]) -> None:
-    """Delete those of these directories that this process owns and the user does not keep."""
+    """Delete the given directories that this process owns and the user does not keep."""
     if os.getpid() != _owned.pid:  # a forked child inherits the list but owns nothing
         return
     for store, data_dir in directories:
@@ -132,10 +131,10 @@ def _release_at_exit() -> None:
 
 
 def renew_leases(now: float | None = None) -> None:
-    """Renew the leases of this process, so that other applications know it lives; call it now and then in a long fit.
+    """Renew the leases of this process, so that other applications know it is alive; call it regularly in a long fit.
 
-    Writes only if an hour has passed since the last time, so it may be called often. A lease that cannot be written is
-    tried again a minute later; a day of such minutes is left.
+    Writes only once per hour, so it may be called often. A lease that cannot be written is
+    retried after a minute, for up to a day.
     """
     now = time.time() if now is None else now
     with _owned.lock:
@@ -148,7 +147,7 @@ def renew_leases(now: float | None = None) -> None:
         try:
             if store.exists(data_dir):
                 own(store, data_dir, Lease(lease.app_id, now, lease.keep))
-        except Exception:  # noqa: BLE001 - of any file system: the other leases must not suffer
+        except Exception:  # noqa: BLE001 - of any file system: the other leases must still be renewed
             with _owned.lock:
                 _owned.retries[store, data_dir] = now + _RETRY_S
 
@@ -171,13 +170,13 @@ def renewing(store: Store) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(_RETRY_S)  # a store that hangs must not hold a fit that has ended
+        thread.join(_RETRY_S)  # a hanging store must not hold a finished fit
 
 
 def release(app_id: str | None = None) -> list[str]:
-    """Delete the data that this process owns (of one application, or all), except kept data.
+    """Delete the data owned by this process (of one application, or all), except kept data.
 
-    Runs by itself when the process ends.
+    Runs automatically when the process ends.
     """
     with _owned.lock:
         ending = [
@@ -188,13 +187,13 @@ def release(app_id: str | None = None) -> list[str]:
         for key in ending:
             del _owned.directories[key]
     for store, data_dir in ending:
-        with suppress(Exception):  # one store that fails: the data in others go all the same
+        with suppress(Exception):  # a failing store must not keep data in others
             remove(store, data_dir)
     return [data_dir for _, data_dir in ending]
 
 
 def release_ended() -> None:
-    """Delete the data of applications of this process that have been stopped."""
+    """Delete the data of stopped applications of this process."""
     with _owned.lock:
         ended = [app_id for app_id, is_over in _owned.applications.items() if is_over()]
         for app_id in ended:
@@ -204,9 +203,9 @@ def release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete the data of owners that have been silent for a day (without a lease: unchanged); return their directories.
+    """Delete data whose lease is a day old (or, without a lease, unchanged for a day); return their directories.
 
-    Directories that this user may not list, read or delete stay.
+    Directories that this user may not list, read or delete are kept.
     """
     with _owned.lock:
         owned = {data_dir for owner, data_dir in _owned.directories if owner == store}

@@ -1,7 +1,7 @@
-"""Reuse of materialized data: the key of a DataFrame's data, and the fits that share data without one.
+"""Reuse of materialized data: the key of a DataFrame's data, and fits that share data without a key.
 
-Data that nothing can name again (no plan tells their content, and there is no `data_key`) go with the `ReuseScope` of the fit, or of
-the fits of one fold, that made them; all others as `ownership` says.
+Data without a reusable key (no plan identifies their content, and there is no `data_key`) are deleted with the `ReuseScope` of
+the fit, or of the fits of one fold, that made them; all others as described in `ownership`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data that ranks can read.
+    """Data readable by ranks.
 
     Attributes:
         manifest: the files, the row count and the schema with shapes.
         data_dir: folder of the data or of their manifest, relative to the store.
         reused: nothing was written for this fit.
-        seconds: time spent on preparing them.
+        seconds: time spent preparing them.
         reason: why they were or were not reused, for the user.
-        files: the store that the files of the manifest are in; None means the one that `data_dir` is in.
+        files: the store of the manifest's files; None means the store of `data_dir`.
     """
 
     manifest: Manifest
@@ -62,14 +62,14 @@ class PreparedData:
 
     @property
     def is_other_each_time(self) -> bool:
-        """True if they were computed for this fit, by a plan that is known to give other values each time."""
+        """True if they were computed for this fit by a nondeterministic plan."""
         return not self.reused and OTHER_VALUES in self.reason
 
 
 class ReuseScope:
-    """Fits that share data which nothing could name again: one fit, or those of one `fitMultiple`.
+    """Lifetime of materialized data without a reusable key: one fit, or the fits of one `fitMultiple`.
 
-    A context manager; when it is closed, the data go, except those that the user keeps. Any thread may close it.
+    A context manager; closing it deletes the data, except kept data. Any thread may close it.
     """
 
     def __init__(self) -> None:
@@ -80,9 +80,9 @@ class ReuseScope:
         self._directories: set[tuple[Store, str]] = set()
 
     def key(self, df: DataFrame, schema: DataSchema) -> str:
-        """Return the key of data of one DataFrame and these columns, for this scope only."""
+        """Return the key of one DataFrame's data with these columns, valid in this scope only."""
         with self._lock:
-            # Kept alive, so that no other DataFrame takes its place in memory.
+            # Kept alive, so that no other DataFrame reuses its address.
             if not any(df is frame for frame in self._frames):
                 self._frames.append(df)
             number = next(i for i, frame in enumerate(self._frames) if df is frame)
@@ -94,7 +94,7 @@ class ReuseScope:
             self._directories.add((store, data_dir))
 
     def close(self) -> None:
-        """Delete the data of the scope, which nothing may use any more."""
+        """Delete the data of the scope, which must have no users."""
         with self._lock:
             ending, self._directories = self._directories, set()
             self._frames.clear()
@@ -119,24 +119,24 @@ def prepare(
     scope: ReuseScope | None = None,
     on_task_start: Callable[[TaskContext], None] | None = None,
 ) -> PreparedData:
-    """Materialize `df`, or reuse data that the same plan over the same files gave before.
+    """Materialize `df`, or reuse the data of the same plan over the same files.
 
     Data are reused if every leaf of the plan is a file scan or `range`, and plan, source files (path,
-    size, time of change), columns, dtypes, format version, session time zone and confs of Spark SQL that may decide
-    rows are the same; or if the user gave the same `data_key` for the same columns; or, of anything else, inside one
+    size, time of change), columns, dtypes, format version, session time zone and row-changing confs of Spark SQL
+    are equal; or if the user gave the same `data_key` for the same columns; or, for anything else, inside one
     `scope`. Fits of one process with one key wait for each other.
 
     Args:
-        df: the DataFrame, classic or Connect. (What a Connect plan reads is not visible to the client, so there
+        df: the DataFrame, classic or Connect. (A client cannot see the sources of a Connect plan, so there
             only `data_key` reuses.)
         schema: as `check_schema` returned it.
-        store: where the data live.
+        store: of the data.
         app_id: the application that owns the data; None means the DataFrame's. They are deleted when this process ends.
-        data_key: the user's word that data of this key are the same; None lets the plan decide.
-        keep_data: leave the data in the store until `Store.clean()`.
+        data_key: the user's promise that data with this key are equal; None lets the plan decide.
+        keep_data: keep the data in the store until `Store.clean()`.
         num_partitions: see `materialize`.
-        scope: the fits among which data are shared that neither their plan nor a `data_key` names; such data go
-            with it. None means that they are not shared, and stay until this process ends.
+        scope: the fits that share data without a plan key or a `data_key`, deleted
+            with it. None does not share them and keeps them until this process ends.
         on_task_start: see `materialize`.
 
     Raises:
@@ -191,7 +191,7 @@ def prepare(
 
 
 def plan_key(df: DataFrame, schema: DataSchema, data_key: str | None) -> tuple[str | None, str]:
-    """Return the key of a DataFrame's data, or None where nothing can tell, and the reason; equal keys mean equal data."""
+    """Return the key of a DataFrame's data, or None if unknown, and the reason; equal keys mean equal data."""
     parts: dict[str, object] = {
         "columns": schema.to_dict(),
         "format_version": FORMAT_VERSION,
@@ -224,12 +224,12 @@ def _find(store: Store, name: str, own_dir: str) -> tuple[str, Manifest] | None:
                 continue
             manifest = Manifest.load(store, data_dir)
             files = set(store.list(data_dir))
-        except ValueError:  # written by another version, or cut off by a kill
+        except ValueError:  # written by another version, or truncated by a kill
             continue
         except OSError:  # StoreError, too
             if data_dir == own_dir:
                 raise
-            continue  # deleted meanwhile, or another user's and private
+            continue  # deleted meanwhile, or private to another user
         if all(f.path in files for f in manifest.files):
             return data_dir, manifest
     return None

@@ -1,6 +1,6 @@
-"""Sources of rows: a Spark DataFrame, written into the store before it is read, or Parquet files, read where they are.
+"""Sources of rows: a Spark DataFrame, written into the store before it is read, or Parquet files, read in place.
 
-A fit chooses its sources once, at its top; whatever follows knows only the protocol.
+A fit chooses its sources once, at its top; later code uses only the protocol.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Target:
     Attributes:
         store: shared by the driver and all executors.
         run_dir: the run's folder in the store.
-        scope: fits that share materialized data which neither their plan nor a key names.
+        scope: fits that share materialized data without a plan key or a user key.
         data_key: the user's name for the data of a fit, or None.
-        keep_data: leave materialized data in the store until `Store.clean()`.
+        keep_data: keep materialized data in the store until `Store.clean()`.
         role: "data", or "validation" for a source that only validates.
-        num_partitions: partitions, and so files, of data that are written, at most; None leaves them.
-        on_task_start: called in every task that writes data, before; returns at once.
+        num_partitions: maximum of partitions, and so files, of written data; None does not coalesce.
+        on_task_start: called in every task before it writes data; returns at once.
     """
 
     store: Store
@@ -49,19 +49,19 @@ class Target:
 
     @property
     def manifest_dir(self) -> str:
-        """Folder for the manifest of files that are read where they are."""
+        """Folder for the manifest of files read in place."""
         return f"{self.run_dir}/{self.role}"
 
     @property
     def key(self) -> str | None:
-        """The user's name for the data of this source."""
+        """User's name for the data of this source."""
         if self.data_key is None or self.role == "data":
             return self.data_key
         return f"{self.data_key}/{self.role}"
 
 
 class DataSource(Protocol):
-    """Rows and the way they get to the ranks. `schema` starts no Spark job; `prepare` may start one, on the driver."""
+    """Rows and their path to the ranks. `schema` starts no Spark job; `prepare` may start one, on the driver."""
 
     @property
     def name(self) -> str:
@@ -85,13 +85,13 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class DataFrameSource:
-    """A DataFrame, classic or Connect: one Spark job writes it as packed files, unless equal data are in the store."""
+    """DataFrame, classic or Connect: one Spark job writes it as packed files, unless equal data are in the store."""
 
     df: DataFrame
 
     @property
     def name(self) -> str:
-        """The word that users know it by."""
+        """Name of the source in messages."""
         return "DataFrame"
 
     @property
@@ -105,7 +105,7 @@ class DataFrameSource:
         return self.df.schema
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
-        """Materialize the columns, or reuse what the store has of them; see `reuse.prepare`."""
+        """Materialize the columns, or reuse data in the store; see `reuse.prepare`."""
         return prepare(
             self.df,
             schema,
@@ -120,7 +120,7 @@ class DataFrameSource:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Parquet files that ranks read where they are; the driver reads footers and the first rows, Spark runs no job."""
+    """Parquet files read in place by ranks; the driver reads footers and the first rows, without a Spark job."""
 
     dataset: ParquetDataset
     spark: SparkSession
@@ -136,7 +136,7 @@ class ParquetFiles:
         return self.dataset.schema
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
-        """Write the manifest of the files, and nothing else."""
+        """Write only the manifest of the files."""
         began = time.monotonic()
         manifest = read_manifest(self.dataset, schema)
         manifest.save(target.store, target.manifest_dir)

@@ -1,4 +1,4 @@
-"""Warning for DataFrames that read the files of a table past the log that tells its rows."""
+"""Warn about DataFrames that read a table's files without the log that decides its rows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 # ----------------------------------------------------------------------------------------------------
 # Identity of a classic DataFrame's data, from its analyzed plan; starts no job.
-# The one module of `data` that looks below the DataFrame API: no public call tells the sources of a plan.
+# The only module of `data` below the DataFrame API: no public call returns the sources of a plan.
 
-# The obstacle of a plan with rand(), or with the clock.
+# Obstacle of a plan with rand(), or with the clock.
 OTHER_VALUES = "the plan gives other values each time"
 # The state of every source file is read; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
-# Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
-# the plan's hash has so few bits that rows with other signs have the same.
+# Leaves whose content is in the plan itself. Not LocalRelation: its text has columns and no rows, and the plan's hash of
+# the rows has so few bits that rows with other signs collide.
 _VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
-# Any conf of SQL that is set may decide the rows of a plan, except these, which decide where and how fast it runs.
+# Any SQL conf may change the rows of a plan, except these, which decide location and speed.
 _SQL_CONF = "spark.sql."
 _OTHER_CONFS = tuple(
     _SQL_CONF + name
@@ -62,11 +62,11 @@ _OTHER_CONFS = tuple(
         "warehouse.dir",
     )
 )
-# A LogicalRelation is anything that a data source of Spark's first interface reads, JDBC too. Its content is told by the
-# state of its files if it reads files, and nothing but those: a table format's log may say that rows in them are deleted.
+# A LogicalRelation is any source of Spark's first data source interface, including JDBC. The state of its files identifies its
+# content only for plain files: a table format's log may delete rows in them.
 _FILE_RELATION = "HadoopFsRelation"
 _FILE_INDEXES = frozenset({"InMemoryFileIndex", "CatalogFileIndex"})
-# File formats without a state of their own: the relation's options and schemas say all.
+# File formats without own state: the relation's options and schemas define them.
 _FILE_FORMATS = frozenset(
     {
         "org.apache.spark.ml.source.image.ImageFileFormat",
@@ -81,7 +81,7 @@ _FILE_FORMATS = frozenset(
         "org.apache.spark.sql.execution.datasources.xml.XmlFileFormat",
     }
 )
-# Code that may read anything (Spark's names; not every version has all).
+# Code that may read anything (Spark's names; some versions lack some).
 _CODE_PATTERNS = (
     "PYTHON_UDF",
     "EVAL_PYTHON_UDF",
@@ -92,7 +92,7 @@ _CODE_PATTERNS = (
     "DESERIALIZE_TO_OBJECT",
     "TYPED_FILTER",
 )
-# Transformers of Spark ML are Scala functions of its own.
+# Transformers of Spark ML are its own Scala functions.
 _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
 
@@ -101,8 +101,8 @@ class PlanFacts:
     """Identity of the data of a plan.
 
     Attributes:
-        obstacle: why nothing identifies them, else empty.
-        plan: JSON of all that decides rows, but for the content of files.
+        obstacle: why they have no identity, else empty.
+        plan: JSON of everything that decides rows, except the content of files.
         files: URL, size and time of change of every source file.
     """
 
@@ -114,7 +114,7 @@ class PlanFacts:
 def plan_facts(df: DataFrame) -> PlanFacts:
     """Collect facts that are equal for two DataFrames only if their data are equal.
 
-    Applies only if every leaf of the plan is a file scan or `range`, and no expression depends on anything but those.
+    Only for plans whose leaves are file scans or `range`, without expressions that depend on anything else.
     """
     # The type of the DataFrame decides: is_remote() is about the whole process.
     if "pyspark.sql.connect" in type(df).__module__:
@@ -125,7 +125,7 @@ def plan_facts(df: DataFrame) -> PlanFacts:
     if others:
         return PlanFacts(f"the plan reads {', '.join(others)}")
     patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
-    # The clock is no "non-deterministic" expression for Spark; a subquery hides its own leaves.
+    # For Spark the clock is not "non-deterministic"; a subquery hides its own leaves.
     if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
         return PlanFacts(OTHER_VALUES)
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
@@ -149,20 +149,20 @@ def plan_facts(df: DataFrame) -> PlanFacts:
 
 
 def file_roots(df: DataFrame) -> list[str]:
-    """List paths that the scans of a classic DataFrame were given, two of each scan; starts no job, lists no files."""
+    """List the paths given to the scans of a classic DataFrame, two of each scan; starts no job, lists no files."""
     roots = []
     for leaf in _items(df._jdf.queryExecution().analyzed().collectLeaves()):
         if _is_relation(leaf) and _leaf(leaf) == (_FILE_RELATION, True):
             given = leaf.relation().location().rootPaths()
-            # Several paths of one scan are mostly parts of one table.
+            # Several paths of one scan are usually parts of one table.
             roots += [str(given.apply(i).toString()) for i in range(min(2, given.size()))]
     return roots
 
 
 def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[object]:
-    """Describe all that decides the rows of a plan, but for the content of its files; equal in every process.
+    """Describe everything that decides the rows of a plan, except the content of its files; equal in every process.
 
-    Not `semanticHash()` of the plan: it holds the identity of a relation's file format, which every JVM makes anew.
+    Not `semanticHash()` of the plan: it includes the identity of a relation's file format, which differs in every JVM.
     """
     session = df.sparkSession
     canonical = plan.canonicalized()
@@ -174,10 +174,10 @@ def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[o
         _text(canonical),
         _structure(canonical, session),
         _hashes(canonical),
-        # A canonical plan has no names: those of the columns, and of the columns of its files.
+        # A canonical plan lacks names of columns, and of the columns of its files.
         str(plan.schema().json()),
         relations,
-        # Functions are told apart by identity, which means nothing in another process.
+        # Functions are compared by identity, which has no meaning in another process.
         session.sparkContext.applicationId if has_functions else "",
         _caches(df),
         _sql_confs(df),
@@ -206,12 +206,12 @@ def _text(plan: JavaObject) -> str:
 
 
 def _structure(canonical: JavaObject, session: SparkSession) -> str:
-    """Return the plan as JSON: its text quotes no string and names no type, so that '1' looks like 1 in it."""
+    """Return the plan as JSON: its text quotes no string and names no type, so '1' and 1 look alike."""
     from py4j.protocol import Py4JJavaError
 
     try:
         text = str(canonical.toJSON())
-    except Py4JJavaError:  # a node that is not made for it
+    except Py4JJavaError:  # a node without support for it
         return str(session.sparkContext.applicationId)
     text = re.sub(r'"jvmId":"[^"]*"', "", text)
     # Binary literals are addresses here; the plan's text has their bytes.
@@ -219,7 +219,7 @@ def _structure(canonical: JavaObject, session: SparkSession) -> str:
 
 
 def _hashes(node: JavaObject) -> list[object]:
-    """Hash the expressions of every node, for facts that neither text nor JSON shows, such as ANSI mode."""
+    """Hash the expressions of every node, for facts such as ANSI mode that neither text nor JSON shows."""
     below = [_hashes(child) for child in _items(node.children())]
     return [int(node.expressions().hashCode()), below]
 
@@ -234,13 +234,11 @@ def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
     form = relation.fileFormat()
     name = str(form.getClass().getName())
     state: list[object] = []
-    if (
-        name not in _FILE_FORMATS
-    ):  # a state that is not known: equal only if it says so, and only here
+    if name not in _FILE_FORMATS:  # an unknown state equals only itself, and only here
         state = [session.sparkContext.applicationId, int(form.hashCode())]
     index = relation.location()
     roots = str(index.rootPaths().mkString("\n"))
-    if _class_name(index) == "CatalogFileIndex":  # the catalog tells the values of its partitions
+    if _class_name(index) == "CatalogFileIndex":  # the catalog has the values of its partitions
         nil = getattr(_jvm(session).scala.collection.immutable, "Nil$")
         index = index.filterPartitions(getattr(nil, "MODULE$"))
     partitions = index.partitionSpec().partitions()
@@ -255,7 +253,7 @@ def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
 
 
 def _sql_confs(df: DataFrame) -> list[str]:
-    """List the confs of Spark SQL that are set and may decide the rows of a plan."""
+    """List the SQL confs that are set and may change the rows of a plan."""
     confs = df._jdf.sparkSession().sessionState().conf().getAllConfs()
     pairs = str(confs.toSeq().mkString("\0")).split("\0")  # each "(name,value)"
     return sorted(
@@ -311,9 +309,9 @@ def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
 
 
 def _caches(df: DataFrame) -> list[str | int]:
-    """List the caches that answer the plan; they hold the sources' rows of the time when they were filled.
+    """List the caches that answer the plan; they hold the sources' rows from when they were filled.
 
-    A cache is named by the identity of its object, which nothing outside this application shares.
+    A cache is named by the identity of its object, which is valid only in this application.
     """
     session = df.sparkSession
     leaves = _items(df._jdf.queryExecution().withCachedData().collectLeaves())
@@ -325,7 +323,7 @@ def _caches(df: DataFrame) -> list[str | int]:
 
 
 def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
-    """Return size and time of change of a source file, or None if they cannot be told."""
+    """Return size and time of change of a source file, or None if unknown."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:
@@ -345,22 +343,22 @@ def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
     return int(status.getLen()), int(status.getModificationTime())
 
 
-# Folders of a plan that are looked at: a remote one costs some round trips, and one that only executors see a task.
+# Folders of a plan to check: a remote one costs some round trips, or a task if only executors see it.
 _FOLDERS = 8
 _UNSEEN_FOLDERS = 1
-# Longest wait for a task of Spark Connect, which a fit could do without.
+# Longest wait for a task of Spark Connect, which the fit does not need.
 _LIMIT_S = 10.0
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*:(?://[^/]*)?)?(.*)", re.DOTALL)
 
 
 def warn_of_tables(df: DataFrame, store: Store) -> None:
-    """Warn if a DataFrame reads files of a table without the table's log, so that deleted rows come back.
+    """Warn if a DataFrame reads files of a table without the table's log, so that deleted rows reappear.
 
-    Looks into folders that this process, or over Spark Connect an executor, opens as it opens the store: paths, and the
-    store's own kind of file system with its options. Starts no job but that task, and never fails.
+    Checks folders that this process, or over Spark Connect an executor, opens like the store: paths, and the
+    store's own kind of file system with its options. Starts no job except that task, and never fails.
     """
     found: dict[str, str] = {}
-    # Whatever pyspark, file systems or the plan of another version raise: the DataFrame is good without an answer.
+    # Ignore any error of pyspark, file systems or another version's plan: the check is optional.
     with contextlib.suppress(Exception):
         found.update(_found(df, store))
     for text in found.values():
@@ -374,7 +372,7 @@ def _found(df: DataFrame, store: Store) -> Iterator[tuple[str, str]]:
     limit = _FOLDERS if store.is_seen else _UNSEEN_FOLDERS
     for root in list(dict.fromkeys(roots))[:limit]:
         beginning, path = _parts(root)
-        # In the folder itself, too: what stands beside a name in it.
+        # In the folder itself, too: the check looks beside a name in it.
         url = f"{beginning}{quote(path) if beginning else path}/_"
         place = Store(url)
         if not place.is_local:
@@ -398,7 +396,7 @@ def _found(df: DataFrame, store: Store) -> Iterator[tuple[str, str]]:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Divide a path or URL of Hadoop, which quotes nothing, into scheme and host, and the path."""
+    """Split a Hadoop path or URL, which has no quoting, into scheme and host, and the path."""
     match = _URL.fullmatch(url)
     assert match is not None
     return match[1] or "", posixpath.normpath(match[2]) if match[2] else ""

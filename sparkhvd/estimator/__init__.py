@@ -5,30 +5,30 @@
     model = TorchEstimator(model=net, optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss(), ...).fit(df)
     model.transform(df)
 
-Names are imported when first used, so that a rank or a Python worker loads only what it needs.
+Names are imported on first use, so that ranks and Python workers load only what they need.
 
-Processes: all of this runs on the driver, but `transform.worker` and `transform.gpu`, which run in Spark's Python workers. Ranks run
+Processes: everything runs on the driver except `transform.worker`, which runs in Spark's Python workers. Ranks run
 `sparkhvd.training`.
 
-Threads: several threads may fit at once (a CrossValidator's do). A thread prints epochs while ranks train.
+Threads: several threads may fit at once, as a CrossValidator does. A thread prints epochs while ranks train.
 
-Trust: a saved model or estimator that holds classes, functions or paths of its user is loaded only where somebody trusts it (`saving`).
+Trust: a saved model or estimator with the user's classes, functions or paths is loaded only from a trusted place (`saving`).
 
-Failure: everything that the driver can know is an error before the first Spark job. A fit that a rank's error ends leaves its last
-checkpoint; the same `run_id` goes on from it.
+Failure: everything the driver can check is an error before the first Spark job. If a rank fails, its last checkpoint
+stays and a fit with the same `run_id` resumes from it.
 
 Each module imports only those above it:
 
     evaluation  measures of predictions
-    importance  importance of features by permutation
+    importance  permutation importance of features
     params      the table of Params
     fitting     the parts of a fit
     transform   the parts of a transform
     saving      saved models and estimators
-    base        what an estimator has whose fits are launches of ranks
+    base        base of estimators that launch ranks
     model       `TorchModel`
     estimator   `TorchEstimator`
-    predictors  what the two below share
+    predictors  `TorchClassifier`, `TorchRegressor` and their models
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base of the estimators whose fits are launches of ranks: copies, fits with several param maps, save and load."""
+"""Base of estimators that launch ranks: copies, fits with several param maps, save and load."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ M = TypeVar("M", bound=Model)
 
 
 class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
-    """Estimator that ranks train; a subclass has the Params `run_id` and `data_key`."""
+    """Base of estimators that launch ranks. Subclasses have the Params `run_id` and `data_key`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._scope: ReuseScope | None = None  # what the fits of a fitMultiple share
-        self._folds = Folds()  # copies have the same
+        self._scope: ReuseScope | None = None  # shared by the fits of a fitMultiple
+        self._folds = Folds()  # shared by copies
         self._label = ""  # of epoch lines
 
     def copy(self, extra: ParamMap | None = None) -> Self:
-        """Copy the estimator, with further Params; epoch lines of the copy's fits name these."""
+        """Copy the estimator with extra Params, which label the epoch lines of the copy's fits."""
         that = super().copy(extra)
         names = {p.name: v for p, v in (extra or {}).items() if that.hasParam(p.name)}
         names.pop("run_id", None)
@@ -61,24 +61,25 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         dataset: DataFrame,
         params: ParamMap | list[ParamMap] | tuple[ParamMap] | None = None,
     ) -> M | list[M]:
-        """Train on a DataFrame: write its columns into the store in one Spark job, then train on all ranks; the driver waits.
+        """Train on a DataFrame and return when the ranks have finished.
 
-        A fit whose run stopped goes on from its last checkpoint if it is called again with the same `run_id`.
+        One Spark job writes the columns into the store, then all ranks train. A fit with the `run_id` of an interrupted run
+        resumes from its last checkpoint.
 
         Args:
             dataset: rows with the columns that the Params name; classic Spark or Spark Connect.
-            params: a param map that overrides Params of this fit, or a list of them, which gives a list of models.
+            params: a param map that overrides Params of this fit, or a list of param maps for a list of models.
 
         Returns:
             The trained model, as a Spark ML transformer.
 
         Raises:
-            InvalidArgumentError: a Param or column is wrong (before any job), or the data hold what cannot be used
+            InvalidArgumentError: a Param or column is wrong (before any job), or the data hold unusable values
                 (before any rank starts).
-            PreflightError: the cluster or the store cannot run this.
-            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
-                `run_id` goes on from it. Without a `run_id` a note at the error names it. Of several maps, the models of those
-                before are in the error's `models`, by index.
+            PreflightError: the cluster or the store cannot run this fit.
+            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`, and a fit with this
+                `run_id` resumes from it. Without a `run_id` a note on the error names it. If several param maps were given, the
+                error's `models` holds the models trained before, by index.
         """
         try:
             if not isinstance(params, (list, tuple)):
@@ -87,7 +88,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
             with models_kept(models):
                 models.update(self.fitMultiple(dataset, params))
             return [models[index] for index in range(len(params))]
-        # The frames of the driver say nothing about a rank, or about an argument; those of a function of the caller's are in the cause.
+        # Driver frames do not help with a rank's error or an argument error. Frames of the caller's functions are in the cause.
         except (RankError, InvalidArgumentError) as e:
             raise e.with_traceback(None) from e.__cause__
 
@@ -106,28 +107,29 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         dataset_idx: int | None = None,
         spark: SparkSession | None = None,
     ) -> M | list[M]:
-        """Train on Parquet files as they are: the ranks read them, and Spark only starts the ranks.
+        """Train on Parquet files in place: the ranks read them and Spark only starts the ranks.
 
-        Columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and folders `column=value`. Every row
-        comes once per epoch, whatever files and row groups there are. Nobody may change the files during the fit.
+        Reads columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and partition folders
+        `column=value`.
+        Every row is used once per epoch, for any layout of files and row groups. The files must not change during the fit.
 
         Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
         `validation` set `intermediate_val_data`.
 
         Args:
-            path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
-                can read. A dict or list here is taken as `params`.
-            params: a param map to fit with, or a list of them, which gives a list of models. A `run_id` then gets the
+            path: a file, or a folder that is searched recursively, as a path or URL that the driver and all executors
+                can read. A dict or list is taken as `params`.
+            params: a param map to fit with, or a list of param maps for a list of models. A `run_id` then gets the
                 index of the map, as in `fitMultiple`.
             validation_path: rows to validate with, instead of `validation`.
-            storage_options: credentials and such for both paths, as for `Store.create`.
+            storage_options: credentials and other options for both paths, as for `Store.create`.
             dataset_idx: Horovod's index of the data in the store.
-            spark: the session whose tasks become ranks; None means the active one.
+            spark: the session whose tasks become ranks; None means the active session.
 
         Raises:
-            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, where footers
-                or the first rows tell).
-            RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
+            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, if footers
+                or the first rows show it).
+            RankError: a rank failed, or found unusable values; the message names file, column and count.
         """
         path, maps, is_list = split_arguments(path, params)
         places = DataPaths(path, validation_path, storage_options, dataset_idx)
@@ -163,11 +165,11 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         dataset: DataFrame,
         paramMaps: Sequence[ParamMap],  # noqa: N803
     ) -> Iterator[tuple[int, M]]:
-        """Fit with each of several param maps; they share the materialized data.
+        """Fit with each of several param maps on shared materialized data.
 
-        Data that no plan names (see `reuse`) go when the last of the models is there, or the iterator is dropped.
-        A `run_id` gets the index of the param map: `mine-0`, `mine-1`; with the second DataFrame and this run_id, as in
-        the second fold of a CrossValidator, `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
+        Data without a plan key (see `reuse`) are deleted after the last model, or when the iterator is dropped.
+        A `run_id` gets the index of the param map: `mine-0`, `mine-1`. For a second DataFrame with this run_id, as in
+        the second fold of a CrossValidator, it is `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
         calls this once per fold, with other rows each time.
         """
         check_dataframe("fit", dataset)
@@ -182,7 +184,7 @@ class RankEstimator(TorchParams, Estimator[M], MLWritable, MLReadable[Any]):
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
     def _with_run_ids(self, maps: Sequence[ParamMap], data: Hashable) -> list[ParamMap]:
-        """Give each param map a run id, where one is set; equal `data` are one fold."""
+        """Add a run id to each param map if one is set; equal `data` are one fold."""
         run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
         return [
             {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 @with_signature
 class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
-    """Estimator of a PyTorch module: trains it on a Spark DataFrame, one rank per Spark task, all started together.
+    """Estimator of a PyTorch module: trains it on a Spark DataFrame with one rank per barrier task.
 
         estimator = TorchEstimator(
             model=net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
@@ -69,7 +69,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         model = estimator.fit(df)  # TorchModel
 
     N ranks with batch size b train as one process with batch size N * b; the learning rate is used as given. The
-    module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
+    module and the optimizer given are not modified. `explainParams()` describes all arguments.
     """
 
     _model_class: type[TorchModel] = TorchModel
@@ -97,7 +97,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         with self._fanout(request, recorder) as fanout:
             model = self._train_or_explain(request, recorder, fanout)
             if not request.num_checkpoints:
-                # At last: until here the run has the weights if anything goes wrong.
+                # Deleted last: until here the run keeps the weights if anything fails.
                 stays = [TIMELINE_NAME] if options.timeline else []
                 if options.keep_checkpoints != 0:
                     stays += [JSON_NAME, HTML_NAME]
@@ -107,7 +107,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train_or_explain(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> TorchModel:
-        """Train, and end the run; of an error say where the weights are, and tell report and loggers."""
+        """Train and end the run. On an error, explain where the weights are and notify report and loggers."""
         options, verbose = request.options, request.cluster.verbose
         try:
             with request.held:
@@ -138,7 +138,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             raise
 
     def _fanout(self, request: FitRequest, recorder: Recorder) -> LoggerFanout:
-        """Begin to tell loggers of a fit."""
+        """Start the loggers of a fit."""
         cluster = request.cluster
         facts = {"num_proc": str(cluster.num_proc), "random_seed": str(request.seed)}
         tags = {"sparkhvd.store": request.store.url, "sparkhvd.estimator": type(self).__name__}
@@ -158,7 +158,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _train(
         self, request: FitRequest, recorder: Recorder, fanout: LoggerFanout
     ) -> tuple[TorchModel, int]:
-        """Return the model, and the epoch whose weights it has."""
+        """Return the model and the epoch of its weights."""
         with contextlib.nullcontext(self._scope) if self._scope else ReuseScope() as scope:
             options = request.options
             target = Target(
@@ -198,7 +198,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     # -- run ------------------------------------------------------------------------------------------
 
     def _prewarm(self, request: FitRequest) -> Prewarm | None:
-        """Return the head start of the launch, for the tasks that write the data; None where ranks are no tasks, as far as is known."""
+        """Return the prewarm for the tasks that write the data, or None if ranks do not run in Spark tasks."""
         cluster = request.cluster
         if not self._takes_slots():
             return None
@@ -252,7 +252,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         return report
 
     def _takes_slots(self) -> bool:
-        """Return True if ranks are tasks of Spark's, as far as is known."""
+        """Return True if ranks run in Spark tasks."""
         return True
 
     def _run_ranks(
@@ -268,7 +268,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
     def _untrained(
         self, request: FitRequest, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
     ) -> TorchModel:
-        """Make the TorchModel of a fit as it is before the training, with this estimator's uid and its params."""
+        """Create the fit's untrained TorchModel, with this estimator's uid and Params."""
         model = self._model_class()
         model._resetUid(self.uid)
         model._fitted = TrainedState(
@@ -286,7 +286,7 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         self._copyValues(model)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
             model._name_no_outputs()
-        if model._get("use_gpu"):  # of the ranks; a task of transform may have none
+        if model._get("use_gpu"):  # Param of the ranks; a transform task may have no GPU
             model.clear(model.use_gpu)
         model._set(store=request.store, precision=request.options.precision)
         return model
@@ -299,7 +299,7 @@ def _complete(
     data: FitData,
     report: JobReport[TrainResult],
 ) -> None:
-    """Give the model the trained weights, history and timings."""
+    """Set the trained weights, history and timings on the model."""
     result: TrainResult = report.results[0]
     checkpoints = Checkpoints(request.store, spec.run_dir)
     trained = checkpoints.load_start(checkpoints.path(result.epoch)).result
@@ -324,7 +324,7 @@ def _complete(
 
 
 def _trained_loss(request: FitRequest, module: nn.Module, trained: Checkpoint) -> object:
-    """Return the loss with its trained state; None, with a warning, where it cannot be copied: the model must not be lost."""
+    """Return the loss with its trained state, or None with a warning if it cannot be copied: the model must not be lost."""
     model, is_changed = request.program.model, has_losses(trained.changes)
     try:
         return returned_loss(request.losses, model, module, trained.others, is_changed=is_changed)

@@ -1,7 +1,7 @@
-"""Measures of a model's predictions, by the names of Spark ML's summaries.
+"""Measures of a model's predictions, with the names of Spark ML's summaries.
 
-Measures come from one aggregation over the rows, so that the model sees them once. No DataFrame is cached for that: a Connect server copies
-the session's files then, and tasks that ask for a copy which is gone fail.
+One aggregation over the rows computes all measures, so the model sees each row once. The DataFrame is not cached: a Connect
+server then copies the session's files, and tasks that ask for a deleted copy fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Summary:
-    """Measures, computed when the first is asked for.
+    """Measures, computed on first access.
 
     Attributes:
         predictions: what `transform` returned.
@@ -40,7 +40,7 @@ class _Summary:
 
     @property
     def _pairs(self) -> DataFrame:
-        """Labels and predictions as doubles."""
+        """Select labels and predictions as doubles."""
         columns = (("label", self.labelCol), ("prediction", self.predictionCol))
         chosen = [self.predictions[column].cast("double").alias(name) for name, column in columns]
         return self.predictions.select(*chosen)
@@ -51,7 +51,7 @@ class ClassificationSummary(_Summary):
     """Measures of a classifier.
 
     Attributes:
-        rawPredictionCol: column by which two classes are ranked.
+        rawPredictionCol: column that ranks two classes.
         numClasses: number of classes.
     """
 
@@ -65,7 +65,7 @@ class ClassificationSummary(_Summary):
         return {(row.label, row.prediction): row["count"] for row in rows}
 
     def _classes(self) -> list[tuple[int, float, float]]:
-        """List rows, precision and recall of each class that occurs in the labels."""
+        """List rows, precision and recall of each class in the labels."""
         labelled, predicted = Counter[float](), Counter[float]()
         for (label, prediction), count in self._counts.items():
             labelled[label] += count
@@ -78,22 +78,22 @@ class ClassificationSummary(_Summary):
 
     @property
     def accuracy(self) -> float:
-        """Share of the rows whose class is predicted."""
+        """Share of rows with a correct prediction."""
         hits = sum(count for (label, found), count in self._counts.items() if label == found)
         return hits / sum(self._counts.values()) if self._counts else math.nan
 
     @property
     def weightedPrecision(self) -> float:  # noqa: N802
-        """Mean precision of the classes, by their shares of the rows."""
+        """Mean precision of the classes, weighted by their rows."""
         return _mean((rows, precision) for rows, precision, _ in self._classes())
 
     @property
     def weightedRecall(self) -> float:  # noqa: N802
-        """Mean recall of the classes, by their shares of the rows."""
+        """Mean recall of the classes, weighted by their rows."""
         return _mean((rows, recall) for rows, _, recall in self._classes())
 
     def weightedFMeasure(self, beta: float = 1.0) -> float:  # noqa: N802
-        """Compute the mean F-measure of the classes, by their shares of the rows."""
+        """Compute the mean F-measure of the classes, weighted by their rows."""
 
         def measure(precision: float, recall: float) -> float:
             parts = beta**2 * precision + recall
@@ -103,12 +103,12 @@ class ClassificationSummary(_Summary):
 
     @cached_property
     def areaUnderROC(self) -> float:  # noqa: N802
-        """Area under the receiver operating characteristic, of two classes; a pass over the rows."""
+        """Area under the ROC curve of two classes; one pass over the rows."""
         return self._of_two_classes("areaUnderROC")
 
     @cached_property
     def areaUnderPR(self) -> float:  # noqa: N802
-        """Area under the curve of precision over recall, of two classes; a pass over the rows."""
+        """Area under the precision-recall curve of two classes; one pass over the rows."""
         return self._of_two_classes("areaUnderPR")
 
     def _of_two_classes(self, name: str) -> float:
@@ -124,7 +124,7 @@ class ClassificationSummary(_Summary):
 
 
 def _mean(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the mean of measures by their numbers of rows; NaN without rows."""
+    """Return the mean of measures, weighted by rows; NaN without rows."""
     pairs = list(measured)
     rows = sum(count for count, _ in pairs)
     return sum(count * value for count, value in pairs) / rows if rows else math.nan
@@ -161,7 +161,7 @@ class RegressionSummary(_Summary):
 
     @property
     def r2(self) -> float:
-        """Share of the labels' variance that is explained; NaN if they do not vary."""
+        """Share of the labels' variance explained; NaN if they do not vary."""
         variance = self._values["variance"]
         return 1 - self.meanSquaredError / variance if variance else math.nan
 
@@ -172,7 +172,7 @@ class RegressionSummary(_Summary):
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """Summary of a training; `str` gives it in one line.
+    """Summary of a training; `str` returns it in one line.
 
     Attributes:
         history: one record per epoch.
@@ -191,7 +191,7 @@ class TrainingSummary:
 
     @property
     def objectiveHistory(self) -> list[float]:  # noqa: N802 - Spark's name
-        """Training loss of each epoch; epochs in which a loop of the user's own recorded none are left out."""
+        """Training loss of each epoch, except epochs without one from a custom loop."""
         losses = [record.get("loss") for record in self.history]
         return [float(loss) for loss in losses if isinstance(loss, (int, float))]
 
@@ -206,11 +206,11 @@ class TrainingSummary:
 
 
 def horovod_history(history: History, num_labels: int) -> History:
-    """Return the records with the numbers of training and validation apart, as Horovod has them.
+    """Return the records with training and validation numbers apart, as in Horovod.
 
     Args:
-        history: flat records; those that have this shape already stay as they are.
-        num_labels: metrics by number are in groups of so many.
+        history: flat records; records already in this shape are kept.
+        num_labels: size of the groups of metrics by number.
     """
     return [r if "train" in r else _nested(r, max(1, num_labels)) for r in history]
 
@@ -226,6 +226,6 @@ def _nested(record: Mapping[str, Any], num_labels: int) -> dict[str, Any]:
         metrics = [value for name, value in part.items() if name != "loss"]
         starts = range(0, len(metrics), num_labels)
         part["all_metrics"] = [metrics[start : start + num_labels] for start in starts]
-    if len(parts["validation"]) == 1:  # there was none
+    if len(parts["validation"]) == 1:  # no validation
         del parts["validation"]
     return {**of_epoch, **parts}

@@ -1,4 +1,4 @@
-"""Permutation importance: how much worse a model predicts when one feature has the values of other rows."""
+"""Permutation importance: the loss of quality when one feature is permuted among the rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pyspark.sql.types import IntegerType, StructField, StructType
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Column of the frame with the permuted rows: which permutation, 0 for none.
+# Column of the permuted rows: number of the permutation, 0 for the original.
 _VARIANT = "__sparkhvd_variant"
-# Of the seed of the choice: a column that is `rand` with the same seed would else decide which rows are chosen.
+# Salt of the sampling seed: a user's column `rand` with the same seed would otherwise decide which rows are sampled.
 _SALT = 0x7065726D
 
 
@@ -25,9 +25,9 @@ class Importance(NamedTuple):
     """Importance of a feature.
 
     Attributes:
-        feature: name of its column; of an element of a vector the name that Spark ML's metadata have, else "column[3]".
+        feature: name of its column; for an element of a vector the name in Spark ML's metadata, else "column[3]".
         importance: mean by which the measure gets worse.
-        std: standard deviation of that over the repetitions.
+        std: its standard deviation over the repetitions.
     """
 
     feature: str
@@ -36,7 +36,7 @@ class Importance(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A feature: a column, or an element of one; None for the whole column."""
+    """Feature: an element of a column, or None for the whole column."""
 
     name: str
     column: str
@@ -53,16 +53,16 @@ def permutation_importance(
     repeats: int,
     seed: int,
 ) -> list[Importance]:
-    """Compute the importance of each feature, the greatest first.
+    """Compute the importance of each feature, in descending order.
 
     Args:
         transform: of the model.
-        columns: that it reads.
-        df: rows with these columns, and what the evaluator reads.
+        columns: read by the model.
+        df: rows with these columns and the evaluator's.
         evaluator: of Spark ML.
-        num_rows: at most so many rows, chosen at random.
+        num_rows: maximum of sampled rows.
         repeats: permutations of each feature.
-        seed: of choice and permutations.
+        seed: of sampling and permutations.
 
     Raises:
         InvalidArgumentError: there are fewer than two rows, or a number is too small.
@@ -118,7 +118,7 @@ def _parts(field: StructField, value: Any) -> list[_Part]:
 def _variants(
     rows: list[dict[str, Any]], parts: Sequence[_Part], repeats: int, generator: random.Random
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows, and then for each feature so many copies with its values permuted."""
+    """Yield the rows, then `repeats` copies per feature with its values permuted."""
     yield rows
     for part in parts:
         for _ in range(repeats):

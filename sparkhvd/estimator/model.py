@@ -75,16 +75,16 @@ class Report:
     """
 
     def __init__(self, document: Document) -> None:
-        # Through JSON, so that it is what a file would give.
+        # Through JSON, so that it equals the content of a file.
         self.document = loads(dumps(document), JSON_NAME)
         self.html = render(self.document)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, which keeps its style from the notebook's."""
+        """Return the page in a frame, which isolates its style from the notebook's."""
         return f'<iframe srcdoc="{escape(self.html)}" sandbox style="width:100%;height:800px;border:0"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the page to a file of this machine, over one that is there.
+        """Write the page to a file of this machine, replacing an existing file.
 
         Raises:
             OSError: the file cannot be written.
@@ -105,14 +105,14 @@ _NO_EFFECT = {
 class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
 
-    It comes from `TorchEstimator.fit` or `load`. A module that was trained elsewhere becomes one by `from_module`, or as in Horovod:
+    `TorchEstimator.fit` and `load` return it. For a module trained elsewhere use `from_module`, or Horovod's form:
 
         TorchModel(model=net, feature_columns=["x"], label_columns=["y"], input_shapes=[[-1, 4]])
 
-    One column `<label>__output` per label: a double where the output has one element per row, else an ML vector; never
-    rounded. Where the loss of the training tells what the only output means, also Spark ML's columns: `rawPredictionCol` and
-    `probabilityCol`, vectors, and `predictionCol`, a double (the most likely class, or the value). A name that is set adds
-    its column in any case; an empty one leaves it out.
+    `transform` adds one column `<label>__output` per label, never rounded: a double for an output of one element per row,
+    else an ML vector. If the loss tells the meaning of a single output, Spark ML's columns are added too: the vectors
+    `rawPredictionCol` and `probabilityCol`, and the double `predictionCol` (the most likely class, or the value). A name
+    that is set always adds its column; an empty name omits it.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, data_wait_s (seconds
@@ -166,16 +166,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         run_id: str | None = None,
         **params: Unpack[ModelKeywords],
     ) -> Self:
-        """Make the model of a module that was trained elsewhere.
+        """Make the model of a module trained elsewhere.
 
-        Types of the feature columns follow from each DataFrame by the rules of a fit, and from `feature_dtypes`; how long rows of arrays
-        and vectors are, and what shape decoders give, from `input_shapes` or a vector's metadata.
+        Feature types follow from each DataFrame by the rules of a fit, and from `feature_dtypes`. Lengths of arrays and vectors
+        and shapes of decoded values follow from `input_shapes` or a vector's metadata.
 
         Args:
             module: is copied.
-            loss: of its training, or one per output; tells how probabilities follow from outputs, as in a fit.
-            link: "softmax", "sigmoid", "probability" (the output is one), "value" or "identity" (not known) instead of a loss, or one per output.
-            widths: elements per row of each output; not given: the module runs on two rows of zeros.
+            loss: of its training, or one per output; decides how probabilities follow from outputs, as in a fit.
+            link: "softmax", "sigmoid", "probability" (the output is one), "value" or "identity" (unknown) instead of a loss, or
+            one per output.
+            widths: elements per row of each output; by default the module runs on two rows of zeros.
             history: records of its epochs.
             run_id: name of its run.
             params: `feature_cols`, `label_cols` (or `outputCols`), `input_shapes`, `feature_dtypes`, ... as of `TorchModel`.
@@ -203,9 +204,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return in_mode(copied(self._require_fitted().module), is_training=False)
 
     def getLoss(self) -> Any:  # noqa: N802 - like the estimator's
-        """Return a copy of the loss of the training, with the parameters and buffers that were trained with the model.
+        """Return a copy of the training loss, with parameters and buffers trained with the model.
 
-        A function, module, or list with one per label, as it was given; None where it is not known, and after `load` without trust of a
+        It is a function, module, or list with one per label, as given. None if unknown, and after `load` without trust of a
         loss that needs it.
         """
         loss = self._require_fitted().loss
@@ -221,11 +222,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self._records()
 
     def _records(self) -> list[dict[str, Any]]:
-        """Return `history`, which is a Param in the classes under Horovod's name."""
+        """Return `history`, a Param in the classes under Horovod's name."""
         return [dict(record) for record in self._require_fitted().history]
 
     def history_frame(self) -> pd.DataFrame:
-        """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
+        """Return `history` as a pandas frame with a row per epoch, indexed by epoch."""
         import pandas as pd
 
         frame = pd.DataFrame(self._require_fitted().history)
@@ -245,7 +246,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def report(self) -> Report:
         """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/report.md).
 
-        Of a model that was loaded it is read from the run's folder in the store; where that is not there, it has history and timings alone.
+        For a loaded model it is read from the run's folder in the store. Without that folder it has only history and timings.
         """
         fitted = self._require_fitted()
         return Report(fitted.report or self._stored_report(fitted) or _short_document(fitted))
@@ -268,17 +269,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         repeats: int = 3,
         seed: int = 0,
     ) -> list[Importance]:
-        """Tell how much worse the predictions are when one feature has the values of other rows; the greatest first.
+        """Compute how much worse predictions get when one feature is permuted among the rows, in descending order.
 
-        Each scalar column is a feature, and each element of a vector or list of numbers, which Spark ML's metadata may name. Correlated features share
-        their importance.
+        Each scalar column is a feature, and each element of a vector or list of numbers, named by Spark ML's metadata if present.
+        Correlated features share their importance.
 
         Args:
-            dataset: rows with the columns that the model reads, and what the evaluator reads; best such that it was not trained with.
+            dataset: rows with the columns of model and evaluator, preferably not trained on.
             evaluator: of Spark ML, such as `RegressionEvaluator(labelCol="y")`.
-            num_rows: at most so many rows, chosen at random; the driver holds them.
+            num_rows: maximum of sampled rows; the driver holds them.
             repeats: permutations of each feature.
-            seed: of the choice and the permutations.
+            seed: of sampling and permutations.
 
         Raises:
             InvalidArgumentError: there are fewer than two rows, or a number is too small.
@@ -298,7 +299,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Draw curves over the epochs with matplotlib, validation beside training.
 
         Args:
-            names: losses, metrics or other keys of `history`, without "val_"; None: all losses and metrics.
+            names: losses, metrics or other keys of `history`, without "val_"; None draws all losses and metrics.
 
         Returns:
             The figure, with one plot per name; a notebook shows it.
@@ -326,9 +327,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     # -- Horovod's names -----------------------------------------------------------------------------
 
     def setModel(self, module: nn.Module) -> Self:  # noqa: N802
-        """Predict with a copy of another module that takes the same columns; returns this object.
+        """Predict with a copy of another module for the same columns; returns this object.
 
-        A model that no fit has trained takes any module: its columns are those of the Params.
+        Without a fit any module is accepted: the Params define its columns.
 
         Raises:
             InvalidArgumentError: its outputs have another number or width (not checked if a column is collated).
@@ -346,7 +347,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not fitted.columns:
             self._fitted = replace(fitted, module=own, widths=())
             return self
-        # What a collate function makes is known only when there are rows.
+        # The result of a collate function is known only with rows.
         widths = fitted.widths
         if not any(c.is_collated for c in fitted.columns):
             precision = self._get("precision")
@@ -372,11 +373,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def getRunId(self) -> str:  # noqa: N802
-        """Return the name of the run in the store: what `keep_checkpoints` lets stay of it is under `runs/<run_id>`."""
+        """Return the name of the run, whose kept files are under `runs/<run_id>` in the store."""
         return self._require_fitted().run_id
 
     def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
-        """Set the name of the run; nothing in the store is renamed. Returns this object."""
+        """Set the name of the run without renaming anything in the store; returns this object."""
         self._fitted = replace(self._require_fitted(), run_id=run_id, report={})
         return self
 
@@ -388,15 +389,15 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return source_names(fitted, self._read_options(PredictOptions))
 
     def getLabelColumns(self) -> list[str]:  # noqa: N802
-        """List the labels after which output columns are named: `label_cols`, or those of the training."""
+        """List the labels that name the output columns: `label_cols`, or those of the training."""
         return list(self._get("label_cols") or self._require_fitted().labels)
 
     # -- transform -----------------------------------------------------------------------------------
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Add the output columns; starts no Spark job. Rows and all other columns stay as they are.
+        """Add the output columns; starts no Spark job. Rows and all other columns are kept.
 
-        The model sees the columns only when rows are computed: filter and select before, because Spark cannot move
+        The model runs on rows when they are computed: filter and select before, because Spark cannot push
         either through a Python function.
         """
         check_dataframe("transform", dataset)
@@ -429,7 +430,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return add_outputs(dataset, spec)
 
     def _check_outputs(self, fitted: TrainedState) -> None:
-        """Refuse outputs that are not known."""
+        """Reject unknown outputs."""
         if not fitted.widths:
             raise InvalidArgumentError(
                 "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
@@ -438,7 +439,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             )
 
     def _name_no_outputs(self) -> None:
-        """Leave out the columns of the outputs' meaning whose names are not set, because nothing tells it."""
+        """Omit the columns of the outputs' meaning without a name that was set, because the meaning is unknown."""
         self._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
 
     def _require_fitted(self) -> TrainedState:
@@ -452,17 +453,19 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     # -- export --------------------------------------------------------------------------------------
 
     def to_onnx(self, path: str | PathLike[str], *, dataset: DataFrame | None = None) -> None:
-        """Write the model to a file of ONNX, over one that is there; weights beyond 1.5 GB go into a second file beside it.
+        """Write the model to an ONNX file, replacing an existing file; weights above 1.5 GB go to a second file beside it.
 
-        Inputs are the arguments of the module's `forward`, with any number of rows; outputs are the columns that `transform` adds, in the
-        module's dtype, classes as int64. Decoders and `handle_invalid` are no part of it: inputs are what the module gets.
+        Inputs are the arguments of the module's `forward`, with any number of rows. Outputs are the columns that `transform`
+        adds, in the
+        module's dtype, classes as int64. Decoders and `handle_invalid` are not exported: inputs are the module's inputs.
 
         Args:
             path: file as a path or URL, such as "model.onnx" or "s3://bucket/model.onnx".
-            dataset: of a model that no fit has trained: a DataFrame with its columns, which tell the types.
+            dataset: only for a model without a fit: a DataFrame whose columns give the types.
 
         Raises:
-            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot export the module.
+            InvalidArgumentError: onnx or onnxscript is not installed, a column is not a dense tensor, or torch cannot export the
+            module.
         """
         if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
             raise InvalidArgumentError(
@@ -487,7 +490,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return ModelWriter(self)
 
     def _for_mlflow(self) -> Any:
-        """Return what MLflow's flavour `spark` can save in this session."""
+        """Return the object that MLflow's flavour `spark` can save in this session."""
         if not is_connect(active_session()):
             return self
         from sparkhvd.estimator.saving.local_pipeline import LocalPipeline
@@ -504,13 +507,13 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Load a saved model.
 
         Args:
-            path: what was given to `save`.
-            trust: the file may run code. Needed for modules with classes that are not of `torch.nn`, and with torch before
-                2.10. Without it the model has no store: on a cluster, one with more than 64 MiB of weights then
+            path: as given to `save`.
+            trust: the file may run code. Required for modules with classes outside `torch.nn`, and with torch before
+                2.10. Without it the model has no store: on a cluster, a model with more than 64 MiB of weights then
                 needs `setStore`, or the conf `spark.sparkhvd.store`, before it transforms.
 
         Raises:
-            UntrustedError: the file holds code and nobody trusts it.
+            UntrustedError: the file holds code and is not trusted.
         """
         loaded: Self = ModelReader(cls, trusted=trust).load(path)
         return loaded
@@ -524,23 +527,22 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         trust: bool = False,
         spark: SparkSession | None = None,
     ) -> Self:
-        """Make the model of a run in a store, for example when the program ended before it had saved what `fit` returned.
+        """Make the model of a run in a store, for example if the program ended before it saved the result of `fit`.
 
-        A finished run gives its model. One that has not finished gives the weights of its newest whole checkpoint, and a
-        warning says after which epoch; nothing of the run is changed. Where fits with `warm_start` went on from the run, it
-        is the last one's.
+        For an unfinished run it has the weights of the newest complete checkpoint, with a warning that names the epoch. The run
+        is not changed. If fits with `warm_start` continued the run, the last of them is used.
 
         Args:
             store: the store of the fit, or its path or URL.
             run_id: its `run_id`; `Store.runs()` lists them.
             trust: the run may run code, as in `load`.
-            spark: session through which a client of Spark Connect reaches the store, and whose conf may name trusted paths;
-                None means the active one, if there is one.
+            spark: session through which a Spark Connect client reaches the store, and whose conf may name trusted paths;
+                None means the active session, if there is one.
 
         Raises:
-            InvalidArgumentError: there is no such run (the message lists those that are there), it has no checkpoint yet, or
+            InvalidArgumentError: there is no such run (the message lists the existing runs), it has no checkpoint yet, or
                 its files are damaged.
-            UntrustedError: the run holds code and nobody trusts it.
+            UntrustedError: the run holds code and is not trusted.
         """
         seen, spark = _opened(store, spark)
         return load_run_model(cls, seen, run_id, trusted=trust, spark=spark)
@@ -549,7 +551,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 def _opened(
     store: Store | str | PathLike[str], spark: SparkSession | None
 ) -> tuple[Store, SparkSession | None]:
-    """Open the store of `from_run`, as the session sees it if there is one."""
+    """Open the store of `from_run` through the session if there is one."""
     if not isinstance(store, (Store, str, PathLike)):
         raise InvalidArgumentError(
             f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of one."
@@ -567,7 +569,7 @@ def _copy_of(loss: object) -> object:
 
 
 def _weights(fitted: TrainedState, spark: SparkSession, options: PredictOptions) -> Weights:
-    """Return small weights for the closure, large ones as a file of the store, written once."""
+    """Return small weights for the closure, or large weights as a file of the store, written once."""
     if fitted.weights.data is not None:
         return fitted.weights
     store = default_store(spark, options.store)
@@ -586,7 +588,7 @@ _PACKAGES = ("onnx", "onnxscript")
 
 
 class _OutputColumns(nn.Module):
-    """A module whose outputs are the columns of a transform."""
+    """Module whose outputs are the columns of a transform."""
 
     def __init__(self, module: nn.Module, spec: Computation) -> None:
         super().__init__()
@@ -609,7 +611,7 @@ class _OutputColumns(nn.Module):
 
 
 def _check_columns(fitted: TrainedState) -> None:
-    """Refuse columns that are no dense tensors."""
+    """Reject columns that are not dense tensors."""
     for column in fitted.columns:
         if column.kind == "sparse" or column.is_collated or column.row_shape is None:
             kind = "sparse" if column.kind == "sparse" else "collated, or its rows have any length"
@@ -694,7 +696,7 @@ def _save(program: Any, path: str) -> None:
     store = Store.create(folder)
     with tempfile.TemporaryDirectory() as made:
         program.save(f"{made}/{name}")
-        # The file that names another one comes last.
+        # The file that references the other is written last.
         for file in sorted(Path(made).iterdir(), key=lambda file: file.name == name):
             with store.open_output(file.name) as sink, file.open("rb") as source:
                 while block := source.read(1 << 24):

@@ -1,4 +1,4 @@
-"""Bases of `TorchClassifier`, `TorchRegressor` and their models: one label, one output whose meaning the class tells, Spark ML's names."""
+"""`TorchClassifier`, `TorchRegressor` and their models: one label, one output, Spark ML's names."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 
 class TorchPredictionModel(TorchModel):
-    """Trained model with one output, whose meaning the class tells; it predicts single rows on the driver, too."""
+    """Trained model with one output whose meaning follows from the class. It also predicts single rows on the driver."""
 
     _other_defaults: ClassVar[Mapping[str, object]] = {"outputCols": [""]}
 
     @classmethod
     def _known_link(cls, link: str, *, has_function: bool) -> str:
-        """Return the link of the model's output, from that of the loss.
+        """Return the link of the model's output from the link of the loss.
 
         Raises:
-            InvalidArgumentError: the loss does not tell it.
+            InvalidArgumentError: the loss does not define it.
         """
         raise NotImplementedError
 
     @classmethod
     def _width_problem(cls, link: str, width: int) -> str:
-        """Say why an output with so many elements per row is none of this class, or ""."""
+        """Return why an output of this width does not fit the class, or ""."""
         raise NotImplementedError
 
     def _check_outputs(self, fitted: TrainedState) -> None:
@@ -64,21 +64,21 @@ class TorchPredictionModel(TorchModel):
             raise InvalidArgumentError(f"{type(self).__name__}: {problem}")
 
     def _name_no_outputs(self) -> None:
-        """Keep the names: the class tells the meaning of the output, with any loss and step."""
+        """Keep the names: the class defines the meaning of the output for any loss and step."""
 
     @property
     def numFeatures(self) -> int:  # noqa: N802 - Spark's name
-        """Numbers of a row that the model reads; -1 if not all are numbers."""
+        """Numbers of a row that the model reads; -1 if some inputs are not numbers."""
         return num_features(self._require_fitted())
 
     def predict(self, value: Row) -> float:
         """Predict one row on the driver, as `transform` does.
 
         Args:
-            value: the row's numbers; those of several feature columns one after the other, as a VectorAssembler puts them.
+            value: the row's numbers, concatenated over feature columns as by a VectorAssembler.
 
         Raises:
-            InvalidArgumentError: they are not those that the model reads, or it reads other things than numbers.
+            InvalidArgumentError: the number of values is wrong, or the model reads other values than numbers.
         """
         return float(self._compute("prediction", value)[0])
 
@@ -92,7 +92,7 @@ class TorchPredictionModel(TorchModel):
         return name
 
     def _compute(self, kind: str, value: Row) -> npt.NDArray[np.float64]:
-        """Compute the value of an output column of a kind for one row."""
+        """Compute the output column of a kind for one row."""
         options = self._read_options(PredictOptions)
         fitted, options = bind_row(self._require_fitted(), options, value)
         self._check_outputs(fitted)
@@ -100,7 +100,7 @@ class TorchPredictionModel(TorchModel):
 
 
 class TorchPredictor(TorchEstimator, HasWeightCol):
-    """Estimator with Spark ML's names, whose loss has a default."""
+    """Estimator with Spark ML's names and a default loss."""
 
     _model_class: type[TorchPredictionModel]
 
@@ -121,12 +121,12 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return super()._train(request, recorder, fanout)
 
     def _link(self, request: FitRequest) -> str:
-        """Return the link of the model's output; raises where the loss does not tell it."""
+        """Return the link of the model's output; raises if the loss does not define it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
 
     def _check_label(self, schema: DataSchema) -> None:
-        """Check the label, now that its shape is known."""
+        """Check the label once its shape is known."""
 
     def _untrained(
         self, request: FitRequest, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
@@ -137,7 +137,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         if fitted.widths:
             model._check_outputs(fitted)
         model._fitted = fitted
-        # The default names none that follow from `inputs`.
+        # The default does not name columns from `inputs`.
         return model._set(feature_cols=request.options.feature_cols)  # type: ignore[no-any-return]
 
 
@@ -197,27 +197,27 @@ class TorchClassificationModel(TorchPredictionModel, ProbabilisticClassification
         return Vectors.dense(self._compute("probability", value).tolist())
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Compare the predictions for rows with their labels; nothing is computed before a measure is asked for."""
+        """Compare predictions with labels; measures are computed on first access."""
         predictions, raw = self.transform(dataset), self._named("rawPredictionCol")
         return ClassificationSummary(
             predictions=predictions,
             labelCol=self.getLabelColumns()[0],
             predictionCol=self._named("predictionCol"),
             rawPredictionCol=raw,
-            # Of a module that no fit has trained only `transform` knows it.
+            # Without a fit only `transform` knows it.
             numClasses=predictions.schema[raw].metadata["ml_attr"]["num_attrs"],
         )
 
 
 class TorchClassifier(TorchPredictor, ProbabilisticClassifier):  # type: ignore[misc]  # Spark's Params are rows of our table
-    """Classifier: a `TorchEstimator` with one label, whose columns, loss and model are Spark ML's.
+    """Classifier: a `TorchEstimator` with one label and Spark ML's columns, loss and model.
 
         classifier = TorchClassifier(model=net, optimizer="adam", epochs=10)  # of "features" and "label"
         model = classifier.fit(df)  # TorchClassificationModel
         model.evaluate(test).accuracy
 
-    The model gives one score per class, or, with `loss="binary_cross_entropy_with_logits"`, one logit for two classes. Labels
-    are whole numbers from 0. A loss of your own needs `output_fn`, which makes probabilities of outputs.
+    The model returns one score per class, or, with `loss="binary_cross_entropy_with_logits"`, one logit for two classes. Labels
+    are whole numbers from 0. A custom loss needs `output_fn`, which computes probabilities from outputs.
     """
 
     _model_class = TorchClassificationModel
@@ -237,7 +237,7 @@ class TorchClassifier(TorchPredictor, ProbabilisticClassifier):  # type: ignore[
 
 
 class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type: ignore[misc]  # Spark's Params are rows of our table
-    """Trained regressor. `transform` adds `prediction`: the model's output, or what `output_fn` makes of it."""
+    """Trained regressor. `transform` adds `prediction`: the model's output, or the result of `output_fn`."""
 
     _as_if_set = frozenset({"predictionCol"})
 
@@ -253,7 +253,7 @@ class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type:
         return f"the model's output has {width} elements per row, and it must have one. TorchEstimator trains models of vectors."
 
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
-        """Compare the predictions for rows with their labels; nothing is computed before a measure is asked for."""
+        """Compare predictions with labels; measures are computed on first access."""
         return RegressionSummary(
             predictions=self.transform(dataset),
             labelCol=self.getLabelColumns()[0],
@@ -262,14 +262,14 @@ class TorchRegressionModel(TorchPredictionModel, RegressionModel[Any]):  # type:
 
 
 class TorchRegressor(TorchPredictor, Regressor[TorchRegressionModel]):  # type: ignore[misc]  # Spark's Params are rows of our table
-    """Regressor: a `TorchEstimator` with one label, whose columns, loss and model are Spark ML's.
+    """Regressor: a `TorchEstimator` with one label and Spark ML's columns, loss and model.
 
         regressor = TorchRegressor(model=net, optimizer="adam", epochs=10)  # of "features" and "label"
         model = regressor.fit(df)  # TorchRegressionModel
         model.evaluate(test).rootMeanSquaredError
 
-    The model gives one number per row. With a loss on another scale than the label's (logarithms), `output_fn` brings outputs
-    back to it.
+    The model returns one number per row. With a loss on another scale than the label's (logarithms), `output_fn` converts outputs
+    back to the label's scale.
     """
 
     _model_class = TorchRegressionModel

@@ -13,7 +13,7 @@ _USAGE = "usage: python -m sparkhvd.horovod script.py ... | -m module ... | -c c
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a program as `python` would, with `horovod` there."""
+    """Run a program as `python` would, with `horovod` installed."""
     if not words or (words[0] in ("-m", "-c") and len(words) == 1) or words[0] in ("-h", "--help"):
         raise SystemExit(_USAGE)
     install_as_horovod()

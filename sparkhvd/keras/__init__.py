@@ -1,9 +1,9 @@
 """Horovod's API of Keras, for Keras 3 on its torch backend: `import sparkhvd.keras as hvd`.
 
-Horovod's own works on TensorFlow; programs for it need Keras 3 and KERAS_BACKEND=torch. Where neither Keras has been imported nor a backend
-chosen, the import of this package chooses torch. How to use it, and what it does not do: docs/keras.md.
+Horovod's own runs on TensorFlow; its programs need Keras 3 and KERAS_BACKEND=torch. If Keras is not yet imported and no backend
+chosen, importing this package selects torch. Usage and limits: docs/keras.md.
 
-Threads, failure, shutdown: as of `sparkhvd.torch`, whose engine this is.
+Threads, failure, shutdown: as in `sparkhvd.torch`, whose engine this uses.
 
 Each module imports only those above it:
 

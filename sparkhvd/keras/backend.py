@@ -14,11 +14,11 @@ _HOW = "Set the variable KERAS_BACKEND=torch before anything imports keras, or i
 
 
 def _find() -> Any:
-    """Import Keras; where nobody has imported it or chosen a backend yet, on torch.
+    """Import Keras, on torch if it is not yet imported and no backend is chosen.
 
     Raises:
-        ImportError: there is none, it is too old, or the package of its backend is not there.
-        InvalidArgumentError: its backend is another one.
+        ImportError: Keras is missing or too old, or its backend's package is missing.
+        InvalidArgumentError: it has another backend.
     """
     if "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", "torch")  # noqa: TID251 - Keras' own, read at its import

@@ -1,4 +1,4 @@
-"""Horovod's callbacks of Keras: the same weights everywhere at the begin, means of metrics, learning rates that warm up."""
+"""Horovod's callbacks of Keras: equal initial weights, means of metrics, learning rate schedules and warm-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that gives all ranks rank `root_rank`'s variables of model and optimizer, before the first step of a fit.
+    """Callback that broadcasts rank `root_rank`'s variables of model and optimizer before the first step of a fit.
 
     Args:
         root_rank: the rank with the values.
@@ -40,7 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._is_done = False
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast, behind all callbacks that restore something when a fit begins."""
+        """Broadcast, after all callbacks that restore state at the beginning of a fit."""
         if not self._is_done:
             self._is_done = True
             broadcast_global_variables(self._root_rank, self.model)
@@ -49,8 +49,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Callback that replaces metrics by their means over all ranks at the end of each epoch.
 
-    Callbacks behind it in the list, and the history, see the means: put it before `ReduceLROnPlateau`, `EarlyStopping`, `TensorBoard` and their like.
-    Every rank must have the same metrics.
+    Later callbacks in the list, and the history, see the means: put it before `ReduceLROnPlateau`, `EarlyStopping`, `TensorBoard`
+    and similar callbacks. Every rank must have the same metrics.
 
     Args:
         device: Horovod's, without effect.
@@ -77,17 +77,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         initial_lr: the rate at multiplier 1, on every rank.
-        multiplier: a number, or a function of the epoch; with `staircase=False` of the fraction of epochs that is trained after the batch that
-            comes.
+        multiplier: a number, or a function of the epoch; with `staircase=False` of the fraction of epochs trained after the next
+            batch.
         start_epoch: the first epoch, counted from 0.
-        end_epoch: the first epoch in which the rate stays as it is; None = no end.
-        staircase: set the rate at the begin of epochs, and not before every batch. A number is always set so.
-        momentum_correction: let the momentum of a batch that has another rate than the one before be multiplied with the ratio of the rates: the
-            velocity of `keras.optimizers.SGD` has the rate in it.
+        end_epoch: the first epoch without changes of the rate; None = no end.
+        staircase: set the rate at the beginning of epochs instead of before every batch. A number is always set so.
+        momentum_correction: when the rate changes between batches, multiply the momentum by the ratio of the rates, because the
+            velocity of `keras.optimizers.SGD` includes the rate.
         steps_per_epoch: batches of an epoch; None = as Keras counts them. Used with `staircase=False`.
 
     Raises:
-        InvalidArgumentError: `initial_lr` is none; the learning rate of the optimizer is a schedule; nothing tells the batches of an epoch.
+        InvalidArgumentError: `initial_lr` is no number; the learning rate of the optimizer is a schedule; the number of batches
+        of an epoch is unknown.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._momentum: float | None = None
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Check what the rate is set of."""
+        """Check the base of the rate."""
         if follows_schedule(self._optimizer()):
             raise InvalidArgumentError(
                 f"{type(self).__name__}: the learning rate of the optimizer is a LearningRateSchedule, which cannot be set. Give the optimizer a "
@@ -129,7 +130,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._steps = steps
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Note the epoch."""
+        """Record the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -141,7 +142,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._set(self._epoch)
         elif not self._is_staircase:
             assert self._steps is not None
-            # The batch that comes is counted, so that the last of an epoch has the rate of its end.
+            # The next batch is counted, so that the last batch of an epoch has the rate of its end.
             self._set(self._epoch + (batch + 1) / self._steps)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -165,7 +166,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             optimizer.momentum = momentum * after / before
 
     def _optimizer(self) -> Any:
-        """Return the optimizer that steps: the one inside where losses are scaled."""
+        """Return the optimizer that steps: the inner one of a loss-scaling optimizer."""
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -173,15 +174,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Callback that raises the learning rate from `initial_lr / size()` to `initial_lr`, batch by batch.
 
-    In epoch e, a fraction that counts the batches which are trained after the step, the rate is
+    In epoch e, a fraction that counts batches up to and including the next step, the rate is
     initial_lr / size * (e * (size - 1) / warmup_epochs + 1), as in Goyal et al., arXiv:1706.02677.
 
     Args:
-        initial_lr: the rate behind the warm-up, on every rank.
-        warmup_epochs: how many epochs it takes; may be a fraction.
+        initial_lr: the rate after the warm-up, on every rank.
+        warmup_epochs: length of the warm-up; may be a fraction.
         momentum_correction: as of `LearningRateScheduleCallback`.
         steps_per_epoch: likewise.
-        verbose: 1: say when the warm-up has ended.
+        verbose: 1: print when the warm-up has ended.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and say that the warm-up has ended."""
+        """Log the rate, and print when the warm-up has ended."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch == self._epochs[1] - 1:
             rate = float(self._optimizer().learning_rate)
@@ -220,11 +221,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Callback that keeps the best model, for `checkpoint_callback` of `KerasEstimator`, which knows the file.
+    """Callback that keeps the best model, for `checkpoint_callback` of `KerasEstimator`, which sets the file.
 
     Args:
         monitor: name of the metric.
-        verbose: 1: say when a model is kept.
+        verbose: 1: print when a model is kept.
         mode: "min", "max" or "auto".
         save_freq: "epoch", or a number of batches.
     """

@@ -74,9 +74,9 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Params of `KerasEstimator`: those of Keras' own objects, and of the table those that mean the same here.
+# Params of `KerasEstimator`: Keras objects, plus the shared Params that keep their meaning.
 
-# Params of a model that follow from what Keras knows, or that its data have no place for.
+# Params replaced by Keras' own knowledge of the model, or without a counterpart in its data.
 _NOT_HERE = {
     "inputs": "give feature_cols in the order of the model's inputs",
     "input_shapes": "the model's inputs have them",
@@ -89,13 +89,13 @@ model_param = functools.partial(param, group="model")
 
 
 def to_model(value: object) -> Any:
-    """Convert a saved model to one of Keras; keep anything else."""
+    """Convert a saved model to a Keras model; keep anything else."""
     return value.model if isinstance(value, Network) else value
 
 
 @accessors
 class KerasParams(IgnoredParams, PredictParams):
-    """Params of a fit of a model of Keras."""
+    """Params of a fit of a Keras model."""
 
     model = model_param(to_model, "keras.Model to train: built, compiled or not", annotation="Any")
     optimizer = model_param(
@@ -183,7 +183,7 @@ class KerasParams(IgnoredParams, PredictParams):
         self._check_model()
 
     def _check_model(self) -> None:
-        """Refuse a model that ranks cannot train, or objects that are none of Keras."""
+        """Reject a model that ranks cannot train, or objects from other libraries than Keras."""
         model, labels = self._get("model"), self._get("label_cols")
         for name, what in (
             ("model", "a keras.Model"),
@@ -215,7 +215,7 @@ class KerasParams(IgnoredParams, PredictParams):
             )
 
     def _check_rate(self, model: Any) -> None:
-        """Refuse to scale a learning rate that follows a schedule."""
+        """Reject scaling a learning rate that follows a schedule."""
         optimizer = self._get("optimizer") or getattr(model, "optimizer", None)
         is_asked = self.isSet("lr_scaling") and self._get("lr_scaling") is not None
         if is_asked and self._get("learning_rate") is None and follows_schedule(optimizer):
@@ -225,7 +225,7 @@ class KerasParams(IgnoredParams, PredictParams):
             )
 
     def _compiling(self) -> dict[str, Any]:
-        """Return how ranks compile the model.
+        """Return the compile arguments of the ranks.
 
         Raises:
             InvalidArgumentError: there is no optimizer, or no loss.
@@ -246,15 +246,16 @@ class KerasParams(IgnoredParams, PredictParams):
 
 @with_signature
 class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
-    """Estimator of a model of Keras 3: Keras' `fit` on ranks of Spark, over rows of a DataFrame, or of Parquet files as they are.
+    """Estimator of a Keras 3 model: Keras' `fit` on Spark ranks, over rows of a DataFrame, or of Parquet files in place.
 
         estimator = KerasEstimator(
-            model=model, optimizer=keras.optimizers.Adam(0.001), loss="mse", feature_cols=["x"], label_cols=["y"], epochs=10, num_proc=2)
+            model=model, optimizer=keras.optimizers.Adam(0.001), loss="mse", feature_cols=["x"], label_cols=["y"], epochs=10,
+            num_proc=2)
         fitted = estimator.fit(df)  # KerasModel
 
-    Every row comes once per epoch over all ranks. The gradient of a step is the mean of all its rows, also of a last one whose ranks have
-    unequally many; metrics are those of all rows. The learning rate is used as given, and the model is not modified. Arguments and their
-    meaning: `explainParams()`.
+    Every row is used once per epoch over all ranks. The gradient of a step is the mean of all its rows, also in a last step with
+    unequal ranks; metrics are those of all rows. The learning rate is used as given, and the model is not modified.
+    `explainParams()` describes all arguments.
     """
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
@@ -320,7 +321,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
 
     @contextlib.contextmanager
     def _following(self, options: FitOptions, store: Store, name: str) -> Iterator[LoggerBridge]:
-        """Let the loggers follow a fit."""
+        """Attach the loggers to a fit."""
         values = vars(options)
         given = {n: values[n] for n in options.explicit if n in values}
         facts = {"num_proc": str(options.num_proc), "random_seed": str(options.random_seed)}
@@ -344,7 +345,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         bridge: LoggerBridge,
         **arguments: Any,
     ) -> Sequence[Trained | None]:
-        """Train on the ranks; arguments are further ones of `run`."""
+        """Train on the ranks, with further arguments of `run`."""
         given = {
             "verbose": options.verbose,
             "start_timeout": options.start_timeout,
@@ -368,17 +369,17 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return {**(self._get("backend_env") or {}), "KERAS_BACKEND": "torch"}
 
     def _columns(self) -> tuple[list[str], list[str], str | None]:
-        """Return the columns of features, of labels, and that of weights."""
+        """Return the columns of features, of labels, and of weights."""
         return self._get("feature_cols"), self._get("label_cols"), self._get("sample_weight_col")
 
     def _prepared(
         self, sources: FitSources, options: FitOptions, network: Network, run: Run
     ) -> _FitData:
-        """Make the rows readable for ranks: write them into the store, find them there, or list the files."""
+        """Prepare the rows for ranks: write them into the store, find them there, or list the files."""
         functions = RowFunctions(options.decoders or {})
         store = run.store
         features, labels, weight = self._columns()
-        # A batch of Keras has columns alone; what each is to the model is known where it is arranged.
+        # A batch of Keras only has columns; their roles for the model are known when they are arranged.
         columns = list(dict.fromkeys([*features, *labels, *filter(None, [weight])]))
         plain = replace(
             options, feature_cols=columns, label_cols=[], sample_weight_col=None, input_shapes=None
@@ -417,7 +418,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         functions: RowFunctions,
         model_dtype: str,
     ) -> _FitData:
-        """Describe prepared rows; run the user's functions on the first, which tell what they return."""
+        """Describe prepared rows; run the user's functions on the first rows to learn their results."""
         transformations = resolve_transformations(
             options.transformation_fn, options.batch_transform_fn
         )
@@ -440,13 +441,13 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         return _FitData(training, validation, seen, functions, transformations, transformed)
 
     def _full_step(self, options: FitOptions) -> int:
-        """Return the number of rows that training needs at least; where it is not known here, ranks refuse fewer."""
+        """Return the minimum of training rows; if unknown here, the ranks check it."""
         if not options.drop_last or options.group_col:
             return 1
         return (fixed_num_proc(options, "KerasEstimator") or 1) * options.batch_size
 
     def _training(self, options: FitOptions, data: _FitData) -> dict[str, Any]:
-        """Return what ranks train by."""
+        """Return the training options of the ranks."""
         get = self._get
         return {
             "columns": self._columns(),
@@ -474,7 +475,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             "checkpoint": get("checkpoint_callback"),
             "shuffle": options.shuffle,
             "seed": options.random_seed,
-            "verbose": 2 if options.verbose else 0,  # 1 is a bar, which needs a terminal
+            "verbose": 2 if options.verbose else 0,  # 1 is a progress bar, which needs a terminal
             "run_id": options.run_id,
         }
 
@@ -485,7 +486,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         values: Sequence[torch.Tensor],
         history: list[dict[str, float]],
     ) -> KerasModel:
-        """Make the model of trained variables, with this estimator's uid and its Params."""
+        """Make the model from trained variables, with this estimator's uid and Params."""
         trained = copied(order.network)
         with torch.no_grad():
             for variable, value in zip(trained.variables, values, strict=True):
@@ -507,7 +508,7 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         )
         model._resetUid(self.uid)
         self._copyValues(model)
-        if model._get("use_gpu"):  # of the ranks; a task of transform may have none
+        if model._get("use_gpu"):  # Param of the ranks; a transform task may have no GPU
             model.clear(model.use_gpu)
         model._set(store=data.training.store)
         return model
@@ -516,22 +517,22 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
         """Return a writer: `estimator.write().overwrite().save(path)`."""
         that = self.copy()
         if (model := self._get("model")) is not None:
-            # Keras' own pickle knows no classes of the user's layers.
+            # Keras' own pickle lacks the classes of user-defined layers.
             that._paramMap[that.model] = CompiledNetwork(model, self._get("custom_objects"))
         return EstimatorWriter(that)
 
 
 @dataclass(frozen=True)
 class _FitData:
-    """The data of a fit.
+    """Data of a fit.
 
     Attributes:
         training: rows to train on.
         validation: rows of a validation source, or None.
-        schema: their columns, with shape and dtype of decoded ones.
+        schema: their columns, with shape and dtype of decoded columns.
         functions: the user's decoders.
         transformations: the user's functions on rows.
-        transformed: the columns that these return; None where there are none.
+        transformed: the columns that these return, or None.
     """
 
     training: Dataset
@@ -542,7 +543,7 @@ class _FitData:
     transformed: DataSchema | None
 
     def shapes(self, features: Sequence[str]) -> list[tuple[int, ...]]:
-        """List the shapes of rows of features, as a DataFrame of `transform` can hold them."""
+        """List the shapes of feature rows in a DataFrame of `transform`."""
         columns = [self.schema.column(name) for name in features]
         if self.transformed is not None:
             columns = list(flat_columns(self.transformed.features, columns))
@@ -556,7 +557,7 @@ def _dataset(store: Store, data: PreparedData) -> Dataset:
 def _by_role(
     schema: DataSchema, features: Sequence[str], labels: Sequence[str], weight: str | None
 ) -> DataSchema:
-    """Return the columns by what they are to the training."""
+    """Return the columns by their roles in the training."""
     return DataSchema(
         tuple(schema.column(name) for name in features),
         tuple(schema.column(name) for name in labels),

@@ -1,4 +1,4 @@
-"""`KerasModel`: a trained model of Keras as a Spark ML transformer."""
+"""`KerasModel`: a trained Keras model as a Spark ML transformer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sparkhvd.keras.backend import keras
 from sparkhvd.training.modules.copies import copied
 
 # ----------------------------------------------------------------------------------------------------
-# A model of Keras as a module of torch whose pickle holds its configuration and its variables, so that any process of Spark can have it.
+# Keras model as a torch module whose pickle holds its configuration and its variables, so that any Spark process can load it.
 
 
 class Network(nn.Module):
-    """Module around a built model of Keras: takes a tensor for each feature column, and gives the outputs of inference.
+    """Module around a built Keras model: maps a tensor for each feature column to the outputs of inference.
 
     Attributes:
-        model: of Keras; no module of this one, whose parameters are its variables.
+        model: of Keras; not a submodule, whose parameters are its variables.
         variables: of the model, in Keras' order.
     """
 
@@ -55,7 +55,7 @@ class Network(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         config = keras.saving.serialize_keras_object(self.model)
         whole = json.dumps(config)
-        # What a script registers is registered in the process of the script alone.
+        # Custom objects registered by a script are registered only in its process.
         registered = {
             name: value
             for name, value in keras.saving.get_custom_objects().items()
@@ -67,7 +67,7 @@ class Network(nn.Module):
 
 
 class CompiledNetwork(Network):
-    """Module whose pickle holds how its model is compiled, too; for a saved estimator."""
+    """Module whose pickle also holds the compile configuration, for a saved estimator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
@@ -103,13 +103,13 @@ def _rebuild(text: str, custom_objects: Mapping[str, Any], values: Sequence[Tens
 
 
 def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
-    """Return feature columns as the model's inputs: one each, or all joined where the model has one.
+    """Return feature columns as the model's inputs: one each, or all joined for a single input.
 
     Raises:
         InvalidArgumentError: the model has another number of inputs.
     """
     inputs = getattr(model, "inputs", None)
-    if not inputs:  # a class of the user's, which says nothing of its inputs
+    if not inputs:  # a user class without declared inputs
         return columns[0] if len(columns) == 1 else list(columns)
     if len(inputs) == 1 and len(columns) > 1:
         columns = [
@@ -121,45 +121,45 @@ def arranged(model: Any, columns: Sequence[Tensor]) -> Any:
             "one for each input, in their order; all are joined where there is one input."
         )
     shaped = [_shaped(each, wanted.shape[1:]) for each, wanted in zip(columns, inputs, strict=True)]
-    structure = getattr(model, "input", None)  # a Sequential has none
+    structure = getattr(model, "input", None)  # missing in a Sequential
     if isinstance(structure, Mapping):
         return dict(zip(structure, shaped, strict=True))
     return shaped if isinstance(structure, (list, tuple)) else shaped[0]
 
 
 def _shaped(column: Tensor, shape: Sequence[int | None]) -> Tensor:
-    """Return a column with the rows that an input wants, where that tells every length."""
+    """Reshape a column to an input's row shape if all its lengths are known."""
     lengths = [length for length in shape if length is not None]
     return column if len(lengths) < len(shape) else column.reshape(len(column), *lengths)
 
 
 class KerasModel(TorchModel):
-    """Trained model of Keras. `transform` adds its outputs to a DataFrame, a column `<label>__output` for each label.
+    """Trained Keras model. `transform` adds its outputs to a DataFrame, a column `<label>__output` for each label.
 
-    It comes from `KerasEstimator.fit` or `load`, which reads classes and so needs `trust=True`.
+    `KerasEstimator.fit` and `load` return it; `load` reads classes and so needs `trust=True`.
     """
 
     def getModel(self) -> Any:  # noqa: N802 - Horovod's name
-        """Return a copy of the trained model of Keras; not compiled."""
+        """Return a copy of the trained Keras model; not compiled."""
         network = copied(self._require_fitted().module)
         assert isinstance(network, Network)
         return network.model
 
     def setModel(self, module: Any) -> Any:  # noqa: N802
-        """Predict with a copy of another model of Keras that takes the same columns; returns this object."""
+        """Predict with a copy of another Keras model for the same columns; returns this object."""
         return super().setModel(module if isinstance(module, Network) else Network(module))
 
     def getHistory(self) -> Any:  # noqa: N802
-        """Return the metrics as Keras' `History` has them: lists by name, with an element per epoch."""
+        """Return the metrics in the form of Keras' `History`: lists by name, with an element per epoch."""
         records = self._records()
         names = {name: None for record in records for name in record if name != "epoch"}
         return {name: [record[name] for record in records if name in record] for name in names}
 
 
 # ----------------------------------------------------------------------------------------------------
-# Meaning of a model's output, told by Keras' loss: what Spark ML's columns of `transform` are made of.
+# Meaning of a model's output, defined by Keras' loss, for Spark ML's columns of `transform`.
 
-# Names of Keras' functions by what their outputs are; of classes, where the loss gets logits.
+# Keras' loss functions by the meaning of their outputs; classes if the loss expects logits.
 _CLASSES = {
     "sparse_categorical_crossentropy": labels.SOFTMAX,
     "categorical_crossentropy": labels.SOFTMAX,
@@ -171,11 +171,11 @@ _VALUES = ("mean_squared_error", "mean_absolute_error", "huber", "log_cosh")
 
 
 def link_of(loss: Any, shape: Sequence[int | None]) -> str:
-    """Return the link from outputs to probabilities for a model that was trained with this loss; the identity where it tells none.
+    """Return the link from outputs to probabilities for a model trained with this loss; identity if unknown.
 
     Args:
         loss: as of `compile`: a loss, its name, or several of them.
-        shape: of the model's output, with the rows. One with more axes, as of a sequence, has several classes in a row.
+        shape: of the model's output, including rows. More axes, as of a sequence, mean several classes in a row.
     """
     if isinstance(loss, (list, tuple)) and len(loss) == 1:
         return link_of(loss[0], shape)

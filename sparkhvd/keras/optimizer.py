@@ -1,7 +1,7 @@
-"""`DistributedOptimizer`: the user's optimizer of Keras, stepping with gradients that are reduced over all ranks.
+"""`DistributedOptimizer`: the user's Keras optimizer, stepping with gradients reduced over all ranks.
 
-Gradients of a model on torch are those of its parameters, so hooks of torch's `DistributedOptimizer` reduce them while backward runs: here
-over an optimizer of torch that does nothing but that. Keras' own then steps with them.
+Gradients of a model on torch are those of its parameters, so hooks of torch's `DistributedOptimizer` reduce them during backward,
+here over a torch optimizer without any other effect. Keras' own optimizer then steps with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def follows_schedule(optimizer: Any) -> bool:
 
 
 class _Reduction(torch.optim.Optimizer):
-    """Optimizer of torch that changes nothing: made distributed, it only reduces gradients."""
+    """Torch optimizer without updates: made distributed, it only reduces gradients."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters, {})
@@ -52,7 +52,7 @@ class _Options:
     """Arguments of a `DistributedOptimizer`.
 
     Attributes:
-        passes: batches whose gradients add up before they are reduced.
+        passes: batches whose gradients are accumulated before reduction.
         is_mean: whether these sums are divided by `passes`.
         reduction: further arguments of torch's.
     """
@@ -66,7 +66,8 @@ class Distributed:
     """Mixin that reduces gradients before the optimizer's own class applies them.
 
     Attributes:
-        loss_share: factor of the loss in the next backward pass. Where the ranks' batches differ in rows, the mean of the gradients is that of
+        loss_share: factor of the loss in the next backward pass. If the ranks' batches differ in rows, the mean of the gradients
+        is that of
             all rows if each rank's factor is its rows, divided by the mean of all ranks' rows.
     """
 
@@ -84,7 +85,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **options: Any) -> Any:
-        """Return a plain optimizer: what travels and what is saved is that."""
+        """Return a plain optimizer, the form for pickling and saving."""
         return cls._plain_class.from_config(config, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,14 +93,14 @@ class Distributed:
         return self._plain_class._unpickle_model, *made[1:]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the optimizer's variables; the first backward pass to these begins to reduce."""
+        """Make the optimizer's variables; the first backward pass on these starts the reduction."""
         super().build(variables)  # type: ignore[misc]
         self._watch()
 
     def _watch(self) -> None:
-        """Reduce from the end of the first backward pass on.
+        """Start reducing at the end of the first backward pass.
 
-        Not before: ranks meet there, and a rank may build an optimizer, or load a model, that others do not.
+        Not earlier: the ranks synchronize there, and a rank may build an optimizer or load a model that others do not.
         """
         if self._options is None or self._options.passes > 1:
             return
@@ -134,13 +135,15 @@ class Distributed:
         )
         held = contextlib.ExitStack()
         if options.passes > 1:
-            # Keras drops the gradients of every batch, so they add up here, and hooks have nothing to send.
+            # Keras drops the gradients of every batch, so they accumulate here, and hooks send nothing.
             held.enter_context(reducing.no_sync())  # type: ignore[attr-defined]
-        # Not by `setattr`, in which Keras looks for variables.
+        # Not by `setattr`, which Keras searches for variables.
         vars(self).update(_reducing=reducing, _held=held)
 
     def watch_parts(self, end_part: Callable[[str], object]) -> None:
-        """Call a function with the name of each part of a step that ends: "forward", "backward", "wait for gradients", "optimizer"."""
+        """Call a function with the name of each finished part of a step: "forward", "backward", "wait for gradients",
+        "optimizer".
+        """
         vars(self)["_end_part"] = end_part
 
     def _ended(self, part: str) -> None:
@@ -148,7 +151,7 @@ class Distributed:
             self._end_part(part)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss as backward takes it."""
+        """Scale the loss for backward."""
         self._ended("forward")
         scaled: Tensor = super().scale_loss(loss)  # type: ignore[misc]
         return scaled if self.loss_share == 1.0 else scaled * self.loss_share
@@ -157,7 +160,7 @@ class Distributed:
         """Step with the gradients of all ranks; every rank must call it equally often.
 
         Args:
-            grads: of this rank, or what the program has made of the reduced ones in `.grad` behind `backward()`.
+            grads: of this rank, or the program's modified reduced gradients from `.grad` after `backward()`.
             trainable_variables: of the gradients; None = all.
         """
         options = self._options
@@ -180,11 +183,11 @@ class Distributed:
         self._ended("optimizer")
 
     def _add_up(self, grads: _Gradients, options: _Options) -> _Gradients | None:
-        """Return the sums of the gradients of `backward_passes_per_step` batches; None where some are to come."""
+        """Return the sums of the gradients of `backward_passes_per_step` batches, or None before the last of them."""
         if options.passes == 1:
             return grads
         before = self._sums or (None,) * len(grads)
-        # Copies: a program may set gradients to zero in place.
+        # Copies: a program may zero gradients in place.
         sums = [
             (None if g is None else g.clone()) if s is None else (s if g is None else s + g)
             for s, g in zip(before, grads, strict=True)
@@ -205,7 +208,7 @@ class Distributed:
             return grads
         if all(reducer.is_reduced for reducer in reducing._reducers):
             with reducing.skip_synchronize():
-                reducing.step()  # ends the use of what backward has reduced
+                reducing.step()  # ends the use of the reduced gradients
             return grads
         every = [p for group in reducing.param_groups for p in group["params"]]
         kept = [p.grad for p in every]
@@ -236,18 +239,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
-    """Return an optimizer of Keras as one that steps with gradients reduced over all ranks.
+    """Wrap a Keras optimizer to step with gradients reduced over all ranks.
 
-    Every rank must make it, and train a model with the same variables in the same order; ranks that differ get a `MismatchError` in their first
-    step. Gradients are reduced in buckets while `loss.backward()` runs, and lie in `.grad` when it returns, so that what a `train_step` of the
-    user makes of them there is the same on every rank. Gradients from elsewhere, such as `torch.autograd.grad`, are reduced in `apply`.
+    Every rank must make it, and train a model with the same variables in the same order; ranks that differ get a `MismatchError`
+    in their first step. Gradients are reduced in buckets during `loss.backward()`, and are in `.grad` when it returns, so that
+    changes of them by the user's `train_step` are the same on every rank. Gradients from elsewhere, such as
+    `torch.autograd.grad`, are reduced in `apply`.
 
-    The result's class is a subclass of the optimizer's own with the same name; it shares variables with the optimizer given, which should not be
-    used any more. Saved with its model, pickled or copied it is the plain optimizer: `load_model` makes it distributed again. With one rank
-    nothing is communicated.
+    The result's class is a subclass of the optimizer's own with the same name. It shares variables with the given optimizer,
+    which should not be used any more. Saved with its model, pickled or copied it is the plain optimizer: `load_model` makes it
+    distributed again. With one rank nothing is communicated.
 
     Args:
-        optimizer: any of Keras, also one that has been built, or a `LossScaleOptimizer`.
+        optimizer: any of Keras, also a built one, or a `LossScaleOptimizer`.
         name: of the optimizer; None = its own.
         device_dense: Horovod's, without effect.
         device_sparse: the same.
@@ -255,7 +259,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: send sparse gradients as dense ones.
         gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
         op: Average, Sum, Min, Max or Product.
-        backward_passes_per_step: batches whose gradients add up before they are reduced and applied. Batches between do not count as iterations.
+        backward_passes_per_step: batches whose gradients are accumulated before they are reduced and applied. Batches between do
+        not count as iterations.
         average_aggregated_gradients: divide these sums by `backward_passes_per_step`.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of variables that share one.
@@ -309,7 +314,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 @functools.cache
 def _distributed_class(kind: Any) -> Any:
-    """Make the subclass of an optimizer's class; the same one in every call."""
+    """Make the subclass of an optimizer's class, once per class."""
     made = type(
         kind.__name__,
         (Distributed, kind),
@@ -317,14 +322,14 @@ def _distributed_class(kind: Any) -> Any:
     )
     registered = keras.saving.get_registered_name(kind)
     package, separator, name = registered.partition(">")
-    if separator:  # saved models must have the name of the user's class, which loads as before
+    if separator:  # saved models must have the name of the user's class to load as before
         for each in (made, kind):
             keras.saving.register_keras_serializable(package, name)(each)
     return made
 
 
 # ----------------------------------------------------------------------------------------------------
-# Models of Keras from files, with their optimizers distributed.
+# Keras models from files, with distributed optimizers.
 
 
 def load_model(
@@ -333,9 +338,9 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = hvd.Compression.none,
 ) -> Any:
-    """Load a saved model; the optimizer that it was compiled with goes on, with its state, as a `DistributedOptimizer`.
+    """Load a saved model; its compiled optimizer continues, with its state, as a `DistributedOptimizer`.
 
-    Every rank must load it, or get its variables by `BroadcastGlobalVariablesCallback`. A model that was not compiled stays so.
+    Every rank must load it, or get its variables by `BroadcastGlobalVariablesCallback`. An uncompiled model stays uncompiled.
 
     Args:
         filepath: a `.keras` or `.h5` file.

@@ -43,21 +43,21 @@ from sparkhvd.training.torch_settings import TorchSettings, held
 from sparkhvd.training.user_code.transformations import Transformations
 
 # ----------------------------------------------------------------------------------------------------
-# Batches of a prepared data set, as Keras takes them: tuples of inputs, labels and weights.
+# Batches of a prepared data set in Keras' form: tuples of inputs, labels and weights.
 
 
 class KerasBatches(IterableDataset[Any]):
-    """Batches of one rank; every iteration is the epoch `epoch` from its begin, because Keras looks at a first batch before it trains.
+    """Batches of one rank; every iteration restarts the epoch `epoch`, because Keras inspects a first batch before it trains.
 
-    Where the last step of an epoch has no row for this rank, rows of another batch come, and `rows` is 0.
+    If the last step of an epoch has no row for this rank, rows of another batch are used, and `rows` is 0.
 
     Attributes:
-        epoch: that the next iteration gives.
-        rows: of this rank in the batch that came last.
+        epoch: of the next iteration.
+        rows: of this rank in the last batch.
         spans: of a timeline, for the waits.
-        spare: columns of a batch that had rows.
-        skips: decoders leave rows out.
-        is_uneven: ranks have unequally many rows in any step, because decoders leave some out, or groups stay together.
+        spare: columns of a batch with rows.
+        skips: decoders skip rows.
+        is_uneven: ranks may have unequal numbers of rows in any step, because decoders skip some, or groups stay together.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class KerasBatches(IterableDataset[Any]):
         """Describe the batches.
 
         Args:
-            model: of Keras, which takes them.
+            model: of Keras, which consumes them.
             dataset: the rows.
-            columns: features, labels, and that of weights.
+            columns: features, labels, and weights.
             batch_size: rows per rank and step.
-            transformed: the user's functions, and the columns that they return; None without these.
-            is_training: what functions are told that ask.
+            transformed: the user's functions, and the columns that they return; None without functions.
+            is_training: passed to functions with such an argument.
             max_steps: of an epoch; None for all.
             **options: of `Loader`.
         """
@@ -112,7 +112,7 @@ class KerasBatches(IterableDataset[Any]):
             if self.rows:
                 self.spare = columns
             elif self.spare is None and self.is_uneven:
-                # Rows of zeros, whose loss and metrics count for nothing.
+                # Rows of zeros, without effect on loss and metrics.
                 self.spare = {n: each.new_zeros(1, *each.shape[1:]) for n, each in columns.items()}
             elif self.spare is None:
                 raise InvalidArgumentError(
@@ -133,11 +133,11 @@ class KerasBatches(IterableDataset[Any]):
 
     @property
     def num_broken(self) -> int:
-        """Rows of this rank that decoders have left out since the epoch began."""
+        """Rows of this rank skipped by decoders since the epoch began."""
         return self._loader.num_broken
 
     def for_keras(self) -> DataLoader[Any]:
-        """Return the batches as what Keras takes batches from."""
+        """Return the batches as a data loader for Keras."""
         return DataLoader(self, batch_size=None, collate_fn=_same)
 
     def close(self) -> None:
@@ -152,14 +152,14 @@ def _same(batch: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------
 # Epochs of ranks as one epoch of all rows: the weights of a last step, and metrics of all ranks.
 
-# Older versions write "mean" on variables of metrics, whatever these hold.
+# Older versions set "mean" on variables of metrics, whatever these hold.
 _TELLS = "aggregation" in inspect.signature(keras.metrics.Metric.add_variable).parameters
 
 
 def merge_states(model: Any) -> None:
-    """Give the metrics of every rank the states that one process would have which had seen the batches of all; every rank must call it.
+    """Merge the states of metrics over ranks, as if one process had seen all batches; every rank must call it.
 
-    States of Keras' metrics are totals and counts, which add up: AUC holds counts by threshold. A variable of a metric that is added with
+    States of Keras' metrics are totals and counts, which add up: AUC holds counts by threshold. A metric variable with
     `aggregation="mean"` or `"only_first_replica"` gets the mean, or rank 0's value.
     """
     variables = model.metrics_variables
@@ -183,11 +183,12 @@ def _share(variable: Any) -> float:
 
 
 class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
-    """Callback that makes epochs of ranks one epoch of all rows: of the last step, of metrics.
+    """Callback that combines the ranks' epochs into one epoch of all rows: in the last step, and for metrics.
 
-    In the last step, or in any where broken images are left out or groups stay together, ranks have more and less rows, or none: losses are
-    weighted so that the gradient is the mean of all rows of the step, and a step without rows leaves metrics as they are. Behind the last one the states of metrics are those of all ranks, from which Keras takes its results.
-    What a `train_step` of the user's returns besides metrics becomes the mean of all ranks', weighted by their rows.
+    In the last step, or in any step with skipped images or whole groups, ranks have unequal numbers of rows, or no rows: losses
+    are weighted so that the gradient is the mean of all rows of the step, and a step without rows does not change metrics. After
+    the last step the states of metrics are those of all ranks, from which Keras computes its results. Other values returned by
+    the user's `train_step` become the mean over all ranks, weighted by their rows.
     """
 
     def __init__(self, training: KerasBatches, validation: KerasBatches | None) -> None:
@@ -198,7 +199,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._are_merged = {"train": False, "val": False}
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Choose the order of the epoch's rows."""
+        """Set the order of the epoch's rows."""
         self._training.epoch = epoch
         self._rows = {"train": 0, "val": 0}
 
@@ -217,7 +218,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._end("train", batch == len(self._training) - 1, logs)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Lend rows for a last step without any."""
+        """Provide rows for a last step without rows."""
         assert self._validation is not None
         self._validation.spare = self._validation.spare or self._training.spare
 
@@ -232,7 +233,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._end("val", batch == len(self._validation) - 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace what no metric has merged by means over all ranks, and count what decoders have left out."""
+        """Replace unmerged values by means over all ranks, and count rows skipped by decoders."""
         self._count_broken(logs)
         names = sorted(
             name
@@ -269,7 +270,7 @@ class EpochRows(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
                 variable.assign(value)
             self._kept = None
         if is_last:
-            # Where Keras takes results of metrics and not what the step has returned.
+            # True if Keras returns results of metrics instead of the step's results.
             self._are_merged[kind] = set(logs or ()) == set(self.model.get_metrics_result())
             merge_states(self.model)
 
@@ -279,7 +280,7 @@ def _kind(name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# State of a fit between epochs, in the store: what a fit with the same `run_id` goes on from.
+# State of a fit between epochs, in the store, from which a fit with the same `run_id` resumes.
 
 _RECORDS = "records"
 
@@ -289,7 +290,7 @@ class ProgressFile:
     """File of a run, written by rank 0.
 
     Attributes:
-        store: that all executors see.
+        store: visible to all executors.
         run_id: name of the run.
     """
 
@@ -298,7 +299,7 @@ class ProgressFile:
 
     @classmethod
     def of(cls, store: Store, run_dir: str) -> ProgressFile:
-        """Return that of a run's folder."""
+        """Return the file of a run's folder."""
         return cls(store, run_dir.removeprefix("keras_runs/"))
 
     @property
@@ -307,7 +308,7 @@ class ProgressFile:
         return f"keras_runs/{self.run_id}/state"
 
     def save(self, model: Any, records: list[dict[str, float]]) -> None:
-        """Write the variables of the model and of its optimizer, behind as many epochs as there are records."""
+        """Write the variables of the model and of its optimizer, after as many epochs as there are records."""
         tensors = {str(number): each.detach() for number, each in enumerate(_values(model))}
         text = bytearray(json.dumps(records).encode())
         buffer = io.BytesIO()
@@ -315,16 +316,17 @@ class ProgressFile:
         self.store.write_bytes(self.path, buffer.getvalue())
 
     def num_epochs(self) -> int:
-        """Return the number of epochs that are done; 0 where the run is new."""
+        """Return the number of completed epochs; 0 for a new run."""
         if not self.store.exists(self.path):
             return 0
         found = weights.Weights("", self.store.read_bytes(self.path)).load()
         return len(json.loads(bytes(found[_RECORDS].tolist())))
 
     def explain_failure(self, error: BaseException, epochs: int) -> bool:
-        """Say in a note at an error, before Python 3.11 on stderr, how the run goes on; return False if it is known to have no state.
+        """Add a note to an error, before Python 3.11 on stderr, on how to resume the run; return False if it is known to have no
+        state.
 
-        A temporary store with the state of a training that is over stays.
+        A temporary store with the state of a finished training is kept.
         """
         if not self.store.is_seen:
             return True
@@ -338,7 +340,7 @@ class ProgressFile:
                     keep_temporary_store(self.store)
                     stays = f"stays until you delete {urlsplit(self.store.url).path}"
             note = (
-                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} goes on "
+                f"The state after epoch {done} of {epochs} {stays}: a fit with run_id={self.run_id!r} and store={self.store.url!r} resumes "
                 "from there."
             )
             if hasattr(error, "add_note"):
@@ -348,10 +350,10 @@ class ProgressFile:
         return True
 
     def restore(self, model: Any) -> list[dict[str, float]]:
-        """Give the model the state of the run; return the records of its epochs, none where the run is new.
+        """Load the state of the run into the model; return the records of its epochs, empty for a new run.
 
         Raises:
-            InvalidArgumentError: the run is one of another model.
+            InvalidArgumentError: the run has another model.
         """
         if not self.store.exists(self.path):
             return []
@@ -375,26 +377,26 @@ def _values(model: Any) -> list[torch.Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Loggers and timeline of a fit of Keras: what the driver makes of the ranks' lines, and a callback that records the parts of steps.
-# Threads: the driver's stream is written by one thread at a time. Failure: see `observe.loggers` and `training.run_timeline`.
+# Loggers and timeline of a Keras fit: the driver's parser of the ranks' lines, and a callback that records the parts of steps.
+# Threads: the driver's stream is written by one thread at a time. Failure: see `observe.loggers` and `training.profile`.
 
 
 class LoggerBridge:
-    """Way from the ranks to the loggers of a fit."""
+    """Bridge from the ranks to the loggers of a fit."""
 
     def __init__(self, fanout: LoggerFanout, epochs_done: int) -> None:
         """Begin without epochs.
 
         Args:
             fanout: the loggers.
-            epochs_done: of a run that this fit goes on with.
+            epochs_done: completed epochs of a resumed run.
         """
         self.fanout = fanout
         self._done = epochs_done
         self._seen: set[int] = set()
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that ranks call: with loggers it tells their load."""
+        """Return the function called by ranks, which with loggers also reports their load."""
         return WithSystemMetrics(fn) if self.fanout.has_loggers else fn
 
     def stream(self, given: TextIO | None, verbose: int) -> TextIO | None:
@@ -402,7 +404,7 @@ class LoggerBridge:
 
         Args:
             given: the user's.
-            verbose: 0 shows nothing where there is none.
+            verbose: 0 shows nothing without a user's stream.
         """
         if not self.fanout.has_loggers:
             return given
@@ -414,7 +416,7 @@ class LoggerBridge:
         self.fanout.put(metrics)
 
     def ended(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Log the epochs that did not come while the ranks ran, such as those of a backend of the user's."""
+        """Log the epochs not received while the ranks ran, such as those of a user's backend."""
         for record in history:
             epoch = record["epoch"] + 1
             if epoch > self._done and epoch not in self._seen:
@@ -434,7 +436,7 @@ class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
         self._step_ns = time.monotonic_ns()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin a step's computing."""
+        """Begin the computation of a step."""
         self._part_ns = time.monotonic_ns()
         self.model.optimizer.watch_parts(self._end_part)
 
@@ -453,7 +455,7 @@ class StepSpans(keras.callbacks.Callback):  # type: ignore[misc]  # untyped
 
 @dataclass(frozen=True, kw_only=True)
 class KerasTrainSpec:
-    """What a rank trains.
+    """Training of a rank.
 
     Attributes:
         network: around the user's model.
@@ -462,16 +464,16 @@ class KerasTrainSpec:
         distributing: options of `DistributedOptimizer`.
         dataset: rows.
         held_out: rows that only validate, or None.
-        split: fraction of the rows that validate, or None.
-        columns: features, labels, and that of weights.
+        split: fraction of validation rows, or None.
+        columns: features, labels, and weights.
         transformed: the user's functions on rows and the columns that they return, or None.
         reading: options of `Loader`.
-        val_num_workers: threads that run decoders of rows of validation.
+        val_num_workers: threads that run decoders of validation rows.
         learning_rate: of the optimizer, or None.
         scales_rate: multiply the learning rate by the number of ranks.
         batch_size: rows per rank and step.
         val_batch_size: likewise, in validation.
-        drop_last: leave out the last step if it is not full.
+        drop_last: drop the last step if it is not full.
         max_steps: of an epoch of training and of validation, or None.
         shuffle: a new order in each epoch.
         seed: of the order, and of random numbers.
@@ -479,10 +481,10 @@ class KerasTrainSpec:
         callbacks: of Keras.
         checkpoint: callback of rank 0 that keeps the best model, or None.
         verbose: of Keras' `fit`, on rank 0.
-        run_id: name of a run to go on with, or None.
+        run_id: name of a run to resume, or None.
         run_dir: folder of this fit, relative to the store.
-        timeline: steps of a timeline; 0 for none.
-        logs_epochs: whether rank 0 gives the metrics of epochs to the driver's loggers.
+        timeline: steps of a timeline; 0 for no timeline.
+        logs_epochs: whether rank 0 sends the metrics of epochs to the driver's loggers.
         torch_settings: of the driver.
     """
 
@@ -573,7 +575,7 @@ def _train(order: KerasTrainSpec, timeline: RunTimeline) -> Trained | None:
         if best and os.path.exists(best):
             model.load_weights(best)
         if best or progress is None:
-            # Until the driver has the model; a store that fails now costs no result.
+            # Deleted once the driver has the model; a store error now costs no result.
             with contextlib.suppress(OSError, SparkhvdError):
                 ProgressFile.of(order.dataset.store, order.run_dir).save(model, records)
     return [variable.value.detach().cpu() for variable in model.variables], records
@@ -591,7 +593,7 @@ def _compiled(order: KerasTrainSpec) -> Any:
         inner.learning_rate = order.learning_rate
     if order.scales_rate and not follows_schedule(inner):
         inner.learning_rate = float(inner.learning_rate) * hvd.size()
-    # Around the optimizer that scales losses, where `compile` has put one.
+    # Inside the loss-scaling optimizer, if `compile` has added one.
     model.optimizer = DistributedOptimizer(model.optimizer, **order.distributing)
     for variable in model.variables:
         if variable.name == SEED_NAME:  # each rank drops other units
@@ -603,7 +605,7 @@ def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatc
     """Return the batches of training, and of validation if any row validates.
 
     Raises:
-        InvalidArgumentError: no training step is full, and only full ones are wanted.
+        InvalidArgumentError: no training step is full, and only full steps are allowed.
     """
 
     def read(
@@ -641,7 +643,7 @@ def _batches(order: KerasTrainSpec, model: Any) -> tuple[KerasBatches, KerasBatc
 
 
 class _Records(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback of rank 0 that keeps the metrics of each epoch, and the state behind it."""
+    """Callback of rank 0 that keeps the metrics of each epoch, and the state after it."""
 
     def __init__(
         self, records: list[dict[str, float]], progress: ProgressFile | None, *, logs: bool
@@ -650,7 +652,7 @@ class _Records(keras.callbacks.Callback):  # type: ignore[misc]
         self._records, self._progress, self._logs = records, progress, logs
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Keep them."""
+        """Record them."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
         self._records.append({"epoch": epoch, **numbers})
         if self._logs:

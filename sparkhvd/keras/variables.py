@@ -1,4 +1,4 @@
-"""Collectives on values that Keras takes, and on the variables of a model."""
+"""Collectives on Keras values, and on the variables of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.keras.backend import keras
 
-# Keras' name of the variables that random numbers come from.
+# Keras' name of random number states.
 SEED_NAME = "seed_generator_state"
 
 
@@ -28,8 +28,8 @@ def allreduce(
     Args:
         value: a number, an array, a tensor or a variable; of the same shape on every rank.
         name: by which ranks match calls.
-        average: Horovod's older word for `op`.
-        prescale_factor: multiplied with the value before.
+        average: Horovod's older name of `op`.
+        prescale_factor: multiplied with the value before the reduction.
         postscale_factor: multiplied with the result.
         op: Average (None), Sum, Min, Max, Product or Adasum.
         compression: on the wire.
@@ -49,7 +49,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Tensor:
-    """Return the values of all ranks, one after the other along the first dimension; every rank must call it."""
+    """Return the values of all ranks, concatenated along the first dimension; every rank must call it."""
     return hvd.allgather(_tensor(value), name)
 
 
@@ -64,13 +64,13 @@ def reducescatter(value: Any, name: str | None = None, op: Any = hvd.Average) ->
 
 
 def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
-    """Give every rank the variables of rank `root_rank`'s model, in place: its weights, and its optimizer's where it has one.
+    """Broadcast the variables of rank `root_rank`'s model in place: its weights, and its optimizer's if present.
 
-    States of random numbers, such as those of `Dropout`, stay those of each rank.
+    States of random numbers, such as those of `Dropout`, keep each rank's values.
 
     Args:
         root_rank: the rank with the values.
-        model: a model of Keras that is built. Keras 3 keeps no list of all variables, so it must be given.
+        model: a built Keras model. Keras 3 keeps no list of all variables, so it must be given.
 
     Raises:
         InvalidArgumentError: there is no model, or it is not built.

@@ -1,13 +1,14 @@
 """Lightning on sparkhvd: `import sparkhvd.lightning`, then `Trainer(strategy="sparkhvd")` or `Fabric(strategy="sparkhvd")`.
 
-The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", and `FabricStrategy` as "sparkhvd" for Fabric, with each of the packages
-`lightning`, `pytorch_lightning` and `lightning_fabric` that is imported already, or else with the one that is installed. How to use it, and what it
-does not do: docs/lightning.md.
+The import registers `SparkhvdStrategy` as "sparkhvd" and as "horovod", and `FabricStrategy` as "sparkhvd" for Fabric, with each
+of the packages `lightning`, `pytorch_lightning` and `lightning_fabric` already imported, or else with the installed one. Usage
+and limits: docs/lightning.md.
 
 Resources: the strategy joins the job (`hvd.init()`) when the `Trainer` or the `Fabric` is made, and makes the default group of
-torch.distributed when a run begins; both last until the process ends, so that one function may run several trainers.
+torch.distributed when a run begins. Both last until the process ends, so that one function may run several trainers.
 
-Failure: an exception in a run ends this rank's part in the job, so the others get a `PeerLostError` that names it instead of waiting.
+Failure: an exception in a run ends this rank's part in the job, so the others get a `PeerLostError` that names it instead of
+waiting.
 
 Each module imports only those above it:
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FabricStrategy", "SparkhvdStrategy", "TorchEstimator"]
 
-# A class for each package; these are those of the first.
+# One class per package; this is the first package's.
 SparkhvdStrategy: Any = [register(package) for package in find()][0]
 FabricStrategy: Any = [fabric.register(package) for package in find(FABRICS)][0]
 

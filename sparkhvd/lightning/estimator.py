@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Params of the Lightning estimator, beside those of `sparkhvd.estimator.TorchEstimator`.
+# Params of the Lightning estimator, in addition to those of `sparkhvd.estimator.TorchEstimator`.
 
-# Params that the loop gives to Lightning's trainer or strategy.
+# Params passed by the loop to Lightning's trainer or strategy.
 OF_THE_LOOP = (
     *("train_steps_per_epoch", "validation_steps_per_epoch", "terminate_on_nan"),
     *("gradient_compression", "lr_scaling"),
 )
 
-# Arguments of `Trainer` that the fit decides, and the Params for them.
+# Arguments of `Trainer` decided by the fit, and the Params for them.
 LIGHTNING_ALONE = {
     "max_epochs": "epochs",
     "devices": "num_proc",
@@ -46,7 +46,7 @@ LIGHTNING_ALONE = {
     "enable_checkpointing": "keep_checkpoints",
     "fast_dev_run": "epochs=1 and few rows",
 }
-# Params of a plain module's fit that a LightningModule or Lightning's trainer has: what to do instead.
+# Params of a plain module's fit replaced by a LightningModule or Lightning's trainer: what to do instead.
 MODULE_OR_TRAINER = {
     **dict.fromkeys(
         ("optimizer", "learning_rate", "weight_decay", "lr_scheduler", "lr_scheduler_interval"),
@@ -124,11 +124,12 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
             callbacks=[EarlyStopping("val_loss")], validation=0.1, trainer_args={"gradient_clip_val": 1.0})
         model = estimator.fit(df)  # TorchModel
 
-    Data, checkpoints, relaunches and the model that `fit` returns are those of `sparkhvd.TorchEstimator`; optimizers, losses and logged metrics
-    those of the module. `training_step` gets a dict of tensors by column. The module is not modified. Arguments and their meaning: `explainParams()`.
+    Data, checkpoints, relaunches and the returned model work as in `sparkhvd.TorchEstimator`; optimizers, losses and logged
+    metrics belong to the module. `training_step` receives a dict of tensors by column. The module is not modified.
+    `explainParams()` describes all arguments.
     """
 
-    # Whether loggers and `ModelCheckpoint` write into the folder of the run, whatever folder they were given.
+    # Whether loggers and `ModelCheckpoint` write into the folder of the run instead of their configured folder.
     _moves_files: ClassVar[bool] = False
 
     def _options(self) -> FitOptions:
@@ -140,7 +141,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         options = super()._options()
         wrap = self._wrap(options)
         self._refuse(options)
-        # What the loop takes by itself is not refused as unseen by it.
+        # Params handled by the loop itself are not rejected as unseen by it.
         explicit = options.explicit - {"callbacks", *MODULE_OR_TRAINER, *OF_THE_LOOP} | {"train_fn"}
         loop = replace(self._loop(options), wrap=wrap)
         # For the trial and `transform`, which have no trainer.
@@ -155,17 +156,17 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _wrap(self, options: FitOptions) -> Callable[[TrainFnContext], Any] | None:
-        """Return what makes the LightningModule of a rank from its module; None where the module is one.
+        """Return a function that makes the LightningModule of a rank from its module, or None for a LightningModule.
 
         Raises:
-            InvalidArgumentError: it is none.
+            InvalidArgumentError: it is no LightningModule.
         """
         if isinstance(options.model, torch.nn.Module):
-            package_of(options.model)  # refuses another module
+            package_of(options.model)  # rejects another module
         return None
 
     def _refused(self) -> Mapping[str, str]:
-        """Return the Params that have no effect, and what to do instead."""
+        """Return the Params without effect, and what to do instead."""
         return MODULE_OR_TRAINER
 
     def _refuse(self, options: FitOptions) -> None:
@@ -209,7 +210,7 @@ class TorchEstimator(LightningParams, estimator.TorchEstimator):
         )
 
     def _loading(self, options: FitOptions) -> dict[str, Any]:
-        """Return arguments of the data module that only Horovod's own readers have a use for."""
+        """Return arguments of the data module that only Horovod's own readers use."""
         return {
             "num_reader_epochs": None,
             "reader_pool_type": "thread",

@@ -1,6 +1,6 @@
 """`FabricStrategy`: Fabric's DDP strategy on the ranks of a job.
 
-A program of Fabric calls `backward` and `step` as it likes, so its modules stay in DDP, over the job's engine; `SparkhvdStrategy` knows
+A Fabric program calls `backward` and `step` freely, so its modules stay in DDP, over the job's engine. `SparkhvdStrategy` knows
 the loop of a `Trainer`, and leaves the gradients to the optimizers.
 """
 
@@ -17,21 +17,21 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.lightning import strategy
 from sparkhvd.lightning.strategy import check_size, environment_of, join, own_device
 
-# Arguments of Fabric's strategy that the job has decided.
+# Arguments of Fabric's strategy decided by the job.
 _DECIDED = ("process_group_backend", "start_method", "timeout")
 
-# In place of Fabric's DDPStrategy, of either package, which `register` puts behind this class.
+# Stands for Fabric's DDPStrategy of either package, added by `register` as the next base class.
 _Base: Any = object
 
 
 class Strategy(_Base):  # type: ignore[misc]
-    """Strategy of Lightning Fabric that trains on the ranks of a job of sparkhvd: one device for each rank.
+    """Strategy of Lightning Fabric on the ranks of a sparkhvd job: one device for each rank.
 
-    Every rank makes its own `Fabric`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun and the
-    like have. A process on its own is a job of one rank.
+    Every rank makes its own `Fabric`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun or
+    another launcher has started them. A single process is a job of one rank.
 
     Args:
-        gradient_as_bucket_view: gradients live in memory that the ranks of a host share; `ddp_hook` reduces them there.
+        gradient_as_bucket_view: gradients are in memory shared by the ranks of a host; `ddp_hook` reduces them there.
         **options: of Fabric's `DDPStrategy`, as `checkpoint_io`, and of `DistributedDataParallel`, as `find_unused_parameters`.
 
     Raises:
@@ -54,7 +54,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._own_device: torch.device | None = None
 
     def _set_world_ranks(self) -> None:
-        """Join the job, and take this rank's device; Fabric calls it when it is made."""
+        """Join the job and select this rank's device; called by Fabric's constructor."""
         place = join()
         if self._own_device is None:
             devices = [torch.device(each) for each in self.parallel_devices]

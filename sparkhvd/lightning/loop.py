@@ -31,13 +31,14 @@ from sparkhvd.training.train_fn import Loader, TrainFnContext
 from sparkhvd.training.types import TensorBatch
 
 # ----------------------------------------------------------------------------------------------------
-# Lightning's checkpoints in a run: its state in memory, for the run's own, and files of a `ModelCheckpoint` in the run's folder.
-# Checkpoints of a run are read without trust, so what Lightning and callbacks keep must be plain: tensors, numbers, texts, and dicts and lists
-# of these.
+# Lightning's checkpoints in a run: its state in memory, for the run's own checkpoint, and a `ModelCheckpoint`'s files in the
+# run's folder.
+# Checkpoints of a run are read without trust, so the state of Lightning and callbacks must be plain: tensors, numbers, texts, and
+# dicts and lists of these.
 
-# In place of a path: the state that the run's own checkpoint has.
+# Stands for a path: the state in the run's own checkpoint.
 IN_MEMORY = "sparkhvd:run"
-# Parts that the run has anyway, or that describe the module and not its training.
+# Parts already in the run, or that describe the module and not its training.
 _LEFT_OUT = (
     "state_dict",
     *("hyper_parameters", "hparams_type"),
@@ -47,13 +48,13 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype
 
 
 class RunFiles:
-    """Files of Lightning in a run's folder of the store: what a `ModelCheckpoint` of the user's writes.
+    """Lightning's files in a run's folder of the store, written by the user's `ModelCheckpoint`.
 
-    They may hold what only a trusted file may, so each is read if it is as this run has written it.
+    They may hold code, which needs trust, so each is read only if it is unchanged since this run wrote it.
 
     Attributes:
-        folder: the path of the folder, for Lightning; of this rank alone where the store is no local folder.
-        sums: SHA-256 by name of a file; one elsewhere on this host, where the user's callback writes, is named by its path.
+        folder: the path of the folder, for Lightning; private to this rank if the store is no local folder.
+        sums: SHA-256 by name of a file; by path for files elsewhere on this host, written by the user's callback.
     """
 
     def __init__(self, store: Store, run_dir: str) -> None:
@@ -62,12 +63,12 @@ class RunFiles:
         self.sums: dict[str, str] = {}
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file by its path; "" if it is not in the folder."""
+        """Return the name of a file by its path; "" outside the folder."""
         folder, _, name = os.fspath(path).rpartition("/")
         return name if folder == self.folder else ""
 
     def note(self, path: str) -> None:
-        """Keep the hash of a file that has been written elsewhere on this host."""
+        """Record the hash of a file written elsewhere on this host."""
         if os.path.isfile(path):
             with open(path, "rb") as file:
                 self.sums[os.fspath(path)] = sha256_of(file, os.path.getsize(path))
@@ -83,7 +84,7 @@ class RunFiles:
         """Read a file.
 
         Raises:
-            StoreError: it is not as this run has written it.
+            StoreError: it has changed since this run wrote it.
         """
         if os.path.isabs(name):
             where, data = name, Path(name).read_bytes()
@@ -106,7 +107,9 @@ class RunFiles:
 
 
 def checkpoint_io(package: Any, files: RunFiles) -> Any:
-    """Return a `CheckpointIO` of a package of Lightning: `IN_MEMORY` as its attribute `state`, files of the run, and others as ever."""
+    """Return a `CheckpointIO` of a package of Lightning: `IN_MEMORY` as its attribute `state`, files of the run, and default
+    handling of others.
+    """
 
     class RunCheckpointIO(package.plugins.io.TorchCheckpointIO):  # type: ignore[misc]  # of either package
         state: dict[str, Any] | None = None
@@ -143,7 +146,7 @@ def plain(value: Any, name: str = "") -> Any:
     """Return a state with plain containers and numbers.
 
     Raises:
-        InvalidArgumentError: a part can be no part of a checkpoint.
+        InvalidArgumentError: a part is not supported in a checkpoint.
     """
     if isinstance(value, torch.nn.Parameter):
         return value.detach()
@@ -167,21 +170,21 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Between Lightning's trainer and the run of a fit: history, progress, and checkpoints inside and after epochs.
+# Bridge between Lightning's trainer and the run of a fit: history, progress, and checkpoints inside and after epochs.
 
 
 class RunState:
     """State of Lightning, for `ctx.keep`.
 
     Attributes:
-        trainer: whose state it is; None: the last one's.
+        trainer: source of the state; None keeps the last trainer's.
         rows: of the epoch so far, over all ranks.
     """
 
     def __init__(
         self, module: Any, ctx: TrainFnContext, checkpoint_io: Any, files: RunFiles
     ) -> None:
-        """Take the module of the trainer, the `CheckpointIO` of its strategy, and Lightning's files in the run's folder."""
+        """Set the module of the trainer, the `CheckpointIO` of its strategy, and Lightning's files in the run's folder."""
         self.trainer: Any = None
         self.rows = 0
         self._module, self._ctx = module, ctx
@@ -190,7 +193,7 @@ class RunState:
 
     @property
     def is_resumed(self) -> bool:
-        """True if a trainer can go on from `IN_MEMORY`."""
+        """True if a trainer can resume from `IN_MEMORY`."""
         return self._io.state is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,7 +213,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next trainer begin with a state."""
+        """Set the initial state of the next trainer."""
         self._io.state = {**state["lightning"], "state_dict": self._module.state_dict()}
         if self._ctx.optimizer is not None:
             self._io.state["optimizer_states"] = [self._ctx.optimizer.state_dict()]
@@ -219,7 +222,7 @@ class RunState:
         self.rows = state["rows"]
 
     def add_logged(self) -> None:
-        """Add what an interrupted epoch had logged to the results of the trainer, which begin anew, after its first batch."""
+        """Add the logged sums of an interrupted epoch to the trainer's new results, after its first batch."""
         logged, self._logged = self._logged, {}
         if self._ctx.start_step:
             for name, each in results_of(self.trainer).items():
@@ -228,13 +231,13 @@ class RunState:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """Return Lightning's running results of `self.log(on_epoch=True)` by name; metrics of torchmetrics are the module's."""
+    """Return Lightning's running results of `self.log(on_epoch=True)` by name, except torchmetrics, which the module holds."""
     found = getattr(trainer, "_results", None) or {}
     return {name: each for name, each in found.items() if each.is_tensor and each.meta.on_epoch}
 
 
 def sums_of(result: Any) -> tuple[Any, Any]:
-    """Return what a result has summed up, and over how many rows."""
+    """Return the sum of a result, and its number of rows."""
     return result.value.cpu(), getattr(result, "cumulated_batch_size", None)
 
 
@@ -250,24 +253,24 @@ def add_sums(result: Any, sums: tuple[Any, Any]) -> None:
 
 
 class EmptyBatches:
-    """Keeps out of the logged means what a rank logs in a step in which it has no rows of its own."""
+    """Excludes from logged means the values of a step in which this rank has no rows of its own."""
 
     def __init__(self, ctx: TrainFnContext) -> None:
         self._ctx = ctx
         self._before: dict[str, tuple[Any, Any]] | None = None
 
     def note(self, trainer: Any) -> None:
-        """Keep what was logged before a batch, if its row is none of the step's."""
+        """Snapshot logged sums before a padding batch."""
         self._before = None
         if self._ctx._has_batch and not self._ctx.num_rows:
             self._before = {name: sums_of(each) for name, each in results_of(trainer).items()}
 
     def leave_out(self, trainer: Any) -> None:
-        """Take out again what such a batch has logged."""
+        """Remove the values logged in such a batch."""
         before, self._before = self._before, None
         if before is not None:
             for name, each in results_of(trainer).items():
-                # `reset()` would take the name itself out of this rank's metrics.
+                # `reset()` would remove the name itself from this rank's metrics.
                 for sum_name, empty in each._defaults.items():
                     setattr(each, sum_name, empty.clone().to(each.value.device))
                 if name in before:
@@ -275,7 +278,7 @@ class EmptyBatches:
 
 
 def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
-    """Return the callback that ends a fit with an error when a loss is not finite."""
+    """Return the callback that fails a fit when a loss is not finite."""
 
     class FiniteLosses(package.Callback):  # type: ignore[misc]  # of either package
         def on_train_batch_end(
@@ -292,22 +295,22 @@ def finite_losses(package: Any, ctx: TrainFnContext) -> Any:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss of what Lightning gives to `on_train_batch_end`; None where a step has none."""
+    """Return the loss from Lightning's argument of `on_train_batch_end`; None for a step without a loss."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
 def _shown(trainer: Any, outputs: Any) -> dict[str, float]:
-    """Return the loss of a step and what the module logs for the progress bar."""
+    """Return the loss of a step and the module's values for the progress bar."""
     shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     loss = _loss_of(outputs)
     return shown if loss is None else {"loss": float(loss), **shown}
 
 
 def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
-    """Return the callback that writes history and checkpoints of a run, of a package of Lightning."""
+    """Return the callback of a Lightning package that writes history and checkpoints of a run."""
     empty = EmptyBatches(ctx)
 
-    class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; comes behind all other callbacks
+    class Bridge(package.callbacks.Checkpoint):  # type: ignore[misc]  # of either package; runs after all other callbacks
         def __init__(self) -> None:
             self._progress: StepReporter | None = None
             self._rows = 0
@@ -317,7 +320,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             state.trainer = trainer
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            # Where a run goes on inside an epoch, that epoch does not start.
+            # A run resumed inside an epoch has no start of that epoch.
             rows = state.rows if ctx.start_step else 0
             self.on_train_epoch_start(trainer, pl_module)
             state.rows = rows
@@ -340,7 +343,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
             self._progress.step(
                 batch_idx + 1, ctx.num_global_rows, lambda: _shown(trainer, outputs)
             )
-            # Between two steps of the optimizer there are gradients, which no checkpoint has.
+            # Between two steps of the optimizer there are gradients, which checkpoints do not hold.
             if not trainer.is_last_batch and not (batch_idx + 1) % trainer.accumulate_grad_batches:
                 ctx.after_step()
 
@@ -357,7 +360,7 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             record: dict[str, Any] = {n: float(v) for n, v in trainer.callback_metrics.items()}
-            if self._rows:  # else the batches are the user's
+            if self._rows:  # else the user provides the batches
                 seconds = max(time.monotonic() - self._began, 1e-9)
                 record |= {"rows": state.rows, "rows_per_s": self._rows / seconds}
             ctx.log(record)
@@ -367,28 +370,28 @@ def bridge(package: Any, ctx: TrainFnContext, state: RunState) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Batches of a rank as Lightning's trainer takes them.
+# Batches of a rank in the form of Lightning's trainer.
 
-# Batches that are on their way through a row function.
+# Batches in flight through a row function.
 _AHEAD = 2
 
 
 def encoded(value: str | bytes) -> Any:
-    """Return the bytes of a text or binary value as numbers: a decoder, for columns whose values a row function gets."""
+    """Return the bytes of a text or binary value as numbers: a decoder, for columns read by a row function."""
     data = value.encode() if isinstance(value, str) else value
     return np.frombuffer(data, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFunction:
-    """Function of the user's on a row's values by column, which is run in threads, ahead of the training.
+    """User's function on a row's values by column, run in threads ahead of the training.
 
     Attributes:
         function: a dict of one row's values in, the same out; numbers are numpy's, in the types of the columns.
         fields: name, numpy type, shape and whether it may be missing, of fields that it changes or adds.
-        removed: fields of its result that no batch has.
-        texts: columns whose values are text.
-        binaries: columns whose values are bytes.
+        removed: fields of its result to drop from batches.
+        texts: text columns.
+        binaries: binary columns.
         num_workers: threads.
     """
 
@@ -400,7 +403,7 @@ class RowFunction:
     num_workers: int = field(default=1)
 
     def row(self, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the function's result for a row of a batch, with the types that `fields` says."""
+        """Return the function's result for a row of a batch, with the types in `fields`."""
         given = {name: self._value(name, column[number]) for name, column in batch.items()}
         result = dict(self.function(given))
         for name in self.removed:
@@ -419,17 +422,17 @@ class RowFunction:
         return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
 
     def batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Stack rows: tensors where all are arrays or numbers of one shape, else lists."""
+        """Stack rows: tensors if all values are arrays or numbers of one shape, else lists."""
         return {name: _stacked([row[name] for row in rows]) for name in rows[0]}
 
     def cast(
         self, made: Mapping[str, Any], given: Mapping[str, Any], wanted: Mapping[str, torch.dtype]
     ) -> dict[str, Any]:
-        """Give numbers the types that the model takes, but for those of `fields`.
+        """Cast numbers to the types of the model's inputs, except those of `fields`.
 
         Args:
             made: fields of a batch, as the function returned them.
-            given: fields as the function got them.
+            given: fields as the function received them.
             wanted: types of the columns' tensors by name; that of other fields of float64 is under "".
 
         Raises:
@@ -474,7 +477,7 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 class LightningBatches:
     """Batches of a loader, as a dict by column or a tuple; every rank has equally many.
 
-    A rank without rows in a step gets one of its rows again, or one of zeros: `TrainFnContext.loss_weight` is 0 then.
+    A rank without rows in a step repeats one of its rows, or gets a row of zeros, with a `TrainFnContext.loss_weight` of 0.
     """
 
     def __init__(
@@ -484,13 +487,13 @@ class LightningBatches:
         columns: Sequence[str] | None,
         function: RowFunction | None,
     ) -> None:
-        """Take batches of a loader.
+        """Wrap the batches of a loader.
 
         Args:
             loader: of the rank.
             ctx: of the run.
-            columns: of the tuple that a batch is; None for a dict.
-            function: on rows; None: batches are as the loader has them.
+            columns: order of tuple batches; None for a dict.
+            function: on rows; None leaves batches unchanged.
         """
         self._loader, self._ctx = loader, ctx
         self._columns, self._function = columns, function
@@ -548,7 +551,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _first_row(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of one row, of zeros where there is none; values of collate functions that are no tensors or lists stay whole."""
+    """Return a batch of one row, or of zeros without rows. Other collated values are returned unchanged."""
     return {name: _first(value) for name, value in batch.items()}
 
 
@@ -560,7 +563,7 @@ def _first(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LightningLoop:
-    """Trains a LightningModule; picklable if what it holds is.
+    """Trainer of a LightningModule; picklable if its parts are.
 
     Attributes:
         callbacks: of Lightning.
@@ -568,14 +571,14 @@ class LightningLoop:
         profiler: of Lightning, or None.
         log_every_n_steps: of Lightning's trainer.
         trainer_args: further arguments of the trainer.
-        columns: of the tuple that a batch is; None for a dict.
-        rows: function on rows; None: batches are as the data have them.
-        data_module: makes a LightningDataModule of Horovod's arguments; None: batches are those of the fit.
-        loading: values of Params that it gets as they are.
+        columns: order of tuple batches; None for a dict.
+        rows: function on rows; None leaves batches unchanged.
+        data_module: makes a LightningDataModule from Horovod's arguments; None uses the fit's batches.
+        loading: values of Params passed to it unchanged.
         strategy: arguments of the strategy.
-        moves_files: loggers and `ModelCheckpoint` write into the run's folder, whatever folder they were given.
-        ends_on_nan: a loss that is not finite ends the fit with an error.
-        wrap: makes the LightningModule of the run's module, which it holds; None: it is one.
+        moves_files: loggers and `ModelCheckpoint` write into the run's folder instead of their configured folder.
+        ends_on_nan: fail when a loss is not finite.
+        wrap: makes the LightningModule around the run's module; None if that is a LightningModule.
     """
 
     callbacks: Sequence[Any] = ()
@@ -594,17 +597,17 @@ class LightningLoop:
 
     @property
     def feeds_model(self) -> bool:
-        """True if the columns need not fit the module's `forward`: `training_step` gets them, or others."""
+        """True if `training_step` receives the columns, which need not fit the module's `forward`."""
         return self.wrap is None or self.changes_columns
 
     @property
     def changes_columns(self) -> bool:
-        """True if batches are not those that the data have."""
+        """True if batches differ from the data's columns."""
         return self.rows is not None or self.data_module is not None
 
     @property
     def takes_rows(self) -> bool:
-        """True if a function gets the values of each row before the module."""
+        """True if a function receives the values of each row before the module."""
         return self.rows is not None
 
     def __call__(self, ctx: TrainFnContext) -> None:
@@ -635,7 +638,7 @@ class LightningLoop:
                 "enable_model_summary": False,
                 "num_sanity_val_steps": 0,
                 "default_root_dir": folder,
-                # A data module gets the rank's share of the rows to read: a sampler would divide that again.
+                # A data module gets the rank's share of the rows to read; a sampler would divide that again.
                 "use_distributed_sampler": self.data_module is None,
                 **self._limits(ctx),
                 **self.trainer_args,
@@ -656,12 +659,14 @@ class LightningLoop:
         _return_best(package, module, ctx, trainer, files)
 
     def _limits(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Keep Lightning from asking a data module without validation rows for their loader, which may be None as in Horovod's."""
+        """Keep Lightning from requesting a validation loader from a data module without validation rows, which may return None as
+        in Horovod.
+        """
         has_none = self.data_module is not None and ctx.val_loader is None
         return {"limit_val_batches": 0} if has_none else {}
 
     def _data(self, ctx: TrainFnContext) -> dict[str, Any]:
-        """Return the arguments of `Trainer.fit` that give the batches."""
+        """Return the arguments of `Trainer.fit` that provide the batches."""
         if self.data_module is not None:
             return {"datamodule": self.data_module(**self._horovod_arguments(ctx))}
         loaders = {"train_dataloaders": self._batches(ctx, ctx.train_loader)}
@@ -706,12 +711,12 @@ class LightningLoop:
 
 
 def _url(files: Store | None, store: Store, folder: str) -> str:
-    """Return the URL of files that are read where they are, or of a folder of packed ones."""
+    """Return the URL of files read in place, or of a folder of packed files."""
     return store.full_url(folder) if files is None else files.url
 
 
 def _move(loggers: Any, folder: str) -> None:
-    """Let loggers that have a folder write into another one."""
+    """Move loggers with a folder to another folder."""
     for logger in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
         for name in ("_root_dir", "_save_dir"):  # of Lightning's TensorBoardLogger and CSVLogger
             if hasattr(logger, name):
@@ -720,7 +725,7 @@ def _move(loggers: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
-    """Give the folder of the run's logs; where the store is no local folder, one that is deleted at the end."""
+    """Provide the folder of the run's logs; if the store is no local folder, a temporary one."""
     path = ctx.store.local_path(f"{ctx.run_dir}/logs")
     if path is not None:
         yield path
@@ -732,7 +737,7 @@ def _log_folder(ctx: TrainFnContext) -> Iterator[str]:
 def _return_best(
     package: Any, module: Any, ctx: TrainFnContext, trainer: Any, files: RunFiles
 ) -> None:
-    """Load the weights that a `ModelCheckpoint` calls the best, and let the run return them; every rank must call it."""
+    """Load the weights of a `ModelCheckpoint`'s best checkpoint, and make the run return them; every rank must call it."""
     paths = [
         os.fspath(each.best_model_path)
         for each in trainer.checkpoint_callbacks

@@ -1,7 +1,8 @@
 """`SparkhvdStrategy`: Lightning's strategy whose optimizers are `DistributedOptimizer`s.
 
-Gradients are reduced by the optimizers and not by DDP: parameters that a step does not use need no option, and it costs no more than DDP with its
-best options (docs/results/lightning.md). All else that Lightning asks for goes through torch.distributed's default group, over the same engine.
+The optimizers reduce gradients instead of DDP: parameters unused by a step need no option, and it costs no more than DDP with its
+best options (docs/results/lightning.md). Everything else in Lightning uses torch.distributed's default group, over the same
+engine.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.checkpoints.frozen import agreed_frozen
 
 # ----------------------------------------------------------------------------------------------------
-# This rank's device, and checks of what `Trainer(devices=, num_nodes=)` says against the ranks that there are.
+# This rank's device, and checks of `Trainer(devices=, num_nodes=)` against the started ranks.
 
 
 def check_size(
     num_devices: int, num_hosts: int, is_gpu: bool, place: Topology, asker: str = "Trainer"
 ) -> None:
-    """Refuse numbers that are not those of the job.
+    """Reject numbers that differ from the job's.
 
-    Lightning does not tell a strategy whether the user gave a number. One device is what it makes of "auto" on a CPU, all that
-    the process sees on a GPU: these agree with every job.
+    A strategy cannot see whether the user gave a number. Lightning resolves "auto" to one device on a CPU, and to all devices
+    visible to the process on a GPU: these match every job.
 
     Args:
         num_devices: `Trainer(devices=)`, or Lightning's choice.
         num_hosts: `Trainer(num_nodes=)`.
         is_gpu: whether the devices are GPUs.
         place: this rank's, in the job.
-        asker: class of Lightning's that has the numbers.
+        asker: Lightning's class with these arguments.
 
     Raises:
-        InvalidArgumentError: the user asks for more or fewer ranks than were started.
+        InvalidArgumentError: the user requests more or fewer ranks than were started.
     """
     is_any = num_devices == 1 or (is_gpu and num_devices == torch.cuda.device_count())
     hosts = len(set(place.hosts))
@@ -82,7 +83,7 @@ def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device
         place: this rank's, in the job.
 
     Raises:
-        InvalidArgumentError: there are GPUs, and none for this rank.
+        InvalidArgumentError: there are GPUs, but no GPU for this rank.
     """
     if devices[0].type != "cuda":
         return devices[0]
@@ -91,7 +92,7 @@ def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device
         return torch.device("cuda", launched.gpu)
     if len(devices) > place.local_rank:
         return devices[place.local_rank]
-    # One that was asked for, or is seen: the rank's own, or the first where all see all.
+    # A requested or visible device: the rank's own, or the first if all see all.
     visible = torch.cuda.device_count()
     number = 0 if visible == 1 else place.local_rank
     if number >= visible:
@@ -103,9 +104,9 @@ def own_device(devices: Sequence[torch.device], place: Topology) -> torch.device
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ranks and hosts of the job, as Lightning asks for them.
+# Ranks and hosts of the job, for Lightning.
 
-# This rank's, as of the last `join()`: Lightning asks for it also when the job has ended.
+# This rank's place at the last `join()`; Lightning reads it also after the job.
 _known: list[Topology] = []
 
 
@@ -113,7 +114,7 @@ def join() -> Topology:
     """Join the job, unless this process is in it, and return this rank's place."""
     hvd.init()
     engine = context().engine
-    stacks.prepare(engine.settings.stack_signal)  # the end of a trainer has taken the handler away
+    stacks.prepare(engine.settings.stack_signal)  # the end of a trainer has removed the handler
     _known[:] = [engine.topology]
     return _known[0]
 
@@ -123,13 +124,13 @@ def _place() -> Topology:
 
 
 class _Environment:
-    """Ranks and hosts of the job that a launcher of sparkhvd, or one that it knows, has started; the first question joins it."""
+    """Ranks and hosts of the job, as started by a supported launcher; the first access joins it."""
 
     creates_processes_externally = True
 
     @property
     def main_address(self) -> str:
-        return "127.0.0.1"  # nobody connects by it: the ranks have met
+        return "127.0.0.1"  # never used for a connection: the ranks are connected
 
     @property
     def main_port(self) -> int:
@@ -137,13 +138,13 @@ class _Environment:
 
     @staticmethod
     def detect() -> bool:
-        return False  # a strategy brings it along
+        return False  # the strategy provides it
 
     def world_size(self) -> int:
         return _place().size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has said how many ranks there are."""
+        """Do nothing: the launcher has set the number of ranks."""
 
     def global_rank(self) -> int:
         return _place().rank
@@ -171,10 +172,10 @@ def environment_of(package: Any) -> type[Any]:
 
 
 class SynchronizedLayers:
-    """Replaces layers of batch normalization, and puts them back.
+    """Replaces layers of batch normalization, and restores them.
 
-    torch's own synchronized layer runs on GPUs only; this one is `sparkhvd.torch.SyncBatchNorm`, which shares parameters, buffers and
-    names with the layer that it stands for.
+    torch's own synchronized layer runs on GPUs only. This is `sparkhvd.torch.SyncBatchNorm`, which shares parameters, buffers and
+    names with the replaced layer.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ class SynchronizedLayers:
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put the layers back, with what the others have learned."""
+        """Restore the layers, with the learned state of their replacements."""
         for parent in list(model.modules()):
             for name, child in parent._modules.items():
                 if child in self._replaced:
@@ -201,21 +202,19 @@ class SynchronizedLayers:
 
 def _with_state_of(new: nn.Module, layer: nn.Module) -> nn.Module:
     layer._parameters.update(new._parameters)
-    layer._buffers.update(
-        new._buffers
-    )  # a module that moves to another device or type has new ones
+    layer._buffers.update(new._buffers)  # a module moved to another device or type has new ones
     layer.train(new.training)
     return layer
 
 
 # ----------------------------------------------------------------------------------------------------
-# Optimizers and schedulers of a module: distributed, with learning rates as the user wants them.
+# Optimizers and schedulers of a module: distributed, with the user's learning rates.
 
 Optimizer = torch.optim.Optimizer
 
-# Learning rates in a parameter group: torch's own key, and those by which schedulers remember theirs.
+# Learning rates in a parameter group: torch's own key, and keys in which schedulers store theirs.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
-# What `DistributedOptimizer` defines or replaces.
+# Methods defined or replaced by `DistributedOptimizer`.
 _METHODS = (
     *("zero_grad", "synchronize", "skip_synchronize", "no_sync", "clip_grad_norm_"),
     *("add_param_group", "set_backward_passes_per_step", "state_dict", "load_state_dict"),
@@ -228,12 +227,12 @@ def distribute(
     module: nn.Module,
     options: Mapping[str, Any],
 ) -> list[Optimizer]:
-    """Return the optimizers, each as a `DistributedOptimizer`, and let schedulers use them; every rank must call it.
+    """Return the optimizers, each as a `DistributedOptimizer`, and attach schedulers to them; every rank must call it.
 
     Args:
-        optimizers: of the module; those that are distributed stay.
+        optimizers: of the module; distributed optimizers are unchanged.
         schedulers: of the optimizers.
-        module: whose parameters' names messages have.
+        module: names its parameters in messages.
         options: of `DistributedOptimizer`.
     """
     made = {each: _distributed(each, module, options) for each in optimizers}
@@ -248,13 +247,13 @@ def _distributed(optimizer: Optimizer, module: nn.Module, options: Mapping[str, 
         return optimizer
     own = {p for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p in own]
-    # All of them or none: a loss may bring parameters along that the module does not list.
+    # Names for all parameters or for no parameter: a loss may add parameters that the module does not list.
     names = named if len(named) == len(own) else None
     return hvd.DistributedOptimizer(optimizer, names, **options)
 
 
 def scale(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: int) -> None:
-    """Multiply the learning rates of optimizers, and those that schedulers start from."""
+    """Multiply the learning rates of optimizers, and the base rates of schedulers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key in _RATES:
@@ -269,7 +268,7 @@ def scale(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: in
 
 
 def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Return schedulers with those inside them (`SequentialLR`, `ChainedScheduler`)."""
+    """Yield schedulers with nested schedulers (`SequentialLR`, `ChainedScheduler`)."""
     for scheduler in schedulers:
         yield scheduler
         yield from _all(getattr(scheduler, "_schedulers", ()))
@@ -277,7 +276,7 @@ def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hold(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Let backward passes inside only add to this rank's gradients."""
+    """Only accumulate this rank's gradients in backward passes inside."""
     with contextlib.ExitStack() as stack:
         for each in optimizers:
             if isinstance(each, Distributed):
@@ -286,16 +285,16 @@ def hold(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def detach(optimizers: Iterable[Optimizer]) -> None:
-    """Stop reducing gradients: what the program does with the module after a fit is its own."""
+    """Stop reducing gradients: after a fit the module belongs to the program."""
     for each in optimizers:
         if isinstance(each, Distributed):
             each.detach()
 
 
 def forward_to(optimizers: Sequence[Optimizer], wrappers: Sequence[Any]) -> None:
-    """Let Lightning's wrappers call methods of the optimizers that they wrap.
+    """Let Lightning's wrappers call methods of their optimizers.
 
-    A wrapper takes the class of its optimizer, so that `isinstance` works, but not its state.
+    A wrapper copies the class of its optimizer, so that `isinstance` works, but not its state.
     """
     for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
         if isinstance(optimizer, (Distributed, DistributedAdasum)):
@@ -304,22 +303,22 @@ def forward_to(optimizers: Sequence[Optimizer], wrappers: Sequence[Any]) -> None
 
 
 # ----------------------------------------------------------------------------------------------------
-# The default group of torch.distributed over the engine of the job, for what Lightning and torchmetrics ask torch for.
-# The ranks meet through a store that rank 0 serves on a port of its own: launchers do not all give an address (`MASTER_ADDR`), and
-# Lightning takes `WORLD_SIZE` out of the environment. Ranks of one host reach it by loopback alone.
-#
-# Trust: whoever reaches the store can write to it, as to every store of torch. No key goes through it: the engine is there before.
+# Default group of torch.distributed over the job's engine, for requests of Lightning and torchmetrics to torch.
+# The ranks meet through a store that rank 0 serves on its own port: not all launchers provide an address (`MASTER_ADDR`), and
+# Lightning removes `WORLD_SIZE` from the environment. Ranks of one host reach it by loopback alone.
+# Trust: any process that reaches the store can write to it, as with every store of torch. No key passes through it: the engine
+# exists before.
 
-# The engine of the group that this module has made last.
+# Engine of the last group made by this module.
 _made: list[weakref.ref[Engine]] = []
 
 
 def ensure() -> None:
-    """Make the default group of all ranks, unless there is one; every rank must call it, after `init()`.
+    """Make the default group of all ranks if missing; every rank must call it, after `init()`.
 
     Raises:
         InvalidArgumentError: the program has made a default group of other ranks.
-        CollectiveError: a rank is lost, or does not come.
+        CollectiveError: a rank is lost, or does not arrive.
     """
     engine = context().engine
     if dist.is_initialized():
@@ -358,7 +357,7 @@ def _store(engine: Engine) -> Store:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=False,  # which does not take a socket in every version of torch
+            use_libuv=False,  # some versions of torch accept no socket with it
         )
     address = broadcast_object(address, root_rank=0, name="lightning.store")
     host, port = address
@@ -366,7 +365,7 @@ def _store(engine: Engine) -> Store:
 
 
 def _address(engine: Engine) -> str:
-    """Return the address of this rank, the first, at which the others reach it."""
+    """Return this rank's first address, at which the others reach it."""
     if len(set(engine.topology.hosts)) == 1:
         return "127.0.0.1"
     launched = rendezvous.current()
@@ -386,25 +385,25 @@ _REDUCTIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# In place of Lightning's ParallelStrategy, of either package, which `register` puts behind this class.
+# Stands for Lightning's ParallelStrategy of either package, added by `register` as the next base class.
 _Base: Any = object
 
 
 class Strategy(_Base):  # type: ignore[misc]
-    """Strategy of Lightning that trains on the ranks of a job of sparkhvd: one device for each rank.
+    """Strategy of Lightning on the ranks of a sparkhvd job: one device for each rank.
 
-    Every rank makes its own `Trainer`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun and the like
-    have. A process on its own is a job of one rank.
+    Every rank makes its own `Trainer`, which starts no processes: `sparkhvdrun`, `sparkhvd.run`, `run_local`, torchrun, mpirun or
+    another launcher has started them. A single process is a job of one rank.
 
     Args:
-        lr_scaling: None: learning rates as given; "linear": multiplied by the number of ranks, as Horovod's strategy did.
-        broadcast_buffers: rank 0's buffers (running statistics) go to all ranks before each validation of a fit and at its end.
+        lr_scaling: None: learning rates as given; "linear": multiplied by the number of ranks, as in Horovod's strategy.
+        broadcast_buffers: broadcast rank 0's buffers (running statistics) before each validation of a fit and at its end.
         compression: of gradients; this and all others as of `DistributedOptimizer`.
         op: the reduction.
         groups: number of buckets.
         sparse_as_dense: send sparse gradients as dense ones.
-        gradient_as_bucket_view: gradients live in memory that the ranks of a host share.
-        sharded: every rank steps its part of the parameters and keeps optimizer state for that alone.
+        gradient_as_bucket_view: gradients are in memory shared by the ranks of a host.
+        sharded: every rank steps its part of the parameters and keeps only its optimizer state.
         **options: of Lightning's `ParallelStrategy`, as `checkpoint_io`.
 
     Raises:
@@ -443,7 +442,7 @@ class Strategy(_Base):  # type: ignore[misc]
         self._broadcast_buffers = broadcast_buffers
         self._own_device: torch.device | None = None
         self._is_fitting = False
-        # Factor of the loss of the rank's batch, where ranks have different numbers of rows.
+        # Factor of the loss of the rank's batch, if ranks have different numbers of rows.
         self.loss_weight: Callable[[], float] | None = None
         self._options = {
             "compression": compression,
@@ -457,7 +456,7 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Ranks and devices. ---
 
     def set_world_ranks(self) -> None:
-        """Join the job, and take this rank's device; Lightning calls it for a new trainer."""
+        """Join the job and select this rank's device; Lightning calls it for a new trainer."""
         place = join()
         if self._own_device is None:
             devices = [torch.device(each) for each in self.parallel_devices]
@@ -479,14 +478,14 @@ class Strategy(_Base):  # type: ignore[misc]
 
     def setup_environment(self) -> None:
         """Prepare the device and torch.distributed."""
-        self.set_world_ranks()  # anew after an exception
+        self.set_world_ranks()  # again after an exception
         super().setup_environment()
         ensure()
 
     # --- A run. ---
 
     def setup(self, trainer: Any) -> None:
-        """Move the module to the device, give it rank 0's values, and make the optimizers."""
+        """Move the module to the device, broadcast rank 0's values, and make the optimizers."""
         self._is_fitting = trainer.state.fn == "fit"
         if self._is_fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, self._package.plugins.TorchSyncBatchNorm):
@@ -495,7 +494,7 @@ class Strategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones that all ranks have are not sent."""
+        """Move the module to this rank's device, with rank 0's parameters and buffers; frozen ones equal on all ranks are not sent."""
         self.model.to(self.root_device)
         if self.world_size > 1:
             tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -532,17 +531,17 @@ class Strategy(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let backward passes inside only add to this rank's gradients."""
+        """Only accumulate this rank's gradients in backward passes inside."""
         with hold(self.optimizers):
             yield
 
     def on_validation_start(self) -> None:
-        """Give all ranks rank 0's buffers: what they measure is one module."""
+        """Broadcast rank 0's buffers, so that all ranks validate the same module."""
         super().on_validation_start()
         self._share_buffers()
 
     def on_train_end(self) -> None:
-        """Give all ranks rank 0's buffers, which checkpoints have."""
+        """Broadcast rank 0's buffers, the ones in checkpoints."""
         super().on_train_end()
         self._share_buffers()
 
@@ -551,7 +550,7 @@ class Strategy(_Base):  # type: ignore[misc]
             hvd.broadcast_parameters(dict(self.lightning_module.named_buffers()), root_rank=0)
 
     def teardown(self) -> None:
-        """End a run: the module is as before it, but for what it has learned."""
+        """End a run: restore the module except its learned state."""
         detach(self.optimizers)
         if isinstance(self._layer_sync, SynchronizedLayers):
             self.model = self._layer_sync.revert(self.model)
@@ -568,7 +567,7 @@ class Strategy(_Base):  # type: ignore[misc]
     # --- Collectives. ---
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all ranks; not when an exception ends the run, of which the others know nothing."""
+        """Wait for all ranks; not after an exception, which the others do not know about."""
         module = self.lightning_module
         if module is None or module.trainer.state.status != "interrupted":
             hvd.barrier()
@@ -578,7 +577,7 @@ class Strategy(_Base):  # type: ignore[misc]
         return hvd.broadcast_object(obj, root_rank=src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, or over a group of torch's, in place; return what is no tensor as it is.
+        """Reduce a tensor over all ranks, or over a group of torch's, in place; other values are returned unchanged.
 
         The mean of whole numbers is a new tensor of float64: Lightning divides by the mean number of rows.
 
@@ -588,7 +587,7 @@ class Strategy(_Base):  # type: ignore[misc]
             reduce_op: "mean", "sum", "max", "min", "product", or one of torch's.
 
         Raises:
-            InvalidArgumentError: `reduce_op` is none of these.
+            InvalidArgumentError: `reduce_op` is unknown.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -619,14 +618,14 @@ def register(package: Any) -> type[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The two packages of Lightning: `lightning.pytorch` and `pytorch_lightning`, with classes of their own each; and their Fabrics.
+# Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`, with separate classes, and their Fabrics.
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
-FABRICS = ("lightning.fabric", "lightning_fabric")  # each comes with the package above it
+FABRICS = ("lightning.fabric", "lightning_fabric")  # each is installed with the package above it
 
 
 def find(names: tuple[str, ...] = NAMES) -> list[Any]:
-    """Return the packages of these names that are imported, or else the first that is installed.
+    """Return the imported packages of these names, or else the first installed one.
 
     Raises:
         ImportError: no package is installed.
@@ -655,7 +654,7 @@ def package_of(module: Any) -> Any:
     """Return the package whose LightningModule a module is.
 
     Raises:
-        InvalidArgumentError: it is none.
+        InvalidArgumentError: it is no LightningModule.
     """
     for name in NAMES:
         package = sys.modules.get(name)  # the module's class has imported it

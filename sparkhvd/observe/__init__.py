@@ -1,11 +1,13 @@
-"""Watch a job, and tune it: the timeline and autotune, which stand on the engine alone; the report of a fit and its loggers, which stand on nothing.
+"""Observe and tune a job: timeline and autotune, which need only the engine; the report of a fit and its loggers, which need
+neither.
 
-Threads: the engine writes its events; a rank has one that samples its load (`system`), the driver one per logger of a fit. Failure: a file that cannot be written is an error at once. A timeline is valid JSON
-at any moment, also after kill -9; one of all ranks keeps rank 0's part when a rank is lost.
+Threads: the engine writes its events; a rank has a thread that samples its load (`system`), the driver one per logger of a fit.
+Failure: a file that cannot be written is an error at once. A timeline is valid JSON
+at any moment, also after kill -9; a timeline of all ranks keeps rank 0's part when a rank is lost.
 
 Each module imports only those above it:
 
-    autotune   search for the fastest settings while training goes on
+    autotune   search for the fastest settings during training
     report     report of a fit as JSON and HTML
     system     load of a rank's process, once per second
     timeline   events of all ranks in Chrome's trace format

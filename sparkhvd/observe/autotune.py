@@ -1,10 +1,10 @@
-"""Find the fastest settings while training goes on.
+"""Find the fastest settings during training.
 
-`Search` chooses the settings to try next from the speeds of those tried; it has no clock and no engine. `Tuner`
-counts steps, measures, and lets every rank change at the same place: rank 0 decides, and broadcasts its decision,
-an operation in the order that all ranks agree on.
+`Search` chooses the settings to try next from the speeds of earlier ones, without a clock or an engine. `Tuner`
+counts steps, measures, and changes every rank at the same place: rank 0 decides, and broadcasts its decision,
+an operation in the agreed order of all ranks.
 
-Only knobs that cannot change bits of results move, unless `autotune="all"` allows the others.
+Only knobs that cannot change bits of results are tuned, unless `autotune="all"` allows the others.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sparkhvd.errors import InvalidArgumentError, MismatchError
 
 _FORMAT = 1
 _ENGINE_KNOBS = ("chunk_bytes", "streams")
-# Above so many hosts allreduce runs in a ring (native/src/communicator.cc).
+# With more hosts, allreduce uses a ring (native/src/communicator.cc).
 _DIRECT_RANKS = 16
 
 
 @dataclass(frozen=True)
 class TunedKnob:
-    """A setting that may be tuned.
+    """Setting that may be tuned.
 
     Attributes:
         name: the setting.
@@ -63,13 +63,13 @@ class TunedKnob:
 
 
 class Search:
-    """Coordinate descent on a grid, one knob and one step at a time, against noise.
+    """Coordinate descent on a grid, one knob and one step at a time, robust to noise.
 
-    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that a machine
-    that is slow for a while slows both. It replaces the best when the median of its speed relative to its
-    neighbour in time is more than `gain` above 1, and is dropped after two pairs if it is hopeless. Two steps
-    of the grid are tried before one, so that a flat place between does not end the search. When no step of any knob
-    helps, the best is compared with the start again, in case noise has chosen it.
+    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that a temporary slowdown of
+    the machine affects both. It replaces the best when the median of its speed relative to its neighbour in time is more than
+    `gain` above 1, and is dropped early, after two pairs, without a chance. Two steps of the grid are tried before one, so that a
+    plateau does not end the search. When no step of any knob helps, the best is compared with the start again, in case noise has
+    chosen it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Search:
         self._best = [knob.values.index(knob.start) for knob in knobs]
         self._best_speeds: list[float] = []
         self._first_speed: float | None = None
-        self._failed = 0  # moves since the last that helped
+        self._failed = 0  # moves since the last successful one
         self._moves = [
             (number, stride * sign)
             for number in range(len(knobs))
@@ -130,7 +130,7 @@ class Search:
         return statistics.median(self._best_speeds) / self._first_speed
 
     def report(self, speed: float) -> None:
-        """Record the speed of a window with `choice`; more is better."""
+        """Record the speed of a window with `choice`; higher is better."""
         if self._candidate is None:
             return
         self.windows += 1
@@ -143,7 +143,7 @@ class Search:
         self._tries_candidate = False
         before = self._best_speeds[-1]
         self._pairs.append(speed / before if before > 0 else math.inf)
-        # The start needs no gain to be preferred; the best does.
+        # The start is preferred without a gain; the best needs one.
         least = 1 - self._gain if self._meets_start else 1 + self._gain
         if len(self._pairs) == 2 and max(self._pairs) < 1 - self._hopeless:
             self._judge(speed, helps=False)
@@ -166,7 +166,7 @@ class Search:
         self._advance()
 
     def _advance(self) -> None:
-        """Choose the next candidate: the same move again while it helps."""
+        """Choose the next candidate: repeat a move while it helps."""
         self._pairs = []
         self._candidate = None
         while self._failed < len(self._moves):
@@ -189,14 +189,13 @@ class Search:
 
 
 class Tuner:
-    """Tunes while training goes on: call `step` between steps, on every rank alike.
+    """Tuner during training: call `step` between steps, on every rank alike.
 
     Args:
         engine: this rank's; its setting `autotune_file` is the file of the choice.
-        knobs: the same on every rank, all set to their starts now.
-        apply: applies the settings that are not the engine's; called on every rank at the same place, with all
-            knobs.
-        measure: bytes that were reduced so far; None asks the engine.
+        knobs: the same on every rank, all currently at their start values.
+        apply: applies settings outside the engine; called on every rank at the same place, with all knobs.
+        measure: bytes reduced so far; None reads the engine's counter.
         warmup_steps: unmeasured steps at the beginning of each window, in which a change settles.
         window_steps: measured steps of each window.
         seconds: the clock.
@@ -220,7 +219,7 @@ class Tuner:
         self._window_steps = window_steps
         self._seconds = seconds
         self._file = engine.settings.autotune_file
-        self._search = Search(knobs)  # asked on rank 0 only
+        self._search = Search(knobs)  # used on rank 0 only
         self._values = self._search.best
         self._is_loaded = False
         self._number = 0
@@ -234,10 +233,10 @@ class Tuner:
         return dict(self._values)
 
     def step(self) -> None:
-        """Count a training step that has ended with no gradient in flight; measure and change settings if due."""
+        """Count a finished training step without gradients in flight; measure and change settings if due."""
         if self.is_done:
             return
-        if self._number == 0:  # a saved choice comes before the first measurement
+        if self._number == 0:  # a saved choice precedes the first measurement
             self._decide()
             return
         self._steps += 1
@@ -269,7 +268,7 @@ class Tuner:
                 dtype=DType.INT64,
                 keep=array,
             ).wait()
-        except MismatchError as error:  # ranks that have joined: raised on every rank
+        except MismatchError as error:  # new ranks: raised on every rank
             self._notify(f"stopped, because not every rank takes part any more ({error})")
             self.is_done = True
             return
@@ -285,7 +284,7 @@ class Tuner:
             self._conclude()
 
     def _configure(self, values: Mapping[str, int]) -> None:
-        """Change the engine's settings: by an operation, so that every rank changes between the same two others."""
+        """Change the engine's settings by an operation, so that every rank changes between the same two others."""
         settings = {name: values[name] for name in _ENGINE_KNOBS if name in values}
         if settings:
             self._engine.configure(**settings).wait()
@@ -334,7 +333,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """Return the choice of an earlier run with the same ranks and knobs; None if there is none."""
+        """Return the choice of an earlier run with the same ranks and knobs, or None."""
         if not self._file or not Path(self._file).exists():
             return None
         try:
@@ -342,13 +341,13 @@ class Tuner:
             fits = content["format"] == _FORMAT and content["world"] == self._world()
             choice = {str(name): int(value) for name, value in content["choice"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning anew")
+            self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning again")
             return None
         for knob in self._search.knobs:
             low, high = knob.values[0], knob.values[-1]
             fits = fits and low <= choice.get(knob.name, low - 1) <= high
         if not fits or len(choice) != len(self._values):
-            self._notify(f"{self._file} was made for other ranks or knobs; tuning anew")
+            self._notify(f"{self._file} was made for other ranks or knobs; tuning again")
             return None
         return choice
 
@@ -363,7 +362,7 @@ def knobs(engine: Engine) -> list[TunedKnob]:
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
     may_change_bits = settings.tuning == "all"
     tuned = []
-    # In a ring an element's order of addends depends on its place in bucket and chunk.
+    # In a ring the order of an element's addends depends on its position in bucket and chunk.
     is_ring = hosts > _DIRECT_RANKS
     if not is_ring or may_change_bits:
         tuned.append(

@@ -1,4 +1,4 @@
-"""Curves of a fit in a notebook, drawn anew with each epoch."""
+"""Curves of a fit in a notebook, redrawn after each epoch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _MOST_COLUMNS = 3
 class LivePlot:
     """Callback for `progress=` that draws losses and metrics in a notebook, validation beside training.
 
-    Each fit has a figure of its own, which each of its epochs replaces. Elsewhere than in a notebook, and without matplotlib, it does nothing.
+    Each fit has its own figure, replaced after each epoch. Outside a notebook, or without matplotlib, it does nothing.
 
         TorchEstimator(..., progress=sparkhvd.LivePlot())
 
     Args:
-        names: losses, metrics or other keys of the records, without "val_", such as ["loss", "rows_per_s"]; None: all losses and metrics.
+        names: losses, metrics or other keys of the records, without "val_", such as ["loss", "rows_per_s"]; None: all losses and
+        metrics.
     """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
@@ -53,7 +54,7 @@ class LivePlot:
             figure = draw_curves(self._records, names)
         except ImportError:
             return
-        # Not the figure itself, which a notebook shows only once it has imported pyplot.
+        # An image, because a notebook shows a figure only after importing pyplot.
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         is_new = not self._display_id
@@ -63,7 +64,7 @@ class LivePlot:
 
 
 def _notebook() -> Any:
-    """Return `IPython.display` in a kernel of Jupyter, else None."""
+    """Return `IPython.display` in a Jupyter kernel, else None."""
     ipython: Any = sys.modules.get("IPython")
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
         return None
@@ -88,7 +89,7 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
     epochs = [number(r.get("epoch", i + 1)) for i, r in enumerate(records)]
     known = dict.fromkeys(key for record in records for key in record)
-    marker = "." if len(records) <= 30 else ""  # of one epoch there is no line
+    marker = "." if len(records) <= 30 else ""  # one epoch has no line
     for index, name in enumerate(names):
         axes, shown = figure.add_subplot(rows, columns, index + 1), []
         keys = paired([k for k in known if k in (name, f"train_{name}", f"val_{name}")])

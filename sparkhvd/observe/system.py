@@ -1,6 +1,6 @@
-"""Load of a rank's process, sampled once per second: CPU, memory, and of its GPU what NVIDIA's library tells.
+"""Load of a rank's process, sampled once per second: CPU, memory, and its GPU's load from NVIDIA's library.
 
-Threads: one, which sleeps but for 0.1 ms per second. Failure: what cannot be read is NaN.
+Threads: one, active for 0.1 ms per second. Failure: an unavailable value is NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _INTERVAL_S = 1.0
 
 
 class Sample(NamedTuple):
-    """What a rank's process used in a second; NaN where it is not known.
+    """Resource use of a rank's process in a second; NaN if unknown.
 
     Attributes:
         time: seconds since 1970.
-        cpu_percent: of its threads together; 100 is one CPU.
+        cpu_percent: of all its threads; 100 is one CPU.
         rss_megabytes: resident memory, 10^6 bytes.
-        gpu_percent: of the second, in which its GPU ran a kernel of any process.
+        gpu_percent: share of the second in which its GPU ran a kernel of any process.
         gpu_megabytes: memory in use on its GPU, by any process.
     """
 
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     gpu_megabytes: float = math.nan
 
 
-# Names of the numbers of a sample, as MLflow has them where it has them.
+# Names of a sample's numbers, equal to MLflow's where they exist.
 METRICS = {
     "cpu_percent": "cpu_utilization_percentage",
     "rss_megabytes": "rss_megabytes",
@@ -55,8 +55,8 @@ class Sampler:
         """Prepare to sample.
 
         Args:
-            gpu: gives percent and megabytes of the rank's GPU.
-            notify: gets each sample, in the thread; None: they are kept for `take`.
+            gpu: returns percent and megabytes of the rank's GPU.
+            notify: receives each sample, in the thread; None keeps them for `take`.
         """
         self._gpu = gpu
         self._notify = notify
@@ -65,7 +65,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sparkhvd-system", daemon=True)
             self._thread.start()
@@ -91,7 +91,7 @@ class Sampler:
             sample = Sample(time.time(), percent, _rss_megabytes(), *gpu)
             (self._notify or self._samples.append)(sample)
             before, used = now, now_used
-            due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)  # after a stopped process not twice
+            due = max(due + _INTERVAL_S, now + _INTERVAL_S / 2)  # not twice after a stop
 
 
 def _cpu_s() -> float:
@@ -115,7 +115,7 @@ class _Memory(ctypes.Structure):
 
 
 class Gpu:
-    """A GPU, as NVIDIA's management library tells of it."""
+    """GPU, queried through NVIDIA's management library."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle

@@ -1,11 +1,10 @@
-"""The timeline of a job: the ranks' waits for each other, in Chrome's trace format (open it in ui.perfetto.dev).
+"""Timeline of a job: the ranks' waits for each other, in Chrome's trace format (open it in ui.perfetto.dev).
 
-The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By
-default only rank 0 writes, as in Horovod. With `all_ranks` the others do too, into files without a name, and
-`stop` gathers them on rank 0, shifts their times to rank 0's clock, and puts the whole in the place of rank 0's
-file, which is one of rank 0 alone until then.
+The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By default only
+rank 0 writes, as in Horovod. With `all_ranks` the others do too, into unnamed files. `stop` gathers them on rank 0, shifts their
+times to rank 0's clock, and replaces rank 0's file, which holds rank 0 alone until then, by the whole.
 
-**Clocks.** Nobody leaves a barrier before everybody has entered it. With o = clock of rank r minus clock of rank
+**Clocks.** No rank leaves a barrier before all ranks have entered it. With o = clock of rank r minus clock of rank
 0, each barrier therefore bounds o from both sides: entered(r) - left(0) <= o <= left(r) - entered(0). The
 middle of the tightest bounds of a few barriers is the offset; if they allow 0, it is 0, as between ranks of one
 host.
@@ -33,30 +32,32 @@ from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
 # ----------------------------------------------------------------------------------------------------
-# Spans of a training's own work, such as "forward", for a timeline of all ranks: one lane of each rank, above those of operations.
-# Times are those of the host: on a GPU a span ends when its work is queued. Threads: one, the training's. Failure: a full disk ends the spans, nothing else.
+# Spans of a training's own work, such as "forward", for a timeline of all ranks: one lane of each rank, above those of
+# operations.
+# Times are the host's: on a GPU a span ends when its work is queued. Threads: only the training's. Failure: a full disk only ends
+# the spans.
 
 T = TypeVar("T")
 
-# Of the lane; the engine counts its own from 0.
+# Number of the lane; the engine numbers its own from 0.
 _LANE = 1 << 20
 
 
 class Spans:
-    """Spans of one rank; off until a timeline begins, and then a context manager's worth of time per call."""
+    """Spans of one rank; disabled until a timeline begins, and then as cheap as a context manager per call."""
 
     def __init__(self) -> None:
-        """Record nothing yet."""
+        """Start disabled."""
         self._file: IO[bytes] | None = None
         self._rank = 0
         self._origin_ns = 0
 
     def begin(self, rank: int, origin_ns: int) -> None:
-        """Record from now on, into a file without a name.
+        """Start recording into an unnamed file.
 
         Args:
             rank: of this process.
-            origin_ns: moment 0 of the timeline, by `time.monotonic_ns`.
+            origin_ns: time 0 of the timeline, by `time.monotonic_ns`.
 
         Raises:
             OSError: the temporary folder cannot be written.
@@ -76,7 +77,7 @@ class Spans:
         return _NOTHING if self._file is None else _Span(self, name)
 
     def timed(self, values: Iterator[T], name: str) -> Iterator[T]:
-        """Yield values, and record each wait for one as a span."""
+        """Yield values, and record the wait for each as a span."""
         while True:
             with self.span(name):
                 value = next(values, _END)
@@ -85,7 +86,7 @@ class Spans:
             yield value  # type: ignore[misc]  # no end
 
     def add(self, name: str, began_ns: int, ended_ns: int) -> None:
-        """Record a span by its moments of `time.monotonic_ns`."""
+        """Record a span by its times of `time.monotonic_ns`."""
         if self._file is None:
             return
         at, length = (began_ns - self._origin_ns) / 1000, (ended_ns - began_ns) / 1000
@@ -99,14 +100,14 @@ class Spans:
             self.close()
 
     def rewound(self) -> IO[bytes] | None:
-        """End the recording; return the file of its lines, at their beginning, which the caller closes."""
+        """Stop recording; return the file of its lines, at their beginning, which the caller closes."""
         file, self._file = self._file, None
         if file is not None:
             file.seek(0)
         return file
 
     def close(self) -> None:
-        """Forget what was recorded."""
+        """Discard the recording."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ _END = object()
 
 
 class _Span:
-    """Block whose time becomes a span."""
+    """Block recorded as a span."""
 
     __slots__ = ("_began_ns", "_name", "_spans")
 
@@ -133,10 +134,10 @@ class _Span:
 
 
 _BARRIERS = 12
-# What all ranks together send per round of gathering: bounds memory, not the length of a timeline.
+# Bytes of all ranks together per round of gathering: bounds memory, not the length of a timeline.
 _ROUND_BYTES = 16 << 20
 _TIME = re.compile(r'"ts":(-?\d+\.\d{3})')
-# Of the head of an engine's file, which is there when its timeline has started.
+# Pattern in the head of an engine's file, written when its timeline starts.
 _ORIGIN, _HEAD_BYTES = re.compile(rb'"start_monotonic_ns":(\d+)'), 4096
 
 
@@ -147,7 +148,7 @@ class _Recording:
     Attributes:
         path: of the merged file on rank 0.
         file: of this rank.
-        spans: of the training's own work on this rank; may be off.
+        spans: of the training's own work on this rank; may be disabled.
     """
 
     path: str
@@ -167,7 +168,7 @@ def start(
     all_ranks: bool = False,
     spans: Spans | None = None,
 ) -> None:
-    """Start to write a timeline; one that is being written ends.
+    """Start writing a timeline, ending the current one.
 
     Args:
         engine: this rank's.
@@ -175,7 +176,7 @@ def start(
         mark_cycles: also mark when a thread begins to drive the engine.
         all_ranks: every rank records, and every rank must call this and later `stop`. Without it the other
             ranks do nothing here.
-        spans: to begin with it, and to be part of what `stop` writes; with `all_ranks` only.
+        spans: to start with it and to include in the file of `stop`; with `all_ranks` only.
 
     Raises:
         InvalidArgumentError: the file cannot be written; with `all_ranks` on every rank, naming the rank.
@@ -193,7 +194,7 @@ def start(
             engine.start_timeline(path, mark_cycles=mark_cycles)
             _recordings[engine] = _Recording(path, open(path, "rb"), spans)  # noqa: SIM115 - closed by stop()
         else:
-            # Without a name, so that nothing is left over, even if the process is killed.
+            # Unnamed, so that a killed process leaves no orphan.
             file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - closed by stop()
             _recordings[engine] = _Recording(path, file, spans)
             engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
@@ -247,7 +248,7 @@ def stop(engine: Engine) -> None:
 
 
 def abandon(engine: Engine) -> None:
-    """End the timeline after an error, with no word to the other ranks: the file has rank 0's part, without spans."""
+    """End the timeline after an error without notifying the other ranks: the file has rank 0's part, without spans."""
     with contextlib.suppress(SparkhvdError):
         engine.stop_timeline()
     _forget(engine)
@@ -261,7 +262,7 @@ def _forget(engine: Engine) -> None:
 
 
 def _origin_ns(file: IO[bytes]) -> int:
-    """Return moment 0 of a timeline that the engine has begun, by `time.monotonic_ns`."""
+    """Return time 0 of the engine's timeline, by `time.monotonic_ns`."""
     found = _ORIGIN.search(os.pread(file.fileno(), _HEAD_BYTES, 0))
     if found is None:
         raise OSError("the timeline has no beginning")
@@ -281,7 +282,7 @@ def clock_offset(
         reference: the same of the reference.
 
     Returns:
-        The offset and the most by which it may be wrong, in ns.
+        The offset and its maximal error, in ns.
     """
     low = max(entered - left for (entered, _), (_, left) in zip(own, reference, strict=True))
     high = min(left - entered for (_, left), (entered, _) in zip(own, reference, strict=True))
@@ -321,12 +322,12 @@ def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
 def _shifted(line: str, shift_us: float | None) -> str:
     if not shift_us:
         return line
-    # The time comes before all names that users give, so it is the first match.
+    # The time precedes all user-given names, so it is the first match.
     return _TIME.sub(lambda match: f'"ts":{float(match[1]) + shift_us:.3f}', line, count=1)
 
 
 def _write(path: str, pieces: Iterable[str]) -> None:
-    """Write a whole file, then replace the old one by it."""
+    """Write a complete file, then replace the old one."""
     target = Path(path).resolve()
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -343,7 +344,7 @@ def _write(path: str, pieces: Iterable[str]) -> None:
 
 
 def _name(engine: Engine) -> str:
-    """Return a new name for an operation; every rank counts the same."""
+    """Return a new name for an operation, equal on every rank."""
     counter = _numbers.setdefault(engine, itertools.count())
     return f"sparkhvd.timeline.{next(counter)}"
 
@@ -377,7 +378,7 @@ def _measure_offsets(engine: Engine) -> list[int]:
 def _gather(
     engine: Engine, own: Sequence[IO[bytes]], opened: contextlib.ExitStack
 ) -> list[IO[bytes]]:
-    """Return every rank's `own` files as one, by rank, on rank 0, as long as `opened` is; elsewhere nothing."""
+    """Return every rank's `own` files joined, by rank, on rank 0, open as long as `opened`; empty elsewhere."""
     chunk = max(4096, _ROUND_BYTES // engine.size)
     own[0].seek(0)
     files: list[IO[bytes]] = []
@@ -394,5 +395,5 @@ def _gather(
 
 
 def _read(files: Sequence[IO[bytes]], num_bytes: int) -> bytes:
-    """Read on in the first of the files that has not ended."""
+    """Continue reading in the first file that has not ended."""
     return next(filter(None, (file.read(num_bytes) for file in files)), b"")

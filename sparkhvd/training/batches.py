@@ -33,7 +33,7 @@ class StepPlan:
 
     Attributes:
         number: counts from 0 in each epoch.
-        num_batches: batches whose gradients add up, on every rank.
+        num_batches: batches on every rank whose gradients are accumulated.
         num_rows: rows of all ranks in these batches.
     """
 
@@ -44,7 +44,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Done:
-    """Part of an epoch that other ranks have done.
+    """Part of an epoch done by earlier ranks.
 
     Attributes:
         rows: of all ranks, in the epoch's order.
@@ -60,9 +60,9 @@ class Data:
 
     Attributes:
         num_steps: optimizer steps of an epoch.
-        schema: of the columns that the model and the loss get.
-        skipped: rows left out, and rows in all, of "training" and "validation".
-        skips: decoders leave rows out of batches.
+        schema: of the columns for model and loss.
+        skipped: rows skipped and rows in total, of "training" and "validation".
+        skips: decoders skip rows of batches.
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
@@ -74,12 +74,12 @@ class Data:
         pin_memory: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
+        """Open the data without reading much. A collective call: the ranks may share the search for usable rows.
 
         Args:
             spec: of the run.
             functions: the user's decoders and collate functions.
-            pin_memory: put batches into page-locked memory, from which a GPU copies beside its work.
+            pin_memory: put batches into page-locked memory, for copies that overlap with the GPU's work.
             spans: of this rank, for a timeline.
         """
         self._spec = spec
@@ -143,7 +143,7 @@ class Data:
 
     @property
     def num_scheduled(self) -> int:
-        """Steps of an epoch for which a scheduler is made: where ranks come and go, those of the smallest number of ranks."""
+        """Steps per epoch for building a scheduler; in an elastic job, those of the minimum of ranks."""
         spec = self._spec
         if not spec.least_ranks or spec.keeps_global_batch:
             return self.num_steps
@@ -152,11 +152,11 @@ class Data:
         return min(steps, spec.train_steps_per_epoch or steps)
 
     def prepare(self, epoch: int, start_step: int) -> None:
-        """Begin to read the first training batches, while model and optimizer are made.
+        """Start reading the first training batches, while model and optimizer are built.
 
         Args:
             epoch: counts from 0.
-            start_step: the first step of the optimizer that will be asked for.
+            start_step: the first optimizer step to read.
         """
         if epoch < self._spec.epochs:
             self.training.prepare(epoch, start_step * self._spec.accumulate)
@@ -170,12 +170,12 @@ class Data:
     def steps(
         self, epoch: int, start_step: int = 0, done: Done = Done()
     ) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
-        """Yield the steps of an epoch, each with its batches on this rank; take them all before the next step.
+        """Yield the steps of an epoch, each with its batches on this rank; consume all batches before the next step.
 
         Args:
             epoch: counts from 0.
             start_step: the first step to yield.
-            done: left out in front.
+            done: part of the epoch to skip.
         """
         first_batch = start_step * self._spec.accumulate
         plans = step_plans(self._spec, self.training, epoch, done)[start_step:]
@@ -200,19 +200,19 @@ class Data:
             yield batch
 
     def planned_rows(self, epoch: int, done: Done = Done()) -> int:
-        """Return the training rows of all ranks in the steps of an epoch, with those that decoders leave out."""
+        """Return the training rows of all ranks in the steps of an epoch, including rows skipped by decoders."""
         plans = step_plans(self._spec, self.training, epoch, done)
         return done.rows + sum(plan.num_rows for plan in plans)
 
     def steps_in_all(self, epoch: int, done: Done) -> int:
-        """Return the steps of an epoch, with those that other numbers of ranks have done of it."""
+        """Return the steps of an epoch, including steps done by earlier sets of ranks."""
         if not done.rows:
             return self.num_steps
         return done.steps + len(step_plans(self._spec, self.training, epoch, done))
 
     @property
     def planned_validation_rows(self) -> int:
-        """The validation rows of all ranks, likewise."""
+        """The validation rows of all ranks, including rows skipped by decoders."""
         if self.validation is None:
             return 0
         plan = self.validation.plan(0)
@@ -220,7 +220,7 @@ class Data:
         return sum(sum(plan.rows_per_rank(step)) for step in steps)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yield this rank's validation batches; none if there is no validation."""
+        """Yield this rank's validation batches, if there is validation."""
         if self.validation is not None:
             with _closing(self.validation.epoch(0)) as batches:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
@@ -235,15 +235,15 @@ class Data:
 
 
 def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
-    """End a reader's background thread after the last batch that is needed."""
+    """End a reader's background thread after the last batch."""
     return contextlib.closing(cast("Any", batches))
 
 
 def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done()) -> list[StepPlan]:
     """Group the batches of an epoch into optimizer steps of `accumulate` batches.
 
-    They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
-    be smaller, and `drop_last` leaves it out, or with `short_steps` batches of it that are not full.
+    They hold the rows of the steps of one process with batch size * batch_size * accumulate. The last group may
+    be smaller: `drop_last` drops it, or with `short_steps` drops only its partial batches.
     """
     plan = reader.plan(epoch, done.rows)
     starts = range(0, plan.num_steps, spec.accumulate)
@@ -260,9 +260,9 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int, done: Done = Done())
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Return the numbers of the rows that `handle_invalid="skip"` leaves; None for all. A collective call.
+    """Return the row numbers kept by `handle_invalid="skip"`; None for all. A collective call.
 
-    Materialized data hold no others. Of files that others wrote each rank checks its share of the files, and all
+    Materialized data hold only usable rows. For external files each rank checks its share of the files, and all
     ranks get the same numbers.
     """
     skipping = [c for c in manifest.schema.columns if c.invalid[0] == "skip"]

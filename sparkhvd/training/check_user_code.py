@@ -45,22 +45,22 @@ class UserCode:
 
     @property
     def computes_loss(self) -> bool:
-        """True if the user's function computes the training loss, so that `loss` is not needed."""
+        """True if the user's function computes the training loss and `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None
 
     @property
     def feeds_model(self) -> bool:
-        """True if the user's loop gives the model what it takes, so that the columns need not fit its `forward`."""
+        """True if the user's loop calls the model, so that the columns need not fit its `forward`."""
         return getattr(self.train_fn, "feeds_model", False)
 
     @property
     def changes_columns(self) -> bool:
-        """True if the model never gets the columns as they are, so that it cannot be tried on them."""
+        """True if the model never receives the original columns and cannot be tried on them."""
         return getattr(self.train_fn, "changes_columns", False)
 
     @property
     def takes_rows(self) -> bool:
-        """True if a function gets the values of each row before the model."""
+        """True if a function receives the values of each row before the model."""
         return self.transformation_fn is not None or getattr(self.train_fn, "takes_rows", False)
 
     @property
@@ -69,7 +69,7 @@ class UserCode:
         return self.train_step is not None or bool(self.callbacks)
 
     def describe(self) -> dict[str, object]:
-        """Return names of the functions and classes of the callbacks, which a resumed run must share."""
+        """Return the names of functions and callback classes, for comparison with a resumed run."""
         functions = {n: v for n, v in vars(self).items() if n != "callbacks" and v is not None}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:
@@ -87,8 +87,7 @@ def check_user_code(
         with_train_fn: effect of a param with `train_fn`: "not seen", or "of the optimizer".
 
     Raises:
-        InvalidArgumentError: a function does not take its arguments, an object is no callback, or a param would have
-            no effect.
+        InvalidArgumentError: a function does not accept its arguments, an object is no callback, or a param would have no effect.
     """
     for name in ("train_step", "validation_step"):
         if name in params:

@@ -1,6 +1,6 @@
-"""The device of a rank: its GPU or the CPU, decided once.
+"""Device of a rank: its GPU or the CPU, decided once.
 
-`choose_device` is the only place that decides; everything else takes a `torch.device` and runs the same on any.
+Only `choose_device` decides; all other code receives a `torch.device` and runs the same on any.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CPU = torch.device("cpu")
 
 
 def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.device, str]:
-    """Return the device of this rank, and why it cannot use the GPU that it was given, or "".
+    """Return the device of this rank, and why it cannot use its assigned GPU, or "".
 
     Args:
         place: of this process in its job; None if no runner started it.
-        looks: use_gpu is not given, and Spark gives no GPUs: take one if torch sees one per rank of this host.
+        looks: use_gpu is not given and Spark assigns no GPUs: use a GPU if torch sees one per rank of this host.
     """
     index = place.gpu if place is not None else None
     is_given = index is not None
@@ -56,10 +56,10 @@ def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.devi
 
 
 def agree(device: torch.device, problem: str) -> None:
-    """Make sure that all ranks compute on devices of one kind; all ranks must call it.
+    """Check that all ranks compute on devices of one kind; all ranks must call it.
 
     Raises:
-        InvalidArgumentError: they do not, or one cannot use its GPU; on all ranks.
+        InvalidArgumentError: kinds differ, or a rank cannot use its GPU; on all ranks.
     """
     devices = hvd.allgather_object((device.type, problem), name="device")
     for rank, (_, text) in enumerate(devices):
@@ -74,7 +74,7 @@ def agree(device: torch.device, problem: str) -> None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of a device, to ask how busy it is; None for the CPU, and where nobody tells."""
+    """Return the GPU of a device, to read its load; None for the CPU, or if the load is unavailable."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -88,10 +88,10 @@ def gpu_of(device: torch.device) -> Gpu | None:
 def compile_model(model: nn.Module) -> nn.Module:
     """Compile the model by torch.compile; every rank must call this.
 
-    The module itself is not changed, so its state dict keeps its names, and `train()` and `eval()` of it count.
+    The module itself is not changed: its state dict keeps its names, and its `train()` and `eval()` apply.
 
     Raises:
-        InvalidArgumentError: on every rank, where the machine of one lacks what the compiler needs.
+        InvalidArgumentError: on every rank, if a rank's machine lacks a tool of the compiler.
     """
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -101,7 +101,7 @@ def compile_model(model: nn.Module) -> nn.Module:
                 f"compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, on GPUs Triton "
                 f"too, and on rank {rank} {missing}. Install them there, set CXX to the compiler, or set compile=False."
             )
-    # Not `model.compile()`: that silently compiles nothing where the class is of torch.nn, such as Sequential.
+    # Not `model.compile()`: it silently compiles nothing for classes of torch.nn, such as Sequential.
     return cast("nn.Module", torch.compile(model))
 
 
@@ -110,7 +110,7 @@ _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """Return the tool that torch.compile misses on this machine for this device, in words; "" if none."""
+    """Return the tool that torch.compile lacks on this machine for this device, in words, or ""."""
     cxx = torch._inductor.config.cpp.cxx
     names = [name for name in (cxx if isinstance(cxx, (list, tuple)) else [cxx]) if name]
     if not any(shutil.which(name) for name in names):

@@ -1,7 +1,6 @@
-"""The best epoch, and when a fit ends early: pure functions of the history.
+"""Best epoch and early stopping: pure functions of the history.
 
-The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a run that
-goes on after a loss.
+The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a resumed run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sparkhvd.training.types import Value
 
 @dataclass(frozen=True)
 class Monitor:
-    """A number of each epoch that is compared, and its better direction.
+    """Number of each epoch to compare, and its better direction.
 
     Attributes:
         name: its key in the history.
@@ -50,11 +49,11 @@ class Monitor:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Rule by which a fit ends before its last epoch.
+    """Rule for stopping a fit before its last epoch.
 
     Attributes:
         monitor: the number that must improve.
-        patience: epochs in a row without an improvement after which the fit ends, at least 1.
+        patience: epochs without an improvement before the fit stops, at least 1.
         min_delta: an improvement is more than this, at least 0.
     """
 
@@ -66,9 +65,9 @@ class EarlyStopping:
 def best_epoch(
     history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """Return the epoch with the best value, the first of equals; the last epoch where every value is NaN.
+    """Return the epoch with the best value, the first of equals; the last epoch if every value is NaN.
 
-    Only of `saved` epochs, if given: a loop of the user's own need not save each.
+    With `saved`, only these epochs: a custom loop need not save each.
     """
     candidates = [r for r in history if saved is None or r["epoch"] in saved]
     best, epoch = None, _epoch(candidates[-1]) if candidates else len(history)
@@ -86,7 +85,7 @@ def _epoch(record: Mapping[str, Value]) -> int:
 def reason_to_stop(
     history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
 ) -> str:
-    """Return the reason why the fit ends after these epochs, in words; "" if it goes on."""
+    """Return why the fit stops after these epochs, in words; "" to continue."""
     if early_stopping is None:
         return ""
     best: float | None = None
@@ -107,7 +106,7 @@ def reason_to_stop(
         return (
             f"{monitor.name} has not improved for {waited} epoch{plural} (its best is {best:.6g})"
         )
-    # A small improvement does not count, so what is compared with need not be the best.
+    # A small improvement does not count, so the reference need not be the best value.
     return (
         f"{monitor.name} has not improved by more than min_delta={min_delta:g} for {waited} epoch{plural} (it was "
         f"{best:.6g} before, and is {value:.6g})"

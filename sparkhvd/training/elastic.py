@@ -1,11 +1,12 @@
-"""Training on ranks that come and go.
+"""Elastic training: the loop of ranks that join and leave.
 
-Ranks join and leave at the end of a step, or of an epoch where the rest of one cannot be divided anew: data beyond memory, groups, and metrics whose
-states do not add up. When a rank is lost, the others go back to the beginning of the epoch, or to a later step, the last at which ranks came or
-`checkpoint_interval_s` had passed: every rank has the state of that moment in memory, so that no store is asked. A rank that joins gets it from rank 0; with nobody left that has it, the
-store's newest checkpoint counts.
+Ranks join and leave at the end of a step. If the rest of an epoch cannot be divided again (data beyond memory, groups, and
+metrics whose states do not add up), they do so at the end of an epoch. When a rank is lost, the others go back to the beginning
+of the epoch, or to the last step at which ranks joined or `checkpoint_interval_s` had passed. Every rank has the state of that
+moment in memory, so the store is not read. A joining rank receives it from rank 0. If no rank has it, the store's newest
+checkpoint is used.
 
-All that ranks do together happens in `_train`, anew for each set of ranks: one that joins begins at the same place as the others.
+`_train` holds all collective work and runs once for each set of ranks, so a joining rank begins at the same place as the others.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def train_elastically(spec: TrainSpec) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Within:
-    """Place inside an epoch: what is done of it, sums of all ranks, and seconds."""
+    """Position inside an epoch: its completed part, sums of all ranks, and seconds."""
 
     done: Done
     sums: TotalsState
@@ -77,11 +78,11 @@ class _Within:
 
 
 class _Training(State, LoopHooks):
-    """What a rank keeps from one set of ranks to the next."""
+    """State that a rank keeps between sets of ranks."""
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__()
-        # Inside an epoch the ranks' own states would be as many as there were ranks.
+        # Inside an epoch there would be as many rank states as there were ranks.
         self.spec = replace(spec, checkpoint_interval_s=_NEVER_S)
         place = context()
         if place is not None:
@@ -104,7 +105,7 @@ class _Training(State, LoopHooks):
         self.moment = TrainingClock()
         self.state: TrainingState | None = None
         self.schedule: Schedule | None = None
-        # State to which a loss leads back, where in the epoch that is, and the number of ranks by which its learning rates are scaled.
+        # State restored after a loss, its position in the epoch, and the number of ranks that scaled its learning rates.
         self._held: Checkpoint | None = None
         self._within: _Within | None = None
         self._scaled_by = 0
@@ -114,7 +115,7 @@ class _Training(State, LoopHooks):
         self._cadence, self._until_asked = Cadence(self._interval_s, time.monotonic()), 1
 
     def keep(self, history: History, within: _Within | None = None) -> None:
-        """Keep a copy of the state as it is after these epochs, and a part of the next."""
+        """Keep a copy of the state after these epochs and a part of the next."""
         assert self.state is not None
         weights = self.program.model.state_dict()
         own = self.state.changes.own_attributes(self.state.watch)
@@ -127,7 +128,7 @@ class _Training(State, LoopHooks):
         self._version = (len(history) << 32) + steps + 1
 
     def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
-        """Let ranks join and leave, where the rest of the epoch can be divided anew."""
+        """Let ranks join and leave if the rest of the epoch can be divided again."""
         self._rows += plan.num_rows
         if not (self._is_divisible and totals.adds_up):
             return
@@ -156,7 +157,7 @@ class _Training(State, LoopHooks):
         return bool(is_due)
 
     def end_epoch(self, history: History) -> None:
-        """Keep the state of an epoch that has ended."""
+        """Keep the state of a finished epoch."""
         again = [e for e in self.profile.generations if e["epoch"] == len(history)]
         history[-1]["ranks"] = hvd.size()
         history[-1]["repeated_rows"] = sum(each["repeated_rows"] for each in again)
@@ -167,7 +168,7 @@ class _Training(State, LoopHooks):
         self.check_host_updates()
 
     def begin(self, data: Data) -> Position:
-        """Give every rank of a new set the state of rank 0; return where it goes on."""
+        """Send rank 0's state to every rank of a new set; return the position to continue from."""
         model, held = self.program.model, self._held
         start = find_start(self.spec, self.checkpoints, model, held, self.others)
         if self.state is None:
@@ -179,7 +180,7 @@ class _Training(State, LoopHooks):
             load_weights(model, held.model, "The state in memory does")
             self.state.changes.regroup(held.changes.get("groups"))
             self.state.optimizer.load_state_dict(held.optimizer)
-        # Which of them a rank calls depends on its number.
+        # Which method a rank calls depends on its number.
         ctx = CallbackContext(self.spec, self.state, self.moment)
         self.state.callbacks = Callbacks(self.program.user.callbacks, ctx, self.others)
         assert self.schedule is not None
@@ -202,7 +203,7 @@ class _Training(State, LoopHooks):
         return position
 
     def _profile(self, epochs_done: int) -> dict[str, Any]:
-        """Return the times of the training so far, on rank 0, with the place where this set of ranks begins."""
+        """Return the times of the training so far, on rank 0, with the start position of this set of ranks."""
         found = self.profile.state() if self._held is not None else self.checkpoints.profile()
         place, member, within = context(), rendezvous(), self._within
         generation = {
@@ -214,7 +215,7 @@ class _Training(State, LoopHooks):
         return {**found, "generations": [*found.get("generations", ()), generation]}
 
     def _scale(self, before: int) -> None:
-        """Let learning rates follow the number of ranks, where they shall."""
+        """Scale learning rates with the number of ranks, if requested."""
         assert self.state is not None
         if self.spec.overrides.lr_scaling != "linear" or before == hvd.size():
             return
@@ -227,13 +228,13 @@ class _Training(State, LoopHooks):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def save(self) -> None:
-        """Do nothing: `keep` does it once per epoch."""
+        """Do nothing: `keep` saves once per epoch."""
 
     def restore(self) -> None:
-        """Do nothing: `begin` does it, with the other ranks."""
+        """Do nothing: `begin` restores together with the other ranks."""
 
     def sync(self) -> None:
-        """Do nothing: `begin` does it for every set of ranks."""
+        """Do nothing: `begin` synchronizes every set of ranks."""
 
 
 def _added(states: Sequence[TotalsState]) -> TotalsState:

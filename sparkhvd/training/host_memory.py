@@ -1,7 +1,7 @@
-"""Rows that the ranks of a host read together and hold once.
+"""Rows read jointly by the ranks of a host and held once.
 
-Each rank reads a part of the rows into memory of its own and copies it into memory that the engine shares among the ranks
-of the host; then all of them have all rows. That memory has no name: it is gone with the last process that maps it.
+Each rank reads a part of the rows into its own memory and copies it into memory that the engine shares among the ranks
+of the host; then all of them have all rows. That memory has no name: it is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from sparkhvd.torch.context import context
 
 # Each array begins at a cache line of its own.
 _ALIGNMENT = 64
-# Each rank leaves a mark at the end of the memory, which shows the others that it shares it.
+# Each rank leaves a mark at the end of the memory, which proves to the others that it shares it.
 _MARK = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The arrays of a rank's part, as it announces them before memory is shared.
+    """Arrays of a rank's part, announced before memory is shared.
 
     Attributes:
         leaves: (shape, dtype) of each array.
-        error: the reason why the rank has none; "" if it has.
+        error: why the rank has no part, or "".
     """
 
     leaves: list[tuple[tuple[int, ...], str]]
@@ -60,11 +60,11 @@ class HostRows:
         """Find the ranks of this host.
 
         Args:
-            label: begins the names of the collective operations; another one for each reader.
+            label: prefix of the names of the collective operations, different for each reader.
         """
         self._label = label
         self._engine = context().engine
-        self._here = contextvars.copy_context()  # a reader gathers in a thread of its own
+        self._here = contextvars.copy_context()  # a reader gathers in its own thread
         place = self._engine.topology
         self._rank, self._hosts = place.rank, place.hosts
         self.part = place.local_rank, place.local_size
@@ -77,10 +77,10 @@ class HostRows:
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """Put the parts of all ranks of the host together, in order, in shared memory. All ranks must call it.
+        """Join the parts of all ranks of the host, in order, in shared memory. All ranks must call it.
 
-        A rank waits here for those that still read their part, no longer than `stall_shutdown_s`; 0 waits for ever. The
-        error names the operation, which begins with the label, and the ranks that are missing.
+        A rank waits here for ranks that still read their part, at most `stall_shutdown_s`; 0 waits forever. The
+        error names the operation, which begins with the label, and the missing ranks.
 
         Args:
             values: this rank's part; None if it could not be read.
@@ -120,7 +120,7 @@ class HostRows:
         marks = memory.array(_Place(buffer.num_bytes - len(parts), (len(here),), _MARK))
         marks[self.part[0]] = 1
         self._engine.barrier(name=f"{self._label}.copied").wait()
-        if not marks.all():  # an engine that uses sockets only has given each rank its own
+        if not marks.all():  # an engine limited to sockets gave each rank its own memory
             return None
         arrays = iter(whole)
         return {name: _rebuilt(value, arrays) for name, value in values.items()}
@@ -130,7 +130,7 @@ class HostRows:
 
 
 def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Flags:
-    """Read the validation column, a part on each rank of a host. All ranks must call it.
+    """Read the validation column, split among the ranks of each host. All ranks must call it.
 
     Args:
         store: of the files.
@@ -152,7 +152,7 @@ def read_flags_once(store: Store, manifest: Manifest, usable: Rows | None) -> Fl
 
 
 def read_groups_once(store: Store, manifest: Manifest) -> Rows:
-    """Read the numbers of all rows' groups, as `read_flags_once` reads flags."""
+    """Read the group numbers of all rows, as `read_flags_once` reads flags."""
 
     def read(source: Source, part: tuple[int, int]) -> Rows:
         return read_groups(source, manifest, part)
@@ -174,14 +174,14 @@ def _read_once(
         error: BaseException | None = None
         try:
             own = read(source, host.part)
-        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+        except BaseException as e:  # noqa: BLE001 - raised after the waiting ranks are notified
             error = e
         shared = host.gather(None if own is None else {"values": own}, error)
         return read(source, (0, 1)) if shared is None else np.asarray(shared["values"])
 
 
 def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:
-    """Copy rows behind those of the ranks before; the starts of ragged rows move with their elements."""
+    """Copy rows after those of earlier ranks, shifting the starts of ragged rows."""
     for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
         start = sum(part.leaves[number][0][0] for part in before)
         target[start : start + len(leaf)] = leaf
@@ -203,7 +203,7 @@ def _ragged(value: Values) -> list[Ragged]:
 
 
 def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
-    """Yield the arrays that rows are made of; their first dimension counts rows or elements."""
+    """Yield the arrays of rows; their first dimension counts rows or elements."""
     for value in values.values():
         if isinstance(value, np.ndarray):
             yield value
@@ -223,7 +223,7 @@ def _rebuilt(value: Values, arrays: Iterator[Array]) -> Values:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of an array of all rows in memory, with its shape and dtype."""
+    """Position of an array of all rows in memory, with its shape and dtype."""
 
     begin: int
     shape: tuple[int, ...]
@@ -263,23 +263,23 @@ class _Memory:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Frozen parameters that the ranks of a host hold once.
-# Weights of a large model are a file that every rank maps; those of others, of a model that each rank makes, and those that rank 0 sent come to each
-# rank as memory of its own. The first rank of a host copies such parameters into a file in memory, and all ranks map that. The
-# mapping is private: code of the user's that writes to one has its own copy of the pages, as before.
+# Frozen parameters held once per host.
+# Weights of a large model are a file that every rank maps. Other weights, built by each rank or sent by rank 0, are private
+# memory of each rank. The first rank of a host copies such parameters into a file in memory, and all ranks map it. The
+# mapping is private: a write by user code copies its pages.
 
-# Fewer bytes are not worth a message and a mapping.
+# Smaller parameters are not worth a message and a mapping.
 SHARED_BYTES = 8 << 20
 
 
 def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None:
-    """Let the ranks of each host hold frozen parameters once; all ranks must call it, with equal values.
+    """Share frozen parameters among the ranks of each host; all ranks must call it, with equal values.
 
-    A parameter stays as it is on a rank that cannot map the first rank's, such as one in another container.
+    A parameter stays private on a rank that cannot map the first rank's, such as a rank in another container.
 
     Args:
-        model: on the CPU; elsewhere nothing happens.
-        names: of the parameters that each rank holds for itself; None: all of them.
+        model: on the CPU; does nothing on other devices.
+        names: of the parameters held by each rank; None means all.
     """
     place = context().engine.topology
     if len(set(place.hosts)) == place.size:
@@ -295,12 +295,12 @@ def share_frozen(model: nn.Module, names: Collection[str] | None = None) -> None
         paths = hvd.allgather_object(path, name="frozen.memory")
         first = paths[place.hosts.index(place.hosts[place.rank])]
         if first:
-            _take(frozen, first)
-        hvd.barrier()  # then all have opened the file
+            _map_equal(frozen, first)
+        hvd.barrier()  # all ranks have opened the file
 
 
 def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters of these names whose memory is no other tensor's."""
+    """Return the named frozen parameters whose memory belongs to no other tensor."""
     state = model.state_dict(keep_vars=True)
     tensors = {id(t): t for t in state.values() if isinstance(t, Tensor)}
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
@@ -317,7 +317,7 @@ def _frozen(model: nn.Module, names: Collection[str] | None) -> dict[str, nn.Par
 
 
 def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str:
-    """Write parameters to a file in memory that is there as long as `kept`; return its path for processes of this host."""
+    """Write parameters to a file in memory that lives as long as `kept`; return its path for processes of this host."""
     descriptor = new_memfd("sparkhvd-frozen")
     kept.callback(os.close, descriptor)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -325,11 +325,11 @@ def _written(frozen: dict[str, nn.Parameter], kept: contextlib.ExitStack) -> str
     return path
 
 
-def _take(frozen: dict[str, nn.Parameter], path: str) -> None:
-    """Let parameters be those of a file, where these are equal."""
+def _map_equal(frozen: dict[str, nn.Parameter], path: str) -> None:
+    """Map parameters from a file where the values are equal."""
     try:
         mapped = torch.load(path, weights_only=True, mmap=True)
-    except Exception:  # noqa: BLE001 - a path of another container, where anything may be
+    except Exception:  # noqa: BLE001 - a path of another container, which may be any file
         return
     for name, parameter in frozen.items():
         if _is_equal(parameter.detach(), mapped.get(name)):
@@ -338,7 +338,7 @@ def _take(frozen: dict[str, nn.Parameter], path: str) -> None:
 
 
 def _is_equal(own: Tensor, other: object) -> bool:
-    """Compare bits: numbers that are none equal themselves here."""
+    """Compare bits: NaNs equal themselves here."""
     if not isinstance(other, Tensor) or (own.shape, own.stride(), own.dtype) != (
         *(other.shape, other.stride()),
         other.dtype,
@@ -349,6 +349,6 @@ def _is_equal(own: Tensor, other: object) -> bool:
 
 
 def release() -> None:
-    """Give freed memory to the system: a rank keeps it for its next allocations else."""
+    """Return freed memory to the system, which a rank would otherwise keep for its next allocations."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -16,20 +16,20 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.types import Loss
 
 # ----------------------------------------------------------------------------------------------------
-# Means of cross-entropy and NLL: over rows that are not ignored, by the weights of their classes.
+# Means of cross-entropy and NLL: over rows that are not ignored, weighted by class.
 
 _FUNCTIONS = (F.cross_entropy, F.nll_loss)
-# The default of torch; rows with this label are ignored unless the user sets another.
+# Torch's default; rows with this label are ignored unless the user sets another.
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class ClassMean:
-    """A loss that is a weighted mean over classes of rows, with its denominator.
+    """Loss that is a weighted mean over classes of rows, with its denominator.
 
     Attributes:
         loss: the user's.
-        ignore_index: the label of rows that it leaves out.
+        ignore_index: the label of ignored rows.
         weight: of each class, or None.
     """
 
@@ -41,7 +41,7 @@ class ClassMean:
         """Call the loss.
 
         Raises:
-            InvalidArgumentError: a label is none of the output's classes; not on a GPU, where torch ends the process.
+            InvalidArgumentError: a label is not a class of the output; not on a GPU, where torch ends the process.
         """
         try:
             return self.loss(output, label)
@@ -54,7 +54,7 @@ class ClassMean:
 
     @classmethod
     def of(cls, loss: Loss) -> ClassMean | None:
-        """Wrap a mean of cross-entropy or NLL; None for another loss, and for sums."""
+        """Wrap a mean of cross-entropy or NLL; None for other losses, and for sums."""
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
             options = {n: getattr(loss, n) for n in ("reduction", "ignore_index", "weight")}
         elif any(loss is function for function in _FUNCTIONS):
@@ -74,15 +74,15 @@ class ClassMean:
         is_counted = label != self.ignore_index
         if self.weight is None:
             return float(torch.count_nonzero(is_counted))
-        # The loss itself says which class does not exist.
+        # The loss itself reports a class that does not exist.
         classes = label[is_counted].long().clamp(0, len(self.weight) - 1)
         return float(self.weight[classes.to(self.weight.device)].sum())
 
 
 def construct_losses(loss: object, constructors: object, model: nn.Module) -> object:
-    """Return the Param `loss`, or the losses that `loss_constructors` make: one function or a list with one per label.
+    """Return the Param `loss`, or the losses made by `loss_constructors`: one function or a list with one per label.
 
-    A constructor is called on the driver, with `model=` if it takes that.
+    A constructor is called on the driver, with `model=` if it accepts that.
 
     Raises:
         InvalidArgumentError: both are given, or a constructor is no function or fails.
@@ -111,7 +111,7 @@ def _construct(constructor: object, model: nn.Module) -> object:
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return True if a function, or the `forward` of a module, takes an argument of a name; False where nothing tells."""
+    """Return True if a function, or the `forward` of a module, has an argument of this name; False if unknown."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
         parameters = inspect.signature(called).parameters
@@ -123,7 +123,7 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 def resolve_losses(
     loss: object, num_labels: int, *, per_row: bool
 ) -> tuple[tuple[Loss, ...], tuple[bool, ...]]:
-    """Return one loss per label, and for each whether it adds rows up.
+    """Return one loss per label, and for each whether it sums over rows.
 
     Args:
         loss: a function or module, or a list with one per label.
@@ -170,7 +170,7 @@ def _checked(loss: object, *, per_row: bool) -> Loss:
 
 @dataclass(frozen=True)
 class PerRow:
-    """A function that takes `reduction`, asked for one value per row."""
+    """Loss function with an argument `reduction`, called for one value per row."""
 
     function: Loss
 

@@ -1,7 +1,6 @@
-"""State of the user's losses and metrics: parameters that are trained beside the model's, buffers, and states of objects.
+"""State of the user's losses and metrics: parameters trained beside the model's, buffers, and states of objects.
 
-A loss may be a module, hold one, or be a function that names one: whatever `references` finds. What belongs to the model is left to
-the model.
+A loss may be a module, hold one, or be a function that names one: everything found by `references`, except parts of the model.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ class LossState:
     """Parameters, buffers and states of the losses and metrics of a fit, by names that are equal in every process.
 
     Attributes:
-        parameters: by name, but for those of the model; also tensors that require a gradient.
-        trained: those that an optimizer gets which a function makes: of what losses are or have, not of what functions merely name.
+        parameters: by name, except the model's; includes tensors that require a gradient.
+        trained: parameters for a function that makes an optimizer: those that losses are or have, not those merely named by
+        functions.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LossState:
 
         Args:
             losses: one per label.
-            metrics: those of functions count; torchmetrics begin anew with each pass.
+            metrics: only functions are searched; torchmetrics are reset in each pass.
             model: of the fit.
             steps: the user's functions that compute losses, by name.
             trains: the losses train the model.
@@ -62,7 +62,7 @@ class LossState:
         self._holders: dict[str, object] = {}
         self.parameters: dict[str, Tensor] = {}
         self.trained: list[Tensor] = []
-        # Names of functions that compute losses of training.
+        # Names of functions that compute training losses.
         self._of_training = tuple(
             name
             for name in functions
@@ -70,9 +70,9 @@ class LossState:
         )
         for name, function in functions.items():
             self._add(name, function, trains=trains and name.startswith("loss"))
-        # Of frozen ones that nobody has written to since, the program has the values.
+        # Versions of frozen parameters: the program has the values of unchanged ones.
         self._versions: dict[str, int] = {}
-        # Buffers as they were at first: a class weight that training leaves alone is the program's, too.
+        # Initial buffers: a class weight unchanged by training equals the program's.
         self._first_buffers: dict[str, Tensor] = {}
         self._loaded: set[str] = set()
 
@@ -110,14 +110,16 @@ class LossState:
         return bool(self.parameters or self._roots or self._objects)
 
     def holders(self) -> Iterator[tuple[str, object]]:
-        """Yield by name what losses, metrics and steps are or refer to that training may change: the user's objects, functions with attributes, dicts, lists and sets.
+        """Yield by name the objects behind losses, metrics and steps that training may change: the user's objects, functions with
+        attributes, dicts, lists and sets.
 
-        Modules, parameters, classes, objects with a state of their own, and objects of libraries are left out.
+        Modules, parameters, classes, objects with their own state, and objects of libraries are excluded.
         """
         yield from self._holders.items()
 
     def untrained(self, held: Collection[int]) -> list[str]:
-        """Return the names of parameters that computing a loss of training may use and no optimizer steps, but for modules in evaluation mode.
+        """Return the names of parameters that a training loss may use and no optimizer steps, except of modules in evaluation
+        mode.
 
         Args:
             held: ids of the parameters of the optimizer.
@@ -133,7 +135,7 @@ class LossState:
         ]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules by name, those of the model left out, each once."""
+        """Yield modules by name, each once, except the model's."""
         seen = set(self._of_model)
         for root, module in self._roots:
             for path, part in module.named_modules():
@@ -142,7 +144,7 @@ class LossState:
                     yield f"{root}.{path}" if path else root, part
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers as they are now, saved by state dicts or not."""
+        """Return the current buffers, saved by state dicts or not."""
         return {
             f"{name}.{leaf}": value
             for name, part in self.modules()
@@ -151,7 +153,7 @@ class LossState:
         }
 
     def load_buffers(self, values: Mapping[str, Tensor | None]) -> None:
-        """Give buffers these values; None empties one."""
+        """Set buffers to these values; None empties one."""
         parts = dict(self.modules())
         with torch.no_grad():
             for name, value in values.items():
@@ -167,7 +169,7 @@ class LossState:
         return next((each.device for each in tensors), torch.device("cpu"))
 
     def extra_states(self) -> State:
-        """Return the extra states of modules that have one, on the CPU."""
+        """Return the extra states of modules, on the CPU."""
         return {
             name: to_cpu(part.get_extra_state())
             for name, part in self.modules()
@@ -181,7 +183,7 @@ class LossState:
             parts[name].set_extra_state(states[name])
 
     def to(self, device: torch.device) -> None:
-        """Move modules and parameters to a device, in place: an optimizer holds these."""
+        """Move modules and parameters to a device in place, because an optimizer refers to them."""
         for _, module in self._roots:
             module.to(device)
         for parameter in self.parameters.values():
@@ -191,7 +193,7 @@ class LossState:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Return everything for a checkpoint; {} if there is nothing.
+        """Return the state for a checkpoint, possibly {}.
 
         Raises:
             InvalidArgumentError: the state of an object cannot be read back.
@@ -222,10 +224,10 @@ class LossState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any], what: str) -> None:
-        """Load what a checkpoint holds; entries that it lacks stay as they are, and those of other functions are left out.
+        """Load the state of a checkpoint; missing entries are unchanged, and entries of other functions are ignored.
 
         Raises:
-            InvalidArgumentError: a parameter has another shape, or is not there.
+            InvalidArgumentError: a parameter has another shape, or does not exist.
         """
         own_names = tuple(f"{name}." for name in self._functions)
         parameters = {
@@ -252,7 +254,7 @@ class LossState:
             self._objects[name].load_state_dict(state["objects"][name])
 
     def rank_state(self) -> State:
-        """Return what differs between ranks inside an epoch, on the CPU; {} if nothing can."""
+        """Return the state that may differ between ranks inside an epoch, on the CPU; {} if none can."""
         state = {
             "buffers": to_cpu(self.buffers()),
             "extra": self.extra_states(),
@@ -261,15 +263,15 @@ class LossState:
         return state if any(state.values()) else {}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a rank's own state."""
+        """Restore a rank's own state."""
         self.load_state_dict(state, "")
 
     # -- ranks ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Give all ranks rank 0's state; all ranks must call it, before the first step.
+        """Send rank 0's state to all ranks; all ranks must call it, before the first step.
 
-        Checkpoints leave out parameters that neither the optimizer holds nor anybody changes afterwards: the program has them.
+        Checkpoints omit parameters that are not in the optimizer and never change afterwards: the program has them.
         """
         if not self:
             return
@@ -285,12 +287,12 @@ class LossState:
         }
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the parameters that an optimizer holds, with names that none of the model's has."""
+        """Return the parameters in an optimizer, with names distinct from the model's."""
         stepped = _stepped(optimizer)
         return [(f".{name}", p) for name, p in self.parameters.items() if id(p) in stepped]
 
     def share(self) -> None:
-        """Give all ranks rank 0's buffers and states, which batches of their own have changed; all ranks must call it."""
+        """Send rank 0's buffers and states, changed by its own batches, to all ranks; all ranks must call it."""
         if not (self._roots or self._objects):
             return
         state = self.rank_state() if hvd.rank() == 0 else None
@@ -318,14 +320,15 @@ def returned_loss(
     *,
     is_changed: bool = False,
 ) -> object:
-    """Return the losses of a fit with their trained state: one, or a list with one per label. Those without state are not copied.
+    """Return the losses of a fit with their trained state: one, or a list with one per label. Losses without state are not
+    copied.
 
     Args:
         losses: as the user gave them.
         model: of the user.
-        module: the trained one, to whose tensors a loss refers that refers to the model's.
+        module: the trained module, to which a loss refers instead of the model.
         state: of a checkpoint.
-        is_changed: their attributes have changed too, so they are copied without state.
+        is_changed: their attributes have changed too, so they are copied even without state.
     """
     made = losses
     if (state and LossState(losses, (), model)) or is_changed:
@@ -346,7 +349,7 @@ def _ids(model: nn.Module | None) -> set[int]:
 
 
 def _has_state(value: object) -> bool:
-    """Return True for an object with a state that is no module."""
+    """Return True for an object with a state other than a module."""
     if isinstance(value, (nn.Module, type)):
         return False
     return all(callable(getattr(type(value), n, None)) for n in ("state_dict", "load_state_dict"))
@@ -363,5 +366,5 @@ def _may_change(value: object) -> bool:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Return True for a loss of torch, whose buffers are options: the weights of classes."""
+    """Return True for a torch loss, whose buffers are options: the weights of classes."""
     return type(module).__module__ == "torch.nn.modules.loss"

@@ -1,8 +1,8 @@
-"""The loss of a rank's rows: a mean, and its weight in the global batch.
+"""Loss of a rank's rows: a mean, and its weight in the global batch.
 
 The weight is the denominator of the mean: rows, sample weights, or rows that the loss does not ignore.
-With one label the sum of the ranks' weights is needed after `backward` only, because one factor corrects the gradients.
-With several labels whose losses may ignore different rows there is no such factor: the weight of each label in the whole
+With one label the sum of the ranks' weights is needed only after `backward`, because one factor corrects the gradients.
+With several labels whose losses may ignore different rows no single factor exists: the weight of each label in the whole
 step is summed from the labels alone, while the model runs.
 """
 
@@ -28,26 +28,26 @@ class Counts:
 
     Attributes:
         num_rows: of the step.
-        sums: one weight per label, which is there after `wait`.
+        sums: one weight per label, available after `wait`.
     """
 
     num_rows: int
     sums: Handle[Tensor]
 
     def shares(self, weights: Sequence[float], num_rows: int) -> list[float]:
-        """Return factors of the means over this rank's batch, in a step that weighs the batch by its rows."""
+        """Return factors of the means over this rank's batch, in a step that weights the batch by its rows."""
         sums = self.sums.wait().tolist()
         pairs = zip(weights, sums, strict=True)
         return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
 
 
 def counts_apart(program: Program) -> bool:
-    """Check whether several labels have losses that may ignore different rows, and so have weights of their own."""
+    """Check whether several labels have losses that may ignore different rows and so need separate weights."""
     return len(program.losses) > 1 and any(isinstance(x, ClassMean) for x in program.losses)
 
 
 def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
-    """Return the weight of each label's loss in a batch: 1.0 per row if nothing is ignored or weighted."""
+    """Return the weight of each label's loss in a batch: 1.0 per row without ignored labels or weights."""
     return [_count(spec, program, i, label) for i, label in enumerate(labels)]
 
 
@@ -56,8 +56,8 @@ def _count(spec: TrainSpec, program: Program, index: int, label: Tensor) -> floa
     count = loss.count(label) if isinstance(loss, ClassMean) else None
     if count is None:
         return float(num_rows)
-    # Rows of one width: a batch without ignored labels then weighs as its rows, and nothing needs to be corrected.
-    # Where each batch has a width of its own, only the elements can be added up.
+    # Rows of equal width: a batch without ignored labels is weighted by its rows, and needs no correction.
+    # If each batch has its own width, only the elements can be added up.
     name = spec.labels.columns[index]
     if spec.transformed is not None or name in program.functions.collate:
         return count
@@ -74,7 +74,7 @@ def mean_loss(
 ) -> Forward:
     """Compute the user's losses: a mean over rows, or (mean, weight).
 
-    `counts` is of the training step where `counts_apart`; `counted` are the labels on the CPU, where counting them does not
+    With `counts_apart`, `counts` is of the training step; `counted` are the labels on the CPU, so that counting does not
     wait for a GPU.
     """
     counted = counted or labels
@@ -177,13 +177,13 @@ def weighted_loss(
 
 
 def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | None) -> None:
-    """Refuse rows whose sample weights are all 0: there is no mean over them.
+    """Reject rows whose sample weights are all 0: their mean is undefined.
 
     Args:
         spec: of the run.
         totals: of all ranks, after a pass over the rows.
         part: "training" or "validation".
-        num_steps: the pass was cut to so many steps, and other passes may have weights; None if it was not cut.
+        num_steps: number of steps to which the pass was cut, so that other passes may have weights; None for a whole pass.
 
     Raises:
         InvalidArgumentError: they are; on all ranks.

@@ -23,24 +23,24 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.page import OF_EPOCH
 
 # ----------------------------------------------------------------------------------------------------
-# Numbers that user code reports with `ctx.log`: summed on each rank, combined over ranks once per epoch.
+# Numbers logged by user code with `ctx.log`: summed on each rank, combined over ranks once per epoch.
 
-# Names in an epoch's record that the loop writes.
+# Names written by the loop into an epoch's record.
 RESERVED = ("loss", *OF_EPOCH)
 
 
 class Logs:
-    """Numbers that user code reports during an epoch: each rank's are summed by rows, then combined."""
+    """Numbers logged by user code during an epoch, summed by rows on each rank, then combined."""
 
     def __init__(self) -> None:
-        # Sum of values times weights, and of weights. A sum of tensors stays one, so that a GPU is not waited for.
+        # Sum of values times weights, and of weights. Tensor sums stay tensors, to avoid waiting for a GPU.
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
 
     def add(self, name: str, value: object, weight: float) -> None:
         """Add a value with a weight, in rows.
 
         Raises:
-            InvalidArgumentError: the name is no text or taken, or the value is not one number.
+            InvalidArgumentError: the name is not a text or is taken, or the value is not one number.
         """
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith("val_"):
             raise InvalidArgumentError(
@@ -61,11 +61,11 @@ class Logs:
         self._sums[name] = (total + number * weight, weights + weight)
 
     def load(self, sums: dict[str, tuple[float, float]]) -> None:
-        """Continue from the sums of `sums`."""
+        """Restore the result of `sums`."""
         self._sums = dict(sums)
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """Return by name the sum of the values times their weights, and of the weights, on this rank."""
+        """Return this rank's sum of values times weights, and of weights, by name."""
         return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
 
 
@@ -96,7 +96,7 @@ class MetricState(TypedDict):
 
 
 class TorchMetric(Protocol):
-    """The part of torchmetrics.Metric that is used here; torchmetrics need not be installed."""
+    """Part of torchmetrics.Metric used here; torchmetrics need not be installed."""
 
     device: torch.device
     sync_on_compute: bool
@@ -124,7 +124,7 @@ class TorchMetric(Protocol):
         """Compute the value from the states."""
 
     def modules(self) -> Iterator[nn.Module]:
-        """Iterate over this metric and those that it wraps."""
+        """Iterate over this metric and the metrics it wraps."""
 
 
 def is_state_metric(value: object) -> TypeGuard[TorchMetric]:
@@ -141,7 +141,7 @@ def is_metric_collection(value: object) -> TypeGuard[Mapping[str, object]]:
 
 @dataclass(frozen=True)
 class StateMetric:
-    """A metric whose state adds up over batches.
+    """Metric whose state accumulates over batches.
 
     Attributes:
         name: its key in the history.
@@ -190,7 +190,7 @@ class StateMetric:
         return [_state(part) for part in _parts(self.metric)]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
-        """Continue from the states of `state_dict`."""
+        """Restore the result of `state_dict`."""
         for part, saved in zip(_parts(self.metric), state, strict=True):
             part._update_count = saved["count"]
             for name, value in saved["values"].items():
@@ -209,7 +209,7 @@ class StateMetric:
     def values(self) -> dict[str, float]:
         """Return the metric by name: `name`, or `name_0`, `name_1`, ... of several elements, or `name_<key>` of a dict.
 
-        NaN where no rank had rows.
+        NaN if no rank had rows.
         """
         if not any(part._update_count for part in _parts(self.metric)):
             return {self.name: float("nan")}
@@ -222,7 +222,7 @@ def column(tensor: Tensor) -> Tensor:
 
 
 def _parts(metric: TorchMetric) -> list[TorchMetric]:
-    """Return the metric and those that it wraps, which hold the state of a wrapper."""
+    """Return the metric and the metrics it wraps, which hold the state of a wrapper."""
     return [part for part in metric.modules() if is_state_metric(part)]
 
 
@@ -240,13 +240,13 @@ def _copied(value: _StateValue, device: torch.device) -> _StateValue:
 
 
 def _merge(metric: TorchMetric, states: list[MetricState]) -> None:
-    """Give a metric the merged states of ranks that had rows."""
+    """Set a metric to the merged states of ranks that had rows."""
     metric._computed = None
     metric._update_count = sum(state["count"] for state in states)
     for name, reduction in metric._reductions.items():
         values = [state["values"][name] for state in states]
         if not values:
-            continue  # the empty state that it has
+            continue  # keep the empty state
         if isinstance(values[0], list):
             merged: _StateValue = [item for value in values for item in value]
             if reduction is not None and merged:
@@ -277,34 +277,35 @@ def _flat(name: str, value: object) -> dict[str, float]:
 
 # ----------------------------------------------------------------------------------------------------
 # Metrics of classes by name: F1 and the area under the ROC curve, exact over all rows of an epoch.
-# Neither is a mean over rows, so each rank keeps a state and the states are merged once per pass. F1 keeps three counts per class. The area
-# keeps the score and the class of every row: 5 bytes (9 of a float64 model) on the rank that saw it, and 17 more while the ranks merge.
+# Neither is a mean over rows, so each rank keeps a state and the states are merged once per pass. F1 keeps three counts per
+# class. The area keeps the score and the class of every row: 5 bytes (9 for a float64 model) on the rank of the row, and 17 more
+# while the ranks merge.
 
 Array = npt.NDArray[Any]
 # Scores and classes of rows.
 Rows: TypeAlias = tuple[Tensor, Tensor]
 
-# Batches that are joined into one tensor: each has its own cost.
+# Batches joined into one tensor, because each tensor has a fixed cost.
 _JOINED = 256
-# Scores per rank and class from which the ranks choose where to divide the scores of all.
+# Sampled scores per rank and class, from which the ranks choose the limits between their ranges of scores.
 _SAMPLES = 256
-# Scores that are looked up at once.
+# Scores looked up at once.
 _BLOCK = 1 << 20
 _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
 @dataclass
 class F1:
-    """F1 of the positive class; of more than two classes, or of several labels per row, the mean over those that occur.
+    """F1 of the positive class; for more than two classes, or several labels per row, the mean over occurring classes.
 
-    It is 0, with a warning, where no class occurs: neither a label nor a prediction is positive.
+    It is 0, with a warning, if no class occurs: neither a label nor a prediction is positive.
 
     Attributes:
         name: its key in the history.
         label: index of the output and label that it compares.
         link: relation of outputs and probabilities.
-        counts: (3, classes) of rows: rightly predicted, predicted, labelled.
-        num_batches: that were added.
+        counts: (3, classes) of rows: correctly predicted, predicted, labelled.
+        num_batches: number of added batches.
     """
 
     name: str
@@ -331,7 +332,7 @@ class F1:
         return [{"count": self.num_batches, "values": dict(values)}]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
-        """Continue from the state of `state_dict`."""
+        """Restore the result of `state_dict`."""
         self.num_batches = state[0]["count"]
         counts = state[0]["values"].get("counts")
         self.counts = counts if isinstance(counts, Tensor) else None
@@ -362,20 +363,20 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
     if link == heads.SOFTMAX and output.ndim > 1 and output.shape == label.shape:
-        # Probabilities of classes: one-hot, smoothed or of another model.
+        # Probabilities of classes: one-hot, smoothed or from another model.
         return output.argmax(dim=1), label.argmax(dim=1)
     return None
 
 
 def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
-    """Return whether each number predicts, and whether it is labelled, the positive class."""
+    """Return for each number whether it predicts, and whether it is labelled, the positive class."""
     return output > (0.0 if link == heads.SIGMOID else 0.5), label.reshape(output.shape) > 0.5
 
 
 def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
-    """Count rows by class: rightly predicted, predicted, labelled; of two classes the second alone.
+    """Count rows by class: correctly predicted, predicted, labelled; for two classes only the second.
 
-    A GPU is not waited for.
+    Does not wait for a GPU.
     """
     classes = classes_of(output, label, link)
     if classes is None:
@@ -408,15 +409,15 @@ def _check(name: str, fits: bool, output: Tensor, label: Tensor) -> None:
 
 @dataclass
 class Auc:
-    """Area under the ROC curve of two classes; scores that are equal count one half. NaN if one class does not occur.
+    """Area under the ROC curve of two classes; equal scores count one half. NaN if one class does not occur.
 
     Attributes:
         name: its key in the history.
         label: index of the output and label that it compares.
         link: relation of outputs and probabilities.
         pieces: scores and classes of this rank's rows, several batches each.
-        batches: those that are in no piece yet.
-        sums: after `combine`: pairs of rows that are ranked rightly, positive rows, negative rows, of all ranks.
+        batches: batches not yet in a piece.
+        sums: after `combine`: correctly ranked pairs of rows, positive rows, negative rows, of all ranks.
     """
 
     name: str
@@ -445,7 +446,7 @@ class Auc:
         return [{"count": len(scores), "values": {"scores": scores, "classes": classes}}]
 
     def load_state_dict(self, state: list[MetricState]) -> None:
-        """Continue from the state of `state_dict`."""
+        """Restore the result of `state_dict`."""
         scores, classes = (state[0]["values"][name] for name in ("scores", "classes"))
         assert isinstance(scores, Tensor)
         assert isinstance(classes, Tensor)
@@ -454,7 +455,7 @@ class Auc:
     def combine(self) -> None:
         """Rank the rows of all ranks; every rank must call it.
 
-        Each rank gets the scores of all ranks between two limits, so that none holds more than its part, unless most are equal.
+        Each rank receives the scores of all ranks between two limits, so no rank holds more than its part, unless most are equal.
         """
         parts = self._by_class()
         self.pieces, self.batches = [], []
@@ -478,7 +479,7 @@ class Auc:
             mine.append(np.sort(received.numpy()))
         sums = hvd.allgather(_ranked(*mine)[None], name=f"{name}.sums")
         self.sums = sums.sum(dim=0)
-        # Every positive row of a rank is above the negative rows of all ranks before it.
+        # Every positive row of a rank ranks above the negative rows of all ranks before it.
         self.sums[0] += (sums[:, 1] * (sums[:, 2].cumsum(0) - sums[:, 2])).sum()
 
     def values(self) -> dict[str, float]:
@@ -489,7 +490,7 @@ class Auc:
         return {self.name: rightly / pairs if pairs else math.nan}
 
     def _by_class(self) -> tuple[Array, Array]:
-        """Return the scores of this rank's positive and of its negative rows, ascending."""
+        """Return the scores of this rank's positive and negative rows, ascending."""
         scores, classes = self._rows()
         positive, negative = (scores[classes == number].numpy() for number in (1, 0))
         positive.sort()
@@ -511,7 +512,7 @@ def _joined(rows: list[Rows]) -> Rows:
 
 
 def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
-    """Return a score per row that ranks it, and its class: 1, 0, or below 0 if it is ignored."""
+    """Return a ranking score per row, and its class: 1, 0, or below 0 if it is ignored."""
     classes = classes_of(output, label, link)
     if classes is not None and output.ndim == 2 and output.shape[1] == 2:
         actual = classes[1].reshape(-1)
@@ -526,7 +527,7 @@ def _scores(name: str, output: Tensor, label: Tensor, link: str) -> Rows:
 
 
 def _ranked(positive: Array, negative: Array) -> Tensor:
-    """Count pairs of a positive and a negative row that ascending scores rank rightly, and the rows of each class."""
+    """Count pairs of a positive and a negative row ranked correctly by ascending scores, and the rows of each class."""
     twice = 0
     for start in range(0, len(positive), _BLOCK):
         block = positive[start : start + _BLOCK]
@@ -541,7 +542,7 @@ ClassMetric: TypeAlias = F1 | Auc
 CLASS_METRICS: Mapping[str, type[ClassMetric]] = {"f1": F1, "auc": Auc}
 
 
-# Torch only warns of (rows, 1) against (rows,), which learns the mean of the labels.
+# Torch only warns about (rows, 1) against (rows,), which learns the mean of the labels.
 _BROADCAST = "Using a target size"
 _unwatched = contextlib.nullcontext()
 
@@ -552,12 +553,12 @@ class Forward:
 
     Attributes:
         outputs: of the model, one per label.
-        labels: as the loss gets them.
+        labels: as the loss receives them.
         loss: a mean over the rows.
-        weight: denominator of the mean: the number of rows, the sum of sample weights, or a number that the loss gives.
+        weight: denominator of the mean: the number of rows, the sum of sample weights, or a number returned by the loss.
         is_weighted: True if only this rank knows the weight.
         num_rows: of this rank.
-        parts: each label's mean and weight, where weights may differ; else empty.
+        parts: each label's mean and weight, if weights may differ; else empty.
     """
 
     outputs: tuple[Tensor, ...]
@@ -571,7 +572,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number per row, averaged over an epoch.
+    """Number per row, averaged over an epoch.
 
     Attributes:
         name: its key in the history.
@@ -612,14 +613,14 @@ class Metric:
 
 @contextlib.contextmanager
 def no_broadcast(name: str, labels: str = "") -> Iterator[None]:
-    """Turn torch's warning of a label that broadcasts over the output into an error; others stay warnings.
+    """Turn torch's warning of a label that broadcasts over the output into an error.
 
     Args:
         name: of the function, in the message.
-        labels: shape in which it gets labels of one number per row, in words; "": as of losses.
+        labels: shape of its labels of one number per row, in words; "" as for losses.
 
     Raises:
-        InvalidArgumentError: a function that is called inside, `name` in the message, has made torch warn.
+        InvalidArgumentError: a function called inside, `name` in the message, has made torch warn.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=_BROADCAST)
@@ -638,7 +639,7 @@ AnyMetric: TypeAlias = Metric | StateMetric | ClassMetric
 
 
 def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
-    # Several labels per row count one by one.
+    # Several labels per row are counted separately.
     predicted, actual = classes_of(output, label, link) or positives_of(output, label, link)
     return (predicted == actual).double()
 
@@ -662,7 +663,7 @@ def _difference(name: str, output: Tensor, label: Tensor) -> Tensor:
     return output.double() - label.double().reshape(output.shape)
 
 
-# Each returns one value or several per row: sums of them stay exact, a mean times the rows would be rounded.
+# Each returns one or several values per row: their sums are exact, a mean times the rows would be rounded.
 BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "accuracy": _accuracy,
     "mse": _mse,
@@ -675,12 +676,13 @@ def resolve_metrics(
 ) -> tuple[AnyMetric, ...]:
     """Make the metrics of a fit from names, functions, groups of them, or a dict by name.
 
-    Metrics of torchmetrics are recognized by their class. With several labels each metric is computed for every label,
-    and its name begins with the label's. A list inside the list is a group as in Horovod: one function per label, None for a label without
-    one, or one function for all. Equal names are numbered.
+    Torchmetrics are recognized by their class. With several labels each metric is computed for every label,
+    and its name begins with the label's. A nested list is a group as in Horovod: one function per label, None for a label without
+    a metric, or one function for all. Equal names are numbered.
 
     Raises:
-        InvalidArgumentError: an entry is neither a function nor a known name, a group has neither one function nor one per label, or a
+        InvalidArgumentError: an entry is neither a function nor a known name, a group has neither one function nor one per label,
+        or a
             name is one of the history's own.
     """
     result: list[AnyMetric] = []
@@ -760,10 +762,10 @@ def _name(entry: object) -> str:
 def try_metrics(
     metrics: Sequence[AnyMetric], outputs: Sequence[Tensor], labels: Sequence[Tensor]
 ) -> None:
-    """Compute the metrics by name of some rows, on the driver.
+    """Compute the metrics of some rows by name, on the driver.
 
     Raises:
-        InvalidArgumentError: one does not fit the shapes.
+        InvalidArgumentError: a metric does not fit the shapes.
     """
     for metric in metrics:
         output, label = outputs[metric.label], labels[metric.label]
@@ -797,9 +799,9 @@ class Totals:
 
         Args:
             metrics: measured besides the loss.
-            logs: numbers that user code reports in this pass; None if it cannot.
-            num_parts: labels whose losses have weights of their own; 0 if they share one.
-            device: of the batches, which are added up there without waiting; None means the CPU.
+            logs: numbers logged by user code in this pass, or None.
+            num_parts: number of labels with separate loss weights; 0 if they share one.
+            device: of the batches, which accumulate there without waiting; None means the CPU.
         """
         self._logs = logs
         self._is_first = True
@@ -814,12 +816,12 @@ class Totals:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the sums of ranks are their states added up: no metric has a state of its own."""
+        """Whether the ranks' states can be added up: no metric has a state of its own."""
         return not self._states
 
     @property
     def weight(self) -> float:
-        """The denominator of the mean loss: rows, the sum of sample weights, or of numbers that the loss gives."""
+        """Denominator of the mean loss: rows, the sum of sample weights, or of numbers returned by the loss."""
         return float(self.values[1])
 
     @property
@@ -837,7 +839,7 @@ class Totals:
         }
 
     def load_state_dict(self, state: TotalsState) -> None:
-        """Continue from the sums of `state_dict`."""
+        """Restore the result of `state_dict`."""
         self.values.copy_(state["values"])
         self.parts.copy_(state["parts"])
         for metric, saved in zip(self._states, state["metrics"], strict=True):
@@ -867,7 +869,7 @@ class Totals:
         return no_broadcast(f"metric {name!r}", labels) if self._is_first else _unwatched
 
     def combine(self) -> None:
-        """Add up the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
+        """Sum the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
         self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
@@ -888,7 +890,7 @@ class Totals:
         return result | combined(self._logged, prefix)
 
     def means_so_far(self) -> dict[str, float]:
-        """Return this rank's mean loss, metrics and logged numbers before `combine`, but metrics that are no mean over rows; NaN without rows."""
+        """Return this rank's mean loss, logged numbers and means over rows before `combine`; NaN without rows."""
         logged = [self._logs.sums()] if self._logs is not None else []
         return self._own_means() | combined(logged, "")
 

@@ -1,4 +1,4 @@
-"""The model that the user gives, or makes in a function: built alike on all ranks, and checked on the driver."""
+"""Model given by the user, or made by a function: built alike on all ranks, and checked on the driver."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _generator_lock = threading.Lock()
 
 
 def build_model(model: object, seed: int = 0) -> object:
-    """Return the module, or the module that a function returns; anything else unchanged.
+    """Return the module, or the module made by a function; other values unchanged.
 
-    The random numbers of the caller are left alone: the function draws from generators seeded with `seed`.
+    The function draws from generators seeded with `seed`; the caller's random numbers are unaffected.
 
     Raises:
         InvalidArgumentError: the function failed, or returned no module.
@@ -45,7 +45,7 @@ def check_model(model: object) -> nn.Module:
     """Return `model` if it can be trained; runs on the driver.
 
     Raises:
-        InvalidArgumentError: it is missing, no module, has nothing to train, or a `train` or `eval` that sets no mode.
+        InvalidArgumentError: it is missing, no module, has nothing to train, or its `train` or `eval` sets no mode.
     """
     if model is None:
         raise InvalidArgumentError("model is required: give the torch.nn.Module to train.")

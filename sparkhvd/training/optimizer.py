@@ -1,4 +1,4 @@
-"""The user's optimizer: checked on the driver, built on the ranks, its groups changed by Params."""
+"""User's optimizer: checked on the driver, built on the ranks, its groups changed by Params."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_optimizer(
         others: parameters of the losses.
 
     Returns:
-        The optimizer, or the one that the function makes for a copy of the model.
+        The optimizer, or the function's result for a copy of the model.
 
     Raises:
         InvalidArgumentError: it is missing, of another kind, or not over this model's parameters.
@@ -45,7 +45,7 @@ def check_optimizer(
         _check_instance(optimizer, model_param, model, others or LossState())
         built = optimizer
     elif callable(optimizer):
-        # A copy, because an optimizer may hang hooks on its parameters.
+        # A copy, because an optimizer may attach hooks to its parameters.
         built = build_optimizer(optimizer, light_copy(model), _light(others))
     else:
         raise InvalidArgumentError(
@@ -107,9 +107,9 @@ def _light(others: LossState | None) -> list[Tensor]:
 def build_optimizer(
     optimizer: MakeOptimizer, model: nn.Module, trained: Sequence[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for this model: the instance, or the one that the function makes of its parameters.
+    """Return the optimizer for this model: the instance, or the function's result for its parameters.
 
-    `trained` are parameters of losses, which come after the model's.
+    `trained` are parameters of losses, appended to the model's.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -133,8 +133,8 @@ class Overrides:
     """Changes of the optimizer's groups by Params.
 
     Attributes:
-        learning_rate: of all groups; None leaves them.
-        weight_decay: of all groups; None leaves them.
+        learning_rate: of all groups; None leaves them unchanged.
+        weight_decay: of all groups; None leaves them unchanged.
         lr_scaling: "linear" multiplies learning rates by the number of ranks; None does not.
 
     Raises:
@@ -169,7 +169,7 @@ class Overrides:
                 )
 
     def apply(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
-        """Set the groups of an optimizer that no scheduler follows yet."""
+        """Set the groups of an optimizer before a scheduler is attached."""
         factor = world_size if self.lr_scaling == "linear" else 1
         for group in optimizer.param_groups:
             if self.weight_decay is not None:
@@ -181,13 +181,13 @@ class Overrides:
                 group["lr"].fill_(float(rate) * factor)
             else:
                 group["lr"] = rate * factor
-            # Where a scheduler of the user's wrote what it starts from, ours would start from there.
+            # Our scheduler would otherwise start from the value of a user's scheduler.
             if "initial_lr" in group:
                 group["initial_lr"] = float(group["lr"])
 
 
 def check_compression(compression: object) -> Compression:
-    """Return the Param `gradient_compression`; none if it is not given.
+    """Return the Param `gradient_compression`, or `Compression.none`.
 
     Raises:
         InvalidArgumentError: it cannot compress.

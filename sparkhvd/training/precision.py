@@ -19,7 +19,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 
 def check_precision(precision: str, model: nn.Module) -> None:
-    """Refuse a mixed precision that would change nothing.
+    """Reject a mixed precision without effect.
 
     Raises:
         InvalidArgumentError: no parameter is float32, the only dtype that autocast narrows.
@@ -41,16 +41,16 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a scaler of the loss for float16, whose small gradients would vanish; else None."""
+    """Return a loss scaler for float16, whose small gradients would vanish; else None."""
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)
-    # It makes its scale with the first loss, and a rank may have no rows in its first step.
+    # The first loss initializes the scale, and a rank may have no rows in its first step.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
 
 def widened(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Widen outputs of 16 bits to float32, so that labels, losses and metrics are not rounded to 8 or 11 bits."""
+    """Widen 16-bit outputs to float32, so that labels, losses and metrics are not rounded to 8 or 11 bits."""
     narrow = (torch.float16, torch.bfloat16)
     return tuple(o.float() if o.dtype in narrow else o for o in outputs)

@@ -1,7 +1,7 @@
-"""Where the time of a training goes: on this rank by phase, on all ranks by epoch. The fit's report shows it.
+"""Time spent in a training, by phase on this rank and by epoch on all ranks, for the fit's report.
 
-It costs two readings of a clock per step, a thread that reads the load of the process once per second, and per epoch one allgather of about a
-hundred numbers of each rank, and of these readings.
+It costs two readings of a clock per step, a thread that reads the load of the process once per second, and per epoch one
+allgather of about a hundred numbers of each rank, and of these readings.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from sparkhvd.torch.context import context
 from sparkhvd.training.modules.weights import PIECE_BYTES
 
 # ----------------------------------------------------------------------------------------------------
-# Time in which the ranks of an epoch waited for each other.
+# Time that the ranks of an epoch waited for each other.
 
 
 def waits(waited_s: Tensor) -> dict[str, float | int]:
-    """Return what the ranks waited for in an epoch.
+    """Split the waiting of an epoch into communication and stragglers.
 
-    The rank that is last to a reduction waits for the bytes alone: what the others wait longer, they wait for it.
+    The last rank at a reduction waits only for the bytes; the others wait longer, for this rank.
 
     Args:
         waited_s: (ranks,) seconds that each has waited for reduced gradients.
 
     Returns:
-        "comm_wait_s": seconds of the rank that waited least; "rank_wait_s": how much longer the one waited that waited most;
-        "slowest_rank": the former.
+        "comm_wait_s": seconds of the rank with the shortest wait; "rank_wait_s": how much longer the longest wait was;
+        "slowest_rank": the rank with the shortest wait.
     """
     least, most = float(waited_s.min()), float(waited_s.max())
     return {
@@ -59,10 +59,9 @@ def waits(waited_s: Tensor) -> dict[str, float | int]:
 
 # ----------------------------------------------------------------------------------------------------
 # Timeline of a run: operations of the engine and the loop's own work, of all ranks, in one file of the run's folder.
-#     runs/<run_id>/timeline.json    of the first steps of the launch that came last
-#
-# Failure: no training ends for its timeline; a file that cannot be written is a warning of rank 0. After an error of a rank the file has what rank
-# 0's engine has seen.
+#     runs/<run_id>/timeline.json    of the first steps of the latest launch
+# Failure: no training fails for its timeline; a file that cannot be written is a warning of rank 0. After an error of a rank the
+# file has the events of rank 0's engine.
 
 
 class RunTimeline:
@@ -73,16 +72,16 @@ class RunTimeline:
     """
 
     def __init__(self, store: Store | None = None, run_dir: str = "", num_steps: int = 0) -> None:
-        """Prepare a timeline of so many steps, which `begin` begins; of none by default."""
+        """Prepare a timeline of `num_steps` steps, started by `begin`; disabled by default."""
         self.spans = Spans()
         self._store = store
         self._path = f"{run_dir}/{TIMELINE_NAME}"
         self._left = num_steps
-        self._folder = ""  # of rank 0's file, until it is in the store
+        self._folder = ""  # folder of rank 0's file, until it is in the store
         self._is_open = False
 
     def begin(self) -> None:
-        """Begin, after `init`; every rank must call it."""
+        """Start after `init`; every rank must call it."""
         if not self._left:
             return
         engine = context().engine
@@ -95,7 +94,7 @@ class RunTimeline:
             self._give_up(str(e))
 
     def step(self) -> None:
-        """Count a step that ends; the last one ends the timeline. Every rank must call it after each."""
+        """Count a finished step; the last one ends the timeline. Every rank must call it after each."""
         if self._is_open:
             self._left -= 1
             if not self._left:
@@ -113,7 +112,7 @@ class RunTimeline:
         self._store_file()
 
     def _store_file(self) -> None:
-        """Put rank 0's file into the run's folder."""
+        """Move rank 0's file into the run's folder."""
         if not self._folder:
             return
         engine = context().engine
@@ -122,7 +121,7 @@ class RunTimeline:
                 source = Path(self._folder, TIMELINE_NAME)
                 with source.open("rb") as file, self._store.open_output(self._path) as sink:
                     shutil.copyfileobj(file, sink, PIECE_BYTES)
-        except Exception as e:  # noqa: BLE001 - a run without its picture
+        except Exception as e:  # noqa: BLE001 - a run without its timeline
             self._give_up(str(e))
         self._remove()
 
@@ -137,21 +136,21 @@ class RunTimeline:
             shutil.rmtree(folder, ignore_errors=True)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Record forward passes and steps of the optimizer, for a loop of the user's own."""
+        """Record forward passes and optimizer steps of a custom loop."""
         if not self._is_open:
             return
         spans, began = self.spans, {"forward": 0, "optimizer": 0}
 
-        def note(name: str) -> None:
+        def start(name: str) -> None:
             began[name] = time.monotonic_ns()
 
         def record(name: str) -> None:
             spans.add(name, began[name], time.monotonic_ns())
 
-        model.register_forward_pre_hook(lambda *_: note("forward"))
+        model.register_forward_pre_hook(lambda *_: start("forward"))
         model.register_forward_hook(lambda *_: record("forward"))
         if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: note("optimizer"))
+            optimizer.register_step_pre_hook(lambda *_: start("optimizer"))
             optimizer.register_step_post_hook(lambda *_: record("optimizer"))
 
     def __enter__(self) -> RunTimeline:
@@ -173,14 +172,14 @@ class RunTimeline:
             self._remove()
 
 
-# Times of steps are counted in bins: from 16 us on, four to a factor of two, to nine minutes.
+# Histogram of step times: from 16 us on, four bins per factor of two, up to nine minutes.
 _FIRST_S, _PER_OCTAVE, _NUM_BINS = 16e-6, 4, 100
-# With more, every second of the epochs is left out: the file is written anew after each.
+# Beyond this, every second epoch is dropped: the file is rewritten after each.
 _MOST_EPOCHS = 200
-# Numbers of a rank and an epoch, before the bins; after them are the number of samples of the load, and these.
+# Numbers of a rank and an epoch before the bins; the number of load samples and the samples follow.
 _NUMBERS = ("gradient_wait_s", "data_wait_s", "seconds", "rows")
 _HEAD, _WIDTH = len(_NUMBERS) + _NUM_BINS + 1, len(Sample._fields)
-# Samples of a rank that are kept; beyond, every second one of the older half goes.
+# Samples kept per rank; beyond this, every second sample of the older half is dropped.
 _MOST_SAMPLES = 240
 
 
@@ -188,10 +187,11 @@ class Profile:
     """Times of a training; every rank has one, and those of all ranks after each epoch.
 
     Attributes:
-        phases: seconds of this rank in this launch: "connect", "load", "first step", "train" (with that), "validate", "checkpoint".
+        phases: seconds of this rank in this launch: "connect", "load", "first step", "train" (including it), "validate",
+        "checkpoint".
         timeline: of the first steps, if there is one.
         sampler: of this process.
-        generations: [{"attempt", "generation", "epoch", "repeated_rows"}] of ranks that come and go: where each set of them began.
+        generations: [{"attempt", "generation", "epoch", "repeated_rows"}] of an elastic job: start of each set of ranks.
     """
 
     def __init__(self, timeline: RunTimeline | None = None) -> None:
@@ -200,7 +200,7 @@ class Profile:
         self.timeline = timeline or RunTimeline()
         self.spans = self.timeline.spans
         self._epochs: list[dict[str, Any]] = []
-        self._every = 1  # epochs of which one is kept
+        self._every = 1  # one of this many epochs is kept
         self._steps = torch.zeros(_NUM_BINS, dtype=torch.float64)  # of all ranks
         self._own = [0] * _NUM_BINS  # of this rank, in this epoch
         self._began = time.perf_counter()
@@ -210,7 +210,7 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Go on behind the first epochs of a `state` that an interrupted run has left; {} if it left none."""
+        """Continue after the first epochs of an interrupted run's `state`, or {}."""
         self.generations = list(saved.get("generations", ()))
         if len(counts := saved.get("steps", {}).get("counts", ())) == _NUM_BINS:
             self._steps = torch.tensor(counts, dtype=torch.float64)
@@ -218,11 +218,11 @@ class Profile:
             self._epochs = [e for e in saved.get("epochs", ()) if e["epoch"] <= num_epochs]
 
     def meet_others(self) -> None:
-        """Begin anew with the load of ranks, which are others now; every rank must call this."""
+        """Reset the load of ranks for a new set of ranks; every rank must call this."""
         self._hosts, self._samples = [], []
 
     def lap(self, name: str) -> None:
-        """End a phase that began with the one before, or with this object."""
+        """End a phase, which began at the previous lap or with this object."""
         now, now_ns = time.perf_counter(), time.monotonic_ns()
         seconds, self._began = now - self._began, now
         self.phases[name] = seconds
@@ -230,7 +230,7 @@ class Profile:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
+        """Add the duration of a block to a phase."""
         began = time.perf_counter()
         try:
             with self.spans.span(name):
@@ -239,12 +239,12 @@ class Profile:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
 
     def begin_epoch(self) -> None:
-        """Begin to time steps."""
+        """Start timing steps."""
         self._own = [0] * _NUM_BINS
         self._began = time.perf_counter()
 
     def step(self) -> None:
-        """Count the step that ends now, with its waits, and with what came between it and the one before."""
+        """Count the step that ends now, including its waits and the time since the previous step."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.phases.setdefault("first step", seconds)
@@ -268,11 +268,11 @@ class Profile:
             epoch: counted from 1.
             rows: of this rank.
             seconds: of this rank's steps.
-            data_wait_s: of these, waiting for batches; NaN if it is not known.
-            gradient_wait_s: the same for reduced gradients.
+            data_wait_s: part of them spent waiting for batches; NaN if unknown.
+            gradient_wait_s: part spent waiting for reduced gradients; NaN if unknown.
 
         Returns:
-            What the ranks waited for, see `waits`.
+            The result of `waits`.
         """
         found = self._gather([gradient_wait_s, data_wait_s, seconds, rows])
         self._steps += found[:, len(_NUMBERS) : _HEAD - 1].sum(0)
@@ -287,7 +287,7 @@ class Profile:
         return waits(found[:, 0])
 
     def _gather(self, own: Sequence[float]) -> torch.Tensor:
-        """Return the numbers of every rank, a row of each, and note the samples of its load."""
+        """Return the numbers of every rank, a row of each, and record the samples of its load."""
         if not self._hosts:
             self._hosts = hvd.allgather_object(socket.gethostname(), name="profile.hosts")
             self._samples = [[] for _ in self._hosts]
@@ -306,7 +306,7 @@ class Profile:
         return torch.stack(rows)
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on needs, as JSON values: epochs, and steps of all ranks by duration; and the load of ranks."""
+        """Return the state for a resumed run as JSON values: epochs, steps of all ranks by duration, and the load of ranks."""
         counts = {"first_s": _FIRST_S, "per_octave": _PER_OCTAVE, "counts": self._steps.tolist()}
         load = [
             {"host": host, **_columns(samples)}
@@ -342,7 +342,7 @@ class Profile:
 
 
 def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Return samples by the name of the number; None where a number is not known."""
+    """Return samples by the name of the number; None for an unknown number."""
     columns = zip(*samples, strict=True) if samples else ((),) * _WIDTH
     return {
         name: [None if math.isnan(value) else round(value, 3) for value in column]
@@ -351,23 +351,23 @@ def _columns(samples: Sequence[Sequence[float]]) -> dict[str, list[float | None]
 
 
 # ----------------------------------------------------------------------------------------------------
-# How far an epoch is, for the driver.
+# Progress within an epoch, for the driver.
 
 # Seconds between two reports of rank 0.
 _INTERVAL_S = 0.5
-# Another rank reports that its share of waiting has changed by this much, at most once in so many seconds.
+# Another rank reports when its share of waiting changed by this much, at most once per interval.
 _CHANGE, _OTHERS_INTERVAL_S = 0.05, 1.0
-# Unchanged shares are reported again after so many seconds: a report may be lost, and that of a rank's first connection is.
+# Unchanged shares are repeated after this time: a report may be lost, and the first of a connection always is.
 _REPEAT_S = 5.0
-# A report has the loss and so many metrics, fewer if their names are long: it must fit into one write to a pipe.
+# A report has the loss and at most this many metrics, fewer if their names are long: it must fit into one pipe write.
 _MOST_MEANS, _MOST_BYTES = 9, 4000
 
 
 class StepReporter:
-    """Reports within an epoch: of rank 0 at most two per second, of others how long they wait, if that changes or was told long ago."""
+    """Reporter within an epoch: rank 0 at most twice per second, other ranks their waits on a change or after some time."""
 
     def __init__(self, epoch: int, epochs: int, num_steps: int) -> None:
-        """Begin an epoch, counted from 1, of so many steps; 0 if that is not known."""
+        """Begin an epoch, counted from 1, with this many steps; 0 if unknown."""
         self._epoch, self._epochs, self._num_steps = epoch, epochs, num_steps
         self._rank = hvd.rank()
         self._interval_s = _OTHERS_INTERVAL_S if self._rank else _INTERVAL_S
@@ -387,7 +387,7 @@ class StepReporter:
         Args:
             number: of the step, from 1.
             num_rows: of all ranks in it.
-            means: returns "loss" and metrics of the epoch on this rank. That waits for a GPU to be at this step, as often as there are reports.
+            means: returns "loss" and metrics of the epoch on this rank. It waits for a GPU to reach this step, once per report.
             waited_s: seconds of the epoch in which this rank has waited for reduced gradients.
         """
         self._rows += num_rows

@@ -1,8 +1,7 @@
-"""The program of a fit: model, optimizer, losses and metrics, pickled on the driver for the ranks.
+"""Program of a fit: model, optimizer, losses and metrics, pickled on the driver for the ranks.
 
-It is one pickle, so that an optimizer instance still points at the parameters of its model on the other
-side, with its parameter groups and state. The weights of a large model are a file beside it, which is written and read
-without a second copy in memory.
+It is one pickle, so that an optimizer instance still refers to the parameters of its model on the other side, with its parameter
+groups and state. The weights of a large model are a separate file, written and read without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ WEIGHTS_NAME = "program-weights.pt"
 
 @dataclass(frozen=True)
 class Program:
-    """The user's objects.
+    """User's objects.
 
     Attributes:
         model: the module to train; the pickle may hold the function that makes it.
         optimizer: an optimizer over its parameters, or a function of parameters that makes one; None if `train_fn` has its own.
         losses: one per label; with sample weights they return a value per row.
-        is_sum: per loss, True if it adds up rows instead of averaging them.
+        is_sum: per loss, True if it sums over rows instead of averaging.
         metrics: measured besides the loss.
         lr_scheduler: a function of (optimizer) or (optimizer, total_steps), or None.
         compression: of gradients between ranks; of `hvd.Compression`.
@@ -61,7 +60,7 @@ class Program:
     user: UserCode = field(default_factory=UserCode)
 
     def others(self) -> LossState:
-        """Find the state of losses and metrics, once the model is there."""
+        """Find the state of losses and metrics, once the model exists."""
         user = self.user
         trains = not user.computes_loss
         return LossState(self.losses, self.metrics, self.model, user.steps, trains=trains)
@@ -85,7 +84,7 @@ def dump_program(program: Program) -> tuple[bytes, str]:
 
 
 def _stored_apart(model: object) -> nn.Module:
-    """Return the module whose tensors are stored beside the pickle: the model if it is large, else an empty one."""
+    """Return the module with tensors outside the pickle: the model if it is large, else an empty one."""
     if not isinstance(model, nn.Module):
         return nn.Module()
     tensors = model.state_dict(keep_vars=True).values()
@@ -139,7 +138,7 @@ def _unpicklable(program: Program) -> tuple[str, object]:
 
 
 def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
-    """Return the hook or attributes of a parameter that cannot be pickled, and whose they are."""
+    """Return the hook or attributes of a parameter that cannot be pickled, with the parameter's name."""
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         hooks = hooks_of(parameter)
         for value in (vars(parameter), *(hooks.backward + hooks.accumulated if hooks else ())):
@@ -154,7 +153,7 @@ def _unpicklable_of_parameters(model: object) -> tuple[str, object] | None:
 def load_program(
     store: Store, run_dir: str, sha256: str, weights: Weights | None = None
 ) -> Program:
-    """Read the program that `store_program` wrote.
+    """Read the program of `store_program`.
 
     Raises:
         StoreError: the file is not what the driver wrote; nothing was unpickled.
@@ -165,7 +164,7 @@ def load_program(
     if digest != sha256:
         raise StoreError(
             f"{store.full_url(path)} is not what the driver wrote: its SHA-256 is {digest} instead of {sha256}. It is "
-            "damaged, or something else writes to the run's folder. Fit again: the file is written anew."
+            "damaged, or something else writes to the run's folder. Fit again: the file is written again."
         )
     program = load_shell(data, {} if weights is None else weights.load())
     assert isinstance(program, Program)
@@ -173,9 +172,9 @@ def load_program(
 
 
 # ----------------------------------------------------------------------------------------------------
-# The description of a program that a checkpoint is compared with.
+# Description of a program, compared with a checkpoint.
 
-# Choices of how a step is computed, and entries of a group besides its options.
+# Implementation choices of a step, and entries of a group that are not options.
 _NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -225,7 +224,7 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _compression_name(compression: Compression) -> str:
-    # PowerSGD's says its options; an object of the user's own may have its address in it.
+    # PowerSGD's repr has its options; the repr of a user's object may have its address.
     if isinstance(compression, PowerSGD):
         return repr(compression)
     return str(getattr(compression, "__qualname__", type(compression).__name__))

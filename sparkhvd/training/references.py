@@ -1,4 +1,4 @@
-"""Find what a user's loss, metric or step function refers to: what it is, what it has, and what its code names."""
+"""Find the objects referenced by a user's loss, metric or step function: itself, its parts, and names in its code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import NamedTuple
 import cloudpickle
 from torch import Tensor, nn
 
-# Their objects are not looked into: data, sessions, loggers. Modules are, as far as torch itself knows their parts.
+# Objects of these libraries are not searched: data, sessions, loggers. Modules are, for the parts that torch knows.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchmetrics", "sparkhvd", "cloudpickle"}
 _LIBRARIES |= {"numpy", "pandas", "polars", "pyarrow", "pyspark", "py4j", "lightning_utilities"}
 _DEEPEST = 16
 _MOST_OBJECTS = 10_000
-# Of one list or dict.
+# Limit per list or dict.
 _MOST_ENTRIES = 1_000
 _SEQUENCES = (list, tuple, collections.deque)
 _MAPPINGS = (dict, types.MappingProxyType)
-# Of the standard library, and yet looked into.
+# Searched although of the standard library.
 _OPEN = (
     types.FunctionType,
     types.MethodType,
@@ -43,12 +43,13 @@ _Part = tuple[str, object]
 
 
 class Reference(NamedTuple):
-    """Object that a callable refers to.
+    """Object referenced by a callable.
 
     Attributes:
-        path: from the callable to the object, equal in every process: "" for the callable, else names of attributes, keys and variables.
+        path: from the callable to the object, equal in every process: "" for the callable, else names of attributes, keys and
+        variables.
         value: the object.
-        is_own: the callable is or has the object; False where the code of a function names it.
+        is_own: the callable is or has the object; False if the code of a function names it.
     """
 
     path: str
@@ -57,15 +58,15 @@ class Reference(NamedTuple):
 
 
 def references(root: object, left_out: Collection[int] = ()) -> Iterator[Reference]:
-    """Yield the objects that a callable refers to, itself first, each once; those that it has come before those that it names.
+    """Yield the objects referenced by a callable, itself first, each once; its parts before names in its code.
 
-    Closures, default arguments, globals where a pickle holds them by value, attributes, slots, and entries of lists and dicts are
-    followed; sets, which have no order, are not. A module is yielded without the parts that torch registers: its parameters, buffers and
-    modules. The search ends at a fixed depth and number of objects.
+    The search follows closures, default arguments, globals that a pickle holds by value, attributes, slots, and entries of lists
+    and dicts, but not sets, which have no order. A module is yielded without the parts registered with torch: its parameters,
+    buffers and modules. The search ends at a fixed depth and number of objects.
 
     Args:
         root: the callable.
-        left_out: ids of objects to leave out.
+        left_out: ids of objects to skip.
     """
     seen = set(left_out)
     paths: set[str] = set()
@@ -91,7 +92,7 @@ def references(root: object, left_out: Collection[int] = ()) -> Iterator[Referen
 
 
 def _free(path: str, name: str, taken: set[str]) -> str:
-    """Join a name to a path, with a number if that is taken: keys 1 and "1" of a dict. Without a name it is the path itself."""
+    """Join a name to a path, numbered if taken: keys 1 and "1" of a dict. Without a name it is the path itself."""
     if not name:
         return path
     numbers = (f"{_joined(path, name)}_{i}" for i in itertools.count(2))
@@ -122,7 +123,7 @@ def _is_of_library(value: types.FunctionType | type) -> bool:
 
 
 def _is_our_wrapper(value: object) -> bool:
-    """Return True for a callable object of this package around a function of the user's."""
+    """Return True for this package's callable wrapper around a user's function."""
     return callable(value) and _home(type(value)).startswith("sparkhvd.")
 
 
@@ -131,7 +132,7 @@ def _home(value: types.FunctionType | type) -> str:
 
 
 def is_of_users_class(value: object) -> bool:
-    """Return True for an object whose class is neither a library's nor of an installed package."""
+    """Return True for an object whose class belongs neither to a library nor to an installed package."""
     kind = type(value)
     if isinstance(value, type):
         return False
@@ -144,7 +145,7 @@ def is_of_users_class(value: object) -> bool:
 
 
 def _has(value: object) -> Iterator[_Part]:
-    """Yield what an object has."""
+    """Yield the parts of an object."""
     if isinstance(value, (Tensor, property)):
         return
     if isinstance(value, nn.Module):
@@ -201,7 +202,7 @@ def _plain(attributes: dict[str, object]) -> Iterator[_Part]:
 
 
 def _class_attributes(kind: type) -> Iterator[_Part]:
-    """Yield attributes and methods of a class and its bases, as far as a pickle holds them."""
+    """Yield attributes and methods of a class and its bases that a pickle holds."""
     for base in kind.__mro__:
         if _is_looked_at(base):
             parts = [
@@ -217,7 +218,7 @@ def _is_method(value: object) -> bool:
 
 
 def _names(value: object) -> Iterator[_Part]:
-    """Yield what the code of a function, or of the methods of a class, names."""
+    """Yield the objects named by the code of a function, or of the methods of a class."""
     if isinstance(value, types.MethodType):
         yield "", value.__func__
     elif isinstance(value, type):
@@ -240,20 +241,20 @@ def _names(value: object) -> Iterator[_Part]:
 
 
 def named_globals(function: types.FunctionType) -> dict[str, object]:
-    """Return the globals that a function and the functions inside it name."""
+    """Return the globals named by a function and its nested functions."""
     names = _global_names(function.__code__) & {*function.__globals__}
     return {name: function.__globals__[name] for name in names}
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    # `co_names` has names of attributes, too.
+    # `co_names` includes names of attributes.
     own = {i.argval for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
     inner = (_global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
     return own.union(*inner)
 
 
 def _is_by_value(value: types.FunctionType | type) -> bool:
-    """Return True if a pickle holds a function with its globals, or a class with its attributes, rather than the name."""
+    """Return True if a pickle holds a function with its globals, or a class with its attributes, by value."""
     home = _home(value)
     registered = cloudpickle.list_registry_pickle_by_value()
     if home == "__main__" or any(f"{home}.".startswith(f"{name}.") for name in registered):

@@ -1,11 +1,11 @@
 """Check that losses and metrics compare each row's output with the label of that row.
 
-`((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels. Such a
-function gives the same number when the labels of a batch are permuted; one that pairs rows gives another.
+`((output.squeeze() - label) ** 2).mean()` with labels (rows, 1) broadcasts to (rows, rows) and learns the mean of the labels.
+Such a function returns the same number when the labels of a batch are permuted, unlike a function that pairs rows.
 
-A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, leaves the loss
-dependent on the labels. It is found by watching torch's operations: one that takes (rows,) and (rows, 1) makes all pairs, and the
-number is another if it takes both as (rows,).
+A weight or mask that broadcasts, as in `weights[label][:, None] * cross_entropy(output, label, reduction="none")`, leaves the
+loss dependent on the labels. It is found by watching torch's operations: an operation on (rows,) and (rows, 1) makes all pairs,
+and the result changes if both operands have shape (rows,).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from sparkhvd.training.types import Loss
 
 # Larger outputs are not made up.
 _MOST_ELEMENTS = 1 << 23
-# Numbers that no function has of its own, such as 12 quantiles.
+# Numbers of rows unlikely as other axes of a function, unlike 12 quantiles.
 _FEW_ROWS, _MANY_ROWS = 5, 17
 _NUM_PERMUTATIONS = 3
 _HALF = (torch.float16, torch.bfloat16)
-# Globals that are not copied: a loss cannot change them, or they are of a session or data.
+# Globals that are not copied: a loss cannot change them, or they belong to a session or data.
 _UNCHANGING = (types.ModuleType, type, types.BuiltinFunctionType, np.ndarray)
 _LARGE = {"pyspark", "py4j", "pandas", "pyarrow"}
-# A smaller function is copied for each call, so that state which it changes is put back.
+# A smaller function is copied for each call, to undo changes of its state.
 _SMALL_BYTES = 1 << 20
 
 Function = Callable[[Tensor, Tensor], object]
@@ -54,15 +54,15 @@ Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class _Tried:
-    """Loss or metric that is tried on made-up rows.
+    """Loss or metric to try on made-up rows.
 
     Attributes:
         name: in messages.
         function: the user's.
-        output: an example, whose shape, dtype and device count.
-        label: the same, as the function gets it.
+        output: an example of shape, dtype and device.
+        label: an example, as the function receives it.
         is_metric: it may be a number that is right for all shapes.
-        labels: shape in which it gets labels of one number per row, in words; "": as of losses.
+        labels: shape of its labels of one number per row, in words; "" as for losses.
     """
 
     name: str
@@ -81,13 +81,13 @@ def unpaired(
 ) -> str:
     """Compute losses and metrics of made-up rows; describe those that do not pair rows, or return "".
 
-    The functions are copied and random numbers put back, so nothing changes. One that raises is left to the training.
+    The functions are copied and random numbers restored, so nothing changes. A function that raises is left to the training.
 
     Args:
         losses: one per label.
-        metrics: those of functions and of the user's subclasses of torchmetrics are checked.
-        outputs: of a few rows, one per label; their shapes, dtypes and devices count.
-        labels: as the losses get them.
+        metrics: functions and the user's subclasses of torchmetrics are checked.
+        outputs: of a few rows, one per label; only their shapes, dtypes and devices matter.
+        labels: as the losses receive them.
 
     Raises:
         InvalidArgumentError: torch warns that a loss or metric broadcasts.
@@ -134,8 +134,8 @@ def _of_metric(metric: AnyMetric, output: Tensor, label: Tensor) -> _Tried:
 
 
 def _problem(tried: _Tried) -> str:
-    """Describe why a function does not pair rows; "" if it does."""
-    # On the CPU: an index out of range, for a label that is made up, would end a GPU's context.
+    """Describe why a function does not pair rows, or return ""."""
+    # On the CPU: a made-up label out of range would destroy a GPU's context.
     tried = replace(tried, output=tried.output.cpu(), label=tried.label.cpu())
     num_rows = _num_rows(tried.output, tried.label)
     if num_rows == 0:
@@ -173,7 +173,7 @@ def _is_torchs(loss: object) -> bool:
 
 
 def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
-    """Return False if a function depends on the labels, and in no trial on which row has which."""
+    """Return False if a function depends on the labels, but in no trial on their assignment to rows."""
     depends = False
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given, other = (draw(examples, generator) for _ in range(2))
@@ -181,20 +181,20 @@ def _pairs(call: Function, tried: _Tried, num_rows: int) -> bool:
         value = _value(call, made, given, tried)
         if value is None:
             continue
-        # One after the other: a loss may be a large network, and the first mostly tells.
+        # Lazily: a loss may be a large network, and the first permutation mostly suffices.
         permuted = (_value(call, made, given[order], tried) for order in orders)
         if not all(_is_close(value, each, made.dtype) for each in permuted):
             return True
-        # The mean error (output - label).mean() is the same for all shapes: nothing is lost by them.
+        # The mean error (output - label).mean() is equal for all shapes, so broadcasting is harmless.
         changed = _value(call, made, _other_axes(given) if tried.is_metric else other, tried)
-        # A sum of errors, which has no pairs either, is one of so many times as many for other axes.
+        # A sum of errors, which does not pair rows either, is a multiple for other axes.
         is_sum = tried.is_metric and _is_close(num_rows * value, changed, made.dtype)
         depends |= not (is_sum or _is_close(value, changed, made.dtype))
     return not depends
 
 
 def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
-    """Return the name of an operation that makes all pairs of rows, where the number is another if it does not; ""."""
+    """Return the name of an operation that makes all pairs of rows, if the result changes without it; else ""."""
     for made, examples, draw, generator in _made_up(tried, num_rows):
         given = draw(examples, generator)
         watched = _Watched(num_rows, made, given, mends=False)
@@ -212,18 +212,18 @@ def _crossing(call: Function, tried: _Tried, num_rows: int) -> str:
 
 
 class _Watched(TorchDispatchMode):
-    """Torch's operations inside a function of outputs and labels.
+    """Watches torch's operations inside a function of outputs and labels.
 
     Attributes:
-        crossing: the name of the first that combines numbers of the rows as (rows,) with others as (rows, 1); "".
+        crossing: the name of the first operation on rows as (rows,) and (rows, 1), or "".
     """
 
     def __init__(self, num_rows: int, output: Tensor, label: Tensor, *, mends: bool) -> None:
-        """Watch; `mends` gives such operations both in the shape of the smaller."""
+        """Start watching; `mends` reshapes both operands of such operations to the smaller shape."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_rows = num_rows
         self._mends = mends
-        # What tensors are computed from; it holds none of them.
+        # Sources of each tensor, held weakly.
         self._sources: Any = WeakTensorKeyDictionary()
         self._sources[output] = frozenset({"output"})
         self._sources[label] = frozenset({"label"})
@@ -276,12 +276,12 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _is_shared(a: Tensor, b: Tensor) -> bool:
-    """Return True if tensors are views of one: then all pairs are made by intention."""
+    """Return True if tensors are views of one, whose pairs are intended."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
-    """Remove the axes behind the rows that tensors beside it do not have."""
+    """Remove the axes after the rows that the other tensors lack."""
     least = min(each.ndim for each in beside if each.ndim)
     while tensor.ndim > least and tensor.shape[1] == 1:
         tensor = tensor.squeeze(1)
@@ -289,7 +289,7 @@ def _narrow(tensor: Tensor, beside: Sequence[Tensor]) -> Tensor:
 
 
 def _caller(function: Function) -> Function:
-    """Return a copy of a function, each call of which begins with the state of the first where that is small."""
+    """Return a copy of a function; each call starts from its initial state if that is small."""
     made, num_bytes = _copied(function)
     if num_bytes > _SMALL_BYTES:
         return made
@@ -297,11 +297,11 @@ def _caller(function: Function) -> Function:
 
 
 class _LeftAlone(Exception):
-    """The function cannot be copied, so it is not called."""
+    """Raised for a function that cannot be copied and is not called."""
 
 
 def _copied(function: Function) -> tuple[Function, int]:
-    """Copy a function with what it refers to and could change; return the copy and the bytes of its tensors.
+    """Copy a function with everything it refers to and could change; return the copy and the bytes of its tensors.
 
     Raises:
         _LeftAlone: it cannot be copied.
@@ -322,7 +322,7 @@ def _copied(function: Function) -> tuple[Function, int]:
 def _copied_function(
     function: types.FunctionType, home: str, memo: dict[int, Any]
 ) -> types.FunctionType:
-    """Copy a function with its closure, the globals that it names, and the functions of its module that it calls."""
+    """Copy a function with its closure, the globals it names, and the functions of its module that it calls."""
     if id(function) in memo:
         found: types.FunctionType = memo[id(function)]
         return found
@@ -341,7 +341,7 @@ def _copied_function(
 
 
 def _value(call: Function, output: Tensor, label: Tensor, tried: _Tried) -> float | None:
-    """Return the number that a function gives, or the mean of its numbers; None where it raises or gives none.
+    """Return a function's number, or the mean of its numbers; None if it raises or returns no numbers.
 
     Raises:
         InvalidArgumentError: torch warns that it broadcasts.
@@ -373,7 +373,7 @@ def _is_close(a: float, b: float | None, dtype: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def _randomness_kept() -> Iterator[None]:
-    """Put back the generators of torch, numpy and random."""
+    """Restore the generators of torch, numpy and random afterwards."""
     of_numpy, of_python = np.random.get_state(), random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -388,7 +388,7 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _num_rows(output: Tensor, label: Tensor) -> int:
-    """Return a number of rows that no other axis has; 0 where none are made up."""
+    """Return a number of rows distinct from all other axes; 0 if rows cannot be made up."""
     if not output.is_floating_point() or not (len(output) and len(label)):
         return 0
     elements = max(math.prod(t.shape[1:]) for t in (output, label))
@@ -408,7 +408,7 @@ def _made_up(
     tried: _Tried, num_rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Draw, torch.Generator]]:
     """Yield outputs, an example of labels, a way to draw labels and its generator, for each trial."""
-    # The training computes losses of outputs in 16 bits in float32.
+    # Training computes losses of 16-bit outputs in float32.
     output, label = (t.float() if t.dtype in _HALF else t for t in (tried.output, tried.label))
     examples = [t.detach()[:1].expand(num_rows, *t.shape[1:]) for t in (output, label)]
     for number, (draw_output, draw_label) in enumerate(_draws(output, label)):
@@ -417,7 +417,7 @@ def _made_up(
 
 
 def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:
-    """Yield ways to make up rows. Functions may take logits, probabilities or values, and compare them with a bound."""
+    """Yield ways to make up rows, because functions may expect logits, probabilities or values, and compare them with a bound."""
     if label.is_floating_point():
         yield from (
             (_normal, _normal),
@@ -438,12 +438,12 @@ def _draws(output: Tensor, label: Tensor) -> Iterator[tuple[Draw, Draw]]:
 def _rows_differ(
     example: Tensor, generator: torch.Generator, draw: Callable[..., Tensor]
 ) -> Tensor:
-    """Draw numbers that differ between rows more than inside them."""
+    """Draw numbers that differ between rows more than within rows."""
     per_row = (len(example), *[1] * (example.ndim - 1))
     drawn = (
         draw(per_row, generator=generator) + draw(tuple(example.shape), generator=generator)
     ) / 2
-    # Sums of these are exact, in whatever order.
+    # Sums of these are exact in any order.
     return ((drawn * 64).round() / 64).to(example)
 
 

@@ -20,11 +20,11 @@ from sparkhvd.training.types import MakeScheduler, Record
 # ----------------------------------------------------------------------------------------------------
 # Learning-rate schedulers: made by the user's function, and described for comparing two runs.
 
-# `total_steps` for a description: how many steps a run has may change from fit to fit, with `epochs`.
+# `total_steps` for a description: a run's number of steps may change between fits, with `epochs`.
 _SOME_STEPS = 1_000_000
-# Numbers of moves at which a function of them is sampled.
+# Counts of steps at which a function of the count is sampled.
 _MOVES = (0, 1, 2, 3, 5, 10, 30, 100, 1000)
-# Follow from the optimizer's own rate, or are bookkeeping.
+# Derived from the optimizer's own rate, or bookkeeping.
 _NO_ARGUMENTS = ("base_lrs", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step")
 
 
@@ -49,7 +49,7 @@ def _wants_total(function: MakeScheduler) -> bool:
 def describe_scheduler(
     function: MakeScheduler | None, optimizer: torch.optim.Optimizer
 ) -> dict[str, object] | None:
-    """Describe kind and arguments of the scheduler that the function makes; None without a function.
+    """Describe kind and arguments of the scheduler made by the function; None without a function.
 
     The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
     described by its name.
@@ -60,9 +60,9 @@ def describe_scheduler(
     before = [dict(group) for group in trial.param_groups]
     try:
         scheduler = make_scheduler(function, trial, _SOME_STEPS)
-    except Exception:  # noqa: BLE001 - it will say so in the ranks
+    except Exception:  # noqa: BLE001 - the ranks will report it
         return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
-    # Where OneCycleLR and its like keep their arguments.
+    # Location of the arguments of OneCycleLR and similar schedulers.
     written = {
         f"{key} of group {number}": plain(value)
         for number, (group, old) in enumerate(zip(trial.param_groups, before, strict=True))
@@ -73,7 +73,7 @@ def describe_scheduler(
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Copy an optimizer with the same groups, each with one small parameter, and without state."""
+    """Copy an optimizer with the same groups, each with one small parameter and no state."""
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [
@@ -97,7 +97,7 @@ def _described(scheduler: object) -> dict[str, object]:
 
 
 def _factors(function: Callable[[int], SupportsFloat]) -> list[float | None]:
-    """Sample a function of the number of moves."""
+    """Sample a function of the number of steps."""
     factors: list[float | None] = []
     for number in _MOVES:
         try:
@@ -108,7 +108,7 @@ def _factors(function: Callable[[int], SupportsFloat]) -> list[float | None]:
 
 
 def plain(value: object) -> object:
-    """Convert numbers of numpy and torch to Python's, also in lists and dicts."""
+    """Convert numpy and torch numbers to Python's, also in lists and dicts."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -117,7 +117,7 @@ def plain(value: object) -> object:
         return plain(value.item()) if value.numel() == 1 else value
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:
         value = value.item()
-    # A NaN is not equal to itself, and the same fit must be.
+    # NaN does not equal itself, but two equal fits must compare equal.
     return "nan" if isinstance(value, float) and value != value else value
 
 
@@ -130,14 +130,14 @@ def is_plain(value: object) -> bool:
     return True
 
 
-# Of sums of fractions.
+# Tolerance for sums of fractions.
 _ROUNDING = 1e-6
 
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class Schedule:
-    """Steps the scheduler per epoch or per optimizer step; does nothing without one.
+    """Steps the scheduler per epoch or per optimizer step; does nothing without a scheduler.
 
     Attributes:
         scheduler: made by the user's function, or None.
@@ -157,7 +157,7 @@ class Schedule:
 
         Args:
             function: of (optimizer) or (optimizer, total_steps); None for no scheduler.
-            optimizer: the distributed one; None where `train_fn` has its own.
+            optimizer: the distributed one; None if `train_fn` has its own.
             interval: "epoch" or "step".
             monitor: the number that a ReduceLROnPlateau follows.
             steps_per_epoch: optimizer steps of an epoch; see `spread`.
@@ -167,7 +167,7 @@ class Schedule:
             InvalidArgumentError: a ReduceLROnPlateau is stepped per step; on all ranks.
         """
         self._is_per_step = interval == "step"
-        # Of the scheduler per step of the optimizer, and those that are due.
+        # Scheduler steps per optimizer step, and the fraction due.
         self._moves, self._due = 1.0, 0.0
         self._most = math.inf
         self._steps_per_epoch, self._epochs = steps_per_epoch, epochs
@@ -184,23 +184,23 @@ class Schedule:
             )
 
     def spread(self, num_steps: int) -> None:
-        """Move a scheduler as often in an epoch as it was made for, where an epoch has another number of steps with these ranks."""
+        """Keep the planned number of scheduler steps per epoch when these ranks have another number of optimizer steps."""
         self._moves, self._due = self._steps_per_epoch / num_steps, 0.0
         self._most = self._epochs * self._steps_per_epoch
 
     def after_step(self) -> None:
-        """Step a scheduler that is moved per step."""
+        """Step a scheduler with interval "step"."""
         if not self._is_per_step or self.scheduler is None:
             return
         self._due += self._moves
         while self._due > 1 - _ROUNDING:
             self._due -= 1
-            # Many know no more steps than that.
+            # Many schedulers support no more steps.
             if getattr(self.scheduler, "last_epoch", 0) < self._most:
                 self.scheduler.step()
 
     def after_epoch(self, record: Record) -> None:
-        """Step a scheduler that is moved per epoch; `record` is equal on all ranks."""
+        """Step a scheduler with interval "epoch"; `record` is equal on all ranks."""
         if self._is_per_step or self.scheduler is None:
             return
         if isinstance(self.scheduler, _Plateau):

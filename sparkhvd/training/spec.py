@@ -1,4 +1,4 @@
-"""The input of a rank, and its result."""
+"""Input of a rank, and its result."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from sparkhvd.training.types import Columns, History
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Everything a rank needs to know; small, because it travels in the closure.
+    """Input of a rank; small, because it is part of the closure.
 
     Attributes:
         store: holds data, checkpoints and metrics.
         run_dir: this run's folder in the store: the program, checkpoints, metrics.
-        start_from: file in the store with the weights to start from; "" for those of the program.
-        checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
-        num_checkpoints: epochs whose checkpoints stay, at least 1.
+        start_from: file in the store with the initial weights; "" for the program's.
+        checkpoint_interval_s: at most this many seconds of steps are lost with a rank.
+        num_checkpoints: epochs whose checkpoints are kept, at least 1.
         program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
         program_weights: the weights of a large model, beside its program; else None.
-        data_dir: folder of the materialized data, or of the list of files that are read as they are.
+        data_dir: folder of the materialized data, or of the list of files that are read in place.
         data_store: holds those files; None means `store`.
-        inputs: which columns become which argument of the model.
-        labels: how label columns meet outputs.
+        inputs: binding of columns to arguments of the model.
+        labels: binding of label columns to outputs.
         sample_weight: column with a weight per row, or None.
         group: column of groups, whose rows stay together, or None.
         loss_weights: factor of each label's loss.
         batch_size: rows per rank and step.
-        val_batch_size: the same for validation.
-        epochs: epochs to have trained in the end.
+        val_batch_size: rows per rank and validation batch.
+        epochs: total epochs to train.
         seed: decides split, order and random numbers.
         shuffle: a new order each epoch.
         shuffle_bytes: see `Reader`.
-        drop_last: leave out the last step of an epoch if it is not full.
-        short_steps: with `drop_last` and `accumulate`, leave out a batch alone that is not full: the last step may have fewer batches.
+        drop_last: drop the last step of an epoch if it is not full.
+        short_steps: with `drop_last` and `accumulate`, drop only a partial batch: the last step may have fewer batches.
         has_validation: True if there are validation rows.
-        validation: their fraction; None if a column tells, or if they are data of their own.
-        validation_dir: folder of validation data of their own, or None.
+        validation: their fraction; None if a column selects them, or if they are separate data.
+        validation_dir: folder of separate validation data, or None.
         validation_store: as `data_store`, for them.
         num_workers: threads that run decoders.
-        val_num_workers: the same for validation.
+        val_num_workers: threads that run decoders in validation.
         overrides: of the optimizer's groups.
         precision: a key of `PRECISIONS`.
-        accumulate: batches whose gradients add up to one step of the optimizer.
+        accumulate: batches whose gradients are accumulated to one step of the optimizer.
         gradient_clip_norm: largest norm of all gradients together, or None.
         gradient_clip_value: largest absolute value of a gradient's element, or None.
         lr_scheduler_interval: "epoch" or "step".
-        train_steps_per_epoch: at most so many optimizer steps per epoch; None for all rows.
-        validation_steps_per_epoch: at most so many validation batches; None for all rows.
-        monitor: chooses the best epoch; a ReduceLROnPlateau follows it too.
+        train_steps_per_epoch: maximum of optimizer steps per epoch; None for all rows.
+        validation_steps_per_epoch: maximum of validation batches; None for all rows.
+        monitor: selects the best epoch; a ReduceLROnPlateau follows it too.
         return_best: return the best epoch's weights instead of the last one's.
-        early_stopping: when to end before the last epoch, or None.
-        terminate_on_nan: end with an error when a loss is not finite.
+        early_stopping: when to stop before the last epoch, or None.
+        terminate_on_nan: fail when a loss is not finite.
         compile: run the model through torch.compile.
-        least_ranks: smallest number of ranks that come and go; 0 where they stay.
-        keeps_global_batch: whether those that are there divide `least_ranks * batch_size` rows among them, instead of `batch_size` on each.
-        looks_for_gpu: if Spark gave the rank no GPU, take one that torch sees.
-        transformed: the columns as the user's transformations return them; None without these.
-        trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
-            None where it could.
-        checks_pairs: rank 0 looks whether loss and metrics pair rows, because the driver could not.
-        timeline: steps of a launch that the run's timeline shows; 0: there is none.
+        least_ranks: minimum of ranks of an elastic job; 0 for a fixed number.
+        keeps_global_batch: the ranks share batches of `least_ranks * batch_size` rows, instead of `batch_size` on each.
+        looks_for_gpu: if Spark assigned no GPU to the rank, use one that torch sees.
+        transformed: the columns as the user's transformations return them; None without transformations.
+        trial: collated columns for two rows, with which the ranks try the model after training because the driver could not;
+            None if it could.
+        checks_pairs: rank 0 checks that loss and metrics pair rows, because the driver could not.
+        timeline: steps of a launch in the run's timeline; 0 for no timeline.
         torch_settings: of the driver, see `torch_settings`.
-        fingerprint: JSON object that a checkpoint of this run shares.
+        fingerprint: JSON object shared by the checkpoints of this run.
     """
 
     store: Store
@@ -128,24 +128,24 @@ class TrainSpec:
 
     @property
     def training_subset(self) -> str:
-        """The subset of `Reader` with the training rows of `data_dir`."""
+        """Subset of `Reader` with the training rows of `data_dir`."""
         return "train" if self.has_validation and self.validation_dir is None else "all"
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of rank 0; equal on all ranks but for times.
+    """Result of rank 0; equal on all ranks except times.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (the time that rank 0
             waited for batches), lr.
         epoch: the last, or the best with `return_best`; its checkpoint holds the result.
         order: the order of rows, in words.
-        stopped: why the fit ended before its last epoch, in words; "" if it did not.
-        skipped: rows that `handle_invalid` has left out, and rows in all, of "training" and "validation", where ranks have checked them.
-        warning: damaged checkpoints, and the training that was repeated therefore; "" if none. Of rank 0.
+        stopped: why the fit ended before its last epoch, in words, or "".
+        skipped: rows skipped by `handle_invalid` and rows in total, of "training" and "validation", if ranks have checked them.
+        warning: damaged checkpoints, and the training repeated therefore, or "". Of rank 0.
         widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.trial`).
-        profile: where the time went, see `Profile.gather`; {} on all ranks but rank 0.
+        profile: times of the training, see `Profile.gather`; {} on all ranks except rank 0.
     """
 
     history: History

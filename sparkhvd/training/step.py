@@ -1,8 +1,8 @@
 """Training step of a rank: forward and backward of its batches, then the optimizer's step.
 
 **One formula for every kind of loss.** A rank's loss is a mean with a weight: its rows, the sum of sample weights, or a
-number that the loss gives. Before `backward` it is multiplied by its weight and divided by the rows of all ranks and
-batches of the step, which all ranks know beforehand; gradients add up over batches and ranks. Where weights are not rows,
+number returned by the loss. Before `backward` it is multiplied by its weight and divided by the rows of all ranks and
+batches of the step, which all ranks know beforehand; gradients add up over batches and ranks. If weights are not rows,
 their sum is allreduced once per step, beside the gradients, and these are multiplied by the rows over that sum. Losses of
 several labels with different weights are summed before: see `losses`.
 """
@@ -46,7 +46,7 @@ class Step:
         call: nn.Module,
         user: UserStep,
     ) -> None:
-        """Take the objects of a run.
+        """Set up the steps of a run.
 
         Args:
             spec: of the run.
@@ -70,7 +70,7 @@ class Step:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
-        # The sums of this rank's losses times their weights, and of the weights, in the last step.
+        # Sums of this rank's losses times their weights, and of the weights, in the last step.
         self.is_loss_called = False
         self.warning = ""  # about loss or metrics, on rank 0
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
@@ -81,7 +81,7 @@ class Step:
         self.counts: Counts | None = None  # of the current step, if `counts_apart`
 
     def run(self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str) -> bool:
-        """Forward and backward of this rank's batches, and one step of the optimizer.
+        """Run forward and backward of this rank's batches, and one step of the optimizer.
 
         Args:
             batches: this rank's, `plan.num_batches` of them.
@@ -90,7 +90,7 @@ class Step:
             where: the step in words, for errors.
 
         Returns:
-            True if the optimizer stepped: not if gradients in float16 overflowed, or all weights were 0.
+            True if the optimizer stepped. It does not after an overflow of float16 gradients, or if all weights were 0.
         """
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
@@ -120,9 +120,9 @@ class Step:
     def prepared(
         self, batches: Iterable[Batch], plan: StepPlan
     ) -> Iterator[tuple[Batch, Columns | None]]:
-        """Yield the batches of a step, with their columns if these are made already.
+        """Yield the batches of a step, with their columns if already made.
 
-        Where labels have weights of their own, their allreduce is in flight before the first batch is yielded.
+        If labels have separate weights, their allreduce is in flight before the first batch is yielded.
         """
         if not self.counts_apart:
             yield from ((batch, None) for batch in batches)
@@ -152,13 +152,13 @@ class Step:
             return None
 
     def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run `forward` on this rank's rows; None if it has none."""
+        """Run `forward` on this rank's rows; None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
         return self.forward(batch, columns) if batch.num_rows else None
 
     def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
-        """Run the model and the loss on the rows of this rank; `columns` where they are made already."""
+        """Run the model and the loss on the rows of this rank, with `columns` if already made."""
         is_training = torch.is_grad_enabled()
         if columns is None:
             columns = self.columns(batch, is_training=is_training)
@@ -171,7 +171,7 @@ class Step:
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
         outputs = widened(heads.outputs_of(result))
-        # Weights are computed from the labels on the CPU: asking the device would wait for it.
+        # Weights are computed from the labels on the CPU, to avoid waiting for the device.
         on_cpu = self.spec.labels.apply(columns)
         labels = self.spec.labels.match(outputs, self.move(on_cpu))
         weights = sample_weights(self.spec, columns)
@@ -187,7 +187,7 @@ class Step:
         return result
 
     def check_pairs(self, result: Forward) -> None:
-        """Warn of a loss or metric that does not pair rows, where the driver could not try the model."""
+        """Warn about a loss or metric that does not pair rows, if the driver could not try the model."""
         if self.spec.checks_pairs and hvd.rank() == 0:
             program, labels = self.program, result.labels
             self.warning = unpaired(program.losses, program.metrics, result.outputs, labels)
@@ -202,7 +202,7 @@ class Step:
         return functions.apply(batch.columns, expected, is_training=is_training)
 
     def metrics(self, *, is_training: bool) -> Sequence[AnyMetric]:
-        """Return the metrics of a pass over the data: none if the user's function computes the outputs."""
+        """Return the metrics of a pass over the data; empty if the user's function computes the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
     def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
@@ -225,7 +225,7 @@ class Step:
             raise
 
     def send_weight(self, weight: float, problem: str) -> hvd.Handle[Tensor] | None:
-        """Begin to sum the weights of all ranks; None if no rank needs the sum."""
+        """Start summing the weights of all ranks; None if no rank needs the sum."""
         if not (self.is_weighted or self.spec.terminate_on_nan):
             return None
         values = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
@@ -234,7 +234,7 @@ class Step:
     def factor(
         self, sums: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
     ) -> float:
-        """Return the factor of the reduced gradients; every rank gets the same number.
+        """Return the factor of the reduced gradients, equal on all ranks.
 
         Args:
             sums: of `send_weight`.
@@ -243,7 +243,7 @@ class Step:
             where: the step in words.
         """
         if self.counts_apart and self.counts is not None and not self.counts.sums.wait().any():
-            return 0.0  # no rank has a row that counts
+            return 0.0  # no rank has a row with weight
         if sums is None:
             return 1.0
         total, num_problems = sums.wait().tolist()
@@ -256,7 +256,7 @@ class Step:
         return plan.num_rows / total if total else 0.0
 
     def check_loss(self, result: Forward) -> str:
-        """Describe a non-finite loss under `terminate_on_nan`; "" if there is none."""
+        """Describe a non-finite loss under `terminate_on_nan`, or return ""."""
         if not self.spec.terminate_on_nan or result.loss.isfinite():
             return ""
         return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
@@ -270,7 +270,7 @@ class Step:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         if self.scaler is not None:
-            # Gradients are equal on all ranks, so all find the same overflow and skip the same steps.
+            # Gradients are equal on all ranks, so all see the same overflow and skip the same steps.
             self.scaler.unscale_(self.optimizer)
         if self.spec.gradient_clip_value is not None:
             nn.utils.clip_grad_value_(self.parameters, self.spec.gradient_clip_value)
@@ -285,7 +285,7 @@ class Step:
         return self.scaler.get_scale() >= before
 
     def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """Run the first batch of a run: if it fails on some rank, every rank raises, before any step."""
+        """Run the first batch of a run. If it fails on some rank, every rank raises before any step."""
         result, problem = None, ""
         cause: Exception | None = None
         if batch.num_rows:
@@ -309,7 +309,7 @@ class Step:
             if text:
                 here = cause if rank == hvd.rank() else None
                 raise_on_all_ranks(f"The first batch, on rank {rank}: {text}", here)
-        # Rows that decoders leave out are known only when they are read.
+        # Rows skipped by decoders are known only after reading.
         skips = self.program.functions.skips
         self.is_weighted = skips or any(weighted for _, weighted in outcomes)
         return result
@@ -330,7 +330,7 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 
 
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
-    """Refuse classes above 1 for one logit, from which BCE-with-logits would learn nonsense without a word."""
+    """Reject classes above 1 for one logit, from which BCE-with-logits would silently learn nonsense."""
     is_logit = heads.link_of(program.losses[index]) == heads.SIGMOID
     if is_logit and not ((label >= 0) & (label <= 1)).all():
         raise InvalidArgumentError(
@@ -341,7 +341,7 @@ def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) 
 
 
 def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
-    """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
+    """Reject a loss without a gradient, and a loss that broadcasts a label against its output."""
     if not result.loss.requires_grad:
         raise InvalidArgumentError(
             "loss returned a number that does not depend on the model's trainable parameters, so there is no "
@@ -351,8 +351,8 @@ def _check_first(spec: TrainSpec, program: Program, result: Forward) -> None:
         _check_logits(spec, program, i, label)
         if output.numel() == label.numel() or not _broadcast(output, label):
             continue
-        # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
-        # other axis has tell a loss that takes class indices from one that would learn the mean.
+        # (3,) broadcasts over (3, 3), if there happen to be as many rows as classes. A number of rows equal to no
+        # other axis distinguishes a loss of class indices from one that would learn the mean.
         rows = max(output.shape + label.shape) + 1
         index = torch.arange(rows) % len(output)
         try:

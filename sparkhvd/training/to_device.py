@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Put the state of an optimizer that has stepped before beside its parameters, after these have moved."""
+    """Move the state of an optimizer to its parameters' devices, after these have moved."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def move_losses(losses: Iterable[object], device: torch.device) -> None:
-    """Put the weights of losses on the device: those that are modules, or hold one as `loss` or `function`."""
+    """Move the weights of losses to the device: of modules, and of modules in `loss` or `function`."""
     for loss in losses:
         for part in (loss, getattr(loss, "loss", None), getattr(loss, "function", None)):
             if isinstance(part, nn.Module):
@@ -38,7 +38,7 @@ def move_losses(losses: Iterable[object], device: torch.device) -> None:
 
 
 def _has_parameters(value: object) -> bool:
-    """Return True if a value is or has a tensor to train, which must stay the same object; `Others` moves these."""
+    """Return True if a value is or has a tensor to train, which must stay the same object; `LossState` moves these."""
     tensors = (each for _, each, _ in references(value) if isinstance(each, Tensor))
     return any(each.requires_grad for each in tensors)
 
@@ -47,10 +47,10 @@ def _has_parameters(value: object) -> bool:
 
 
 class Mover:
-    """Takes batches to a device without waiting for it.
+    """Moves batches to a device asynchronously.
 
-    The copy reads page-locked memory after the call has returned, and the reader reuses that memory as soon as it is
-    released; so each batch is held until the device has copied it.
+    The copy reads page-locked memory after the call has returned, and the reader reuses that memory once it is
+    released, so each batch is held until the device has copied it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Mover:
         self._flying: collections.deque[tuple[torch.cuda.Event, object]] = collections.deque()
 
     def __call__(self, value: T) -> T:
-        """Return the same tensors, in lists, tuples and dicts, on the device; on the CPU, the value itself."""
+        """Return the tensors in lists, tuples and dicts on the device; on the CPU, the value itself."""
         if self.device.type == "cpu":
             return value
         there = moved(value, self.device, non_blocking=True)
@@ -90,10 +90,10 @@ def _moved(value: object, device: torch.device, *, non_blocking: bool) -> object
 
 
 def moved(value: T, device: torch.device, *, non_blocking: bool = False) -> T:
-    """Return the same tensors, in lists, tuples and dicts, on a device."""
+    """Return the tensors in lists, tuples and dicts on a device."""
     return cast("T", _moved(value, device, non_blocking=non_blocking))
 
 
 def to_cpu(value: T) -> T:
-    """Return the same tensors on the CPU: pickled objects must be readable without a GPU."""
+    """Return the tensors on the CPU: pickled objects must be readable without a GPU."""
     return moved(value, _CPU)

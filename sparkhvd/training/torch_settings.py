@@ -1,8 +1,8 @@
-"""Process-wide settings of torch that change results: from the driver to ranks and to workers of `transform`.
+"""Process-wide torch settings that change results, copied from the driver to ranks and to workers of `transform`.
 
-A setting travels where it differs from torch's default, so that an unchanged session sends none. What another version of torch
-does not have is left out. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform`
-set their own), view replay, and how `Module.to` replaces parameters.
+Only values other than torch's default are sent, so an unchanged session sends nothing. Settings unknown to another version of
+torch are skipped. So are settings that change no result: threads, the mode of autograd around `fit` (training and `transform` set
+their own), view replay, and how `Module.to` replaces parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Setting:
     """Process-wide setting of torch.
 
     Attributes:
-        name: as users know it, below `torch`.
+        name: its public name, below `torch`.
         get: returns the value; raises in versions without it.
         put: sets it.
         defaults: torch's own values, of all versions and builds.
@@ -50,7 +50,7 @@ def _attribute(path: str, *defaults: object) -> _Setting:
 
 
 def _library(kind: str) -> _Setting:
-    """Describe a choice of a library, whose getter returns a value of an enumeration and sets it too."""
+    """Describe a library choice, whose getter returns a value of an enumeration and sets it too."""
     choose = operator.attrgetter(f"backends.cuda.preferred_{kind}_library")
     return _Setting(
         f"backends.cuda.preferred_{kind}_library",
@@ -97,7 +97,7 @@ def _flushes_denormals() -> bool:
     return float(torch.tensor(2e-38, dtype=torch.float32, device="cpu") * 0.5) == 0.0
 
 
-# Settings of older versions stand above those that replace them, which they set as well.
+# Older settings precede their replacements, which they set as well.
 _SETTINGS = (
     _function("get_default_dtype", "set_default_dtype", torch.float32),
     _function("get_float32_matmul_precision", "set_float32_matmul_precision", "highest"),
@@ -136,7 +136,7 @@ _SETTINGS = (
         "backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         False,
     ),
-    # The order in which attention looks for a kernel; before torch 2.7 there are fewer.
+    # Order of attention kernels; older torch than 2.7 has fewer.
     _function(
         "_C._get_sdp_priority_order", "_C._set_sdp_priority_order", [1, 2, 0, 3, 4], [1, 2, 0, 3]
     ),
@@ -166,7 +166,7 @@ _UNKNOWN = object()
 
 
 def settings_here() -> dict[str, Any]:
-    """Return the settings of this process that are not torch's defaults; warns of those that hold only in this process."""
+    """Return this process's settings that differ from torch's defaults; warn about settings that cannot be copied."""
     for text in _only_here():
         warnings.warn(text, stacklevel=2)
     values = {setting.name: _value(setting) for setting in _SETTINGS}
@@ -178,7 +178,7 @@ def settings_here() -> dict[str, Any]:
 
 
 def _value(setting: _Setting) -> Any:
-    # Versions that do not have it, and those that refuse to tell an older setting after a newer one of the same thing was set.
+    # Some versions lack it, or refuse to read an older setting after its replacement was set.
     try:
         return setting.get()
     except (AttributeError, RuntimeError):
@@ -186,7 +186,7 @@ def _value(setting: _Setting) -> Any:
 
 
 def _only_here() -> Iterator[str]:
-    """Yield a sentence for each setting of this process, or thread, that is not carried."""
+    """Yield a sentence for each setting of this process or thread that is not copied."""
     device = torch.get_default_device()
     if device.type != "cpu":
         yield (
@@ -209,9 +209,9 @@ def _only_here() -> Iterator[str]:
 
 @contextlib.contextmanager
 def as_on_driver(settings: TorchSettings) -> Iterator[None]:
-    """Set in this process what `settings_here` returned on the driver; put back what was there when the block ends.
+    """Apply the driver's settings inside the block, then restore the previous values.
 
-    A setting that cannot be made here is a warning.
+    A setting that cannot be applied here is a warning.
     """
     before = {name: _value(_BY_NAME[name]) for name in settings if name in _BY_NAME}
     for name, value in settings.items():
@@ -219,9 +219,9 @@ def as_on_driver(settings: TorchSettings) -> Iterator[None]:
     try:
         yield
     finally:
-        # In this order too: an older name sets newer ones, which have their own values after it.
+        # In this order too: an older name sets newer settings, which are then restored.
         for name, value in before.items():
-            # Not one that had the driver's value: another thread may have set it, and puts it back.
+            # Skip a value equal to the driver's: another thread may have set it, and restores it.
             if value is not _UNKNOWN and value != settings[name]:
                 _quietly(_BY_NAME[name], value)
 
@@ -233,7 +233,7 @@ def _put(name: str, value: object, before: object) -> None:
         setting = _BY_NAME[name]
         if _value(setting) != value:  # not set by an older name
             _quietly(setting, value)
-    except Exception as e:  # noqa: BLE001 - whatever another version or build says
+    except Exception as e:  # noqa: BLE001 - any error of another version or build
         warnings.warn(
             f"The driver has set torch.{name} to {value!r}, which cannot be set here: {type(e).__name__}: {e}. Results may differ.",
             stacklevel=2,
@@ -241,7 +241,7 @@ def _put(name: str, value: object, before: object) -> None:
 
 
 def _quietly(setting: _Setting, value: object) -> None:
-    """Set a value without torch's recommendations of newer names."""
+    """Set a value without torch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setting.put(value)
@@ -257,7 +257,7 @@ Result = TypeVar("Result")
 
 
 def held(function: Callable[[Spec], Result]) -> Callable[[Spec], Result]:
-    """Run a function of a spec with the driver's settings of torch."""
+    """Run a function of a spec with the driver's torch settings."""
 
     @functools.wraps(function)
     def run(spec: Spec) -> Result:

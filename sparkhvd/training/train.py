@@ -3,13 +3,13 @@
 `train` is one function with one dataclass in and one out. Read it from the top: connect, load, resume, then for
 each epoch train, validate, save.
 
-**N ranks with batch b train as one process with batch N * b**, and with N * b * k where the gradients of k batches
+**N ranks with batch b train as one process with batch N * b**, or N * b * k if the gradients of k batches
 are accumulated. A rank's loss is a mean over its own rows, so before `backward` it is scaled by the rank's share of
 the whole step, and gradients are summed over batches and ranks. A rank without rows in a batch calls neither
 `forward` nor `backward` and so adds zeros.
 
 **A resumed run equals an uninterrupted one, bit by bit on CPU.** At the end of an epoch all ranks hold the same
-state (buffers such as BatchNorm's running statistics are taken from rank 0), the checkpoint holds that state, the
+state (buffers such as BatchNorm's running statistics are rank 0's), the checkpoint holds that state, the
 order of rows is a function of (seed, epoch), and random numbers are seeded from (seed, epoch, rank). A checkpoint
 inside an epoch also holds each rank's own state, and the reader starts at the step after it.
 """
@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-# The first optimizer of a process imports it, which takes as long as torch itself. Here it loads while the ranks
+# The first optimizer of a process imports it, which takes as long as torch itself. It loads here while the ranks
 # wait for each other.
 import torch._dynamo
 from torch import nn
@@ -77,8 +77,8 @@ def train(spec: TrainSpec) -> TrainResult:
     Raises:
         InvalidArgumentError: outputs, labels or loss do not fit each other (on all ranks, before the first step), a
             checkpoint in the run's folder belongs to another run, the model cannot be compiled here, or a loss was
-            not finite where `terminate_on_nan` asks for an end.
-        CollectiveError: another rank was lost. The last checkpoint is whole.
+            not finite under `terminate_on_nan`.
+        CollectiveError: another rank was lost. The last checkpoint is complete.
     """
     profile = Profile(RunTimeline(spec.store, spec.run_dir, spec.timeline))
     device = connect(spec)
@@ -88,7 +88,7 @@ def train(spec: TrainSpec) -> TrainResult:
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     model = build_model(program.model, spec.seed)
     assert isinstance(model, nn.Module)
-    # In place: an optimizer that the user made holds these parameters.
+    # In place: the user's optimizer refers to these parameters.
     model.to(device)
     program = replace(program, model=model)
     move_losses(program.losses, device)
@@ -112,7 +112,7 @@ def train(spec: TrainSpec) -> TrainResult:
         callbacks = Callbacks(program.user.callbacks, ctx, others)
         state.callbacks = callbacks
         position = resume(start, state)
-        # The ranks of a host map the file of a large model's.
+        # The ranks of a host map the weights file of a large model.
         is_mapped = spec.program_weights is not None
         share_frozen(program.model, position.sent if is_mapped else None)
         history = position.history
@@ -153,12 +153,12 @@ def returned_epoch(spec: TrainSpec, history: History, checkpoints: Checkpoints) 
 
 
 def connect(spec: TrainSpec) -> torch.device:
-    """Choose this rank's device, and meet the other ranks; return the device."""
+    """Choose this rank's device and connect to the other ranks; return the device."""
     if (place := context()) is not None:
         torch.set_num_threads(place.num_threads)
     device, problem = choose_device(place, looks=spec.looks_for_gpu)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before anything makes a context on another one
+        torch.cuda.set_device(device)  # before a context is created on another device
     hvd.init()
     agree(device, problem)
     return device
@@ -167,9 +167,9 @@ def connect(spec: TrainSpec) -> torch.device:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Return elements per row of the model's outputs, if the driver could not try the model; () if no rank can, either.
+    """Return elements per row of the model's outputs, if the driver could not try the model; () if the ranks cannot either.
 
-    All ranks must call it, because the model may talk with the others.
+    All ranks must call it, because the model may communicate.
     """
     if spec.trial is None:
         return ()
@@ -187,23 +187,23 @@ def tried_widths(
 
 
 class LoopHooks:
-    """What else happens on every rank at the end of steps and epochs: nothing, here."""
+    """Hooks on every rank at the end of steps and epochs; no effect by default."""
 
     def end_step(self, history: History, plan: StepPlan, totals: Totals, seconds: float) -> None:
-        """Follow a step of the optimizer.
+        """Run after a step of the optimizer.
 
         Args:
-            history: of the epochs that are done.
+            history: of completed epochs.
             plan: of the step.
             totals: of the epoch on this rank.
-            seconds: that the epoch has taken.
+            seconds: duration of the epoch so far.
         """
 
     def end_epoch(self, history: History) -> None:
-        """Follow an epoch, before its checkpoint."""
+        """Run after an epoch, before its checkpoint."""
 
     def after_checkpoint(self) -> None:
-        """Follow the checkpoint of an epoch, which may be written later."""
+        """Run after the checkpoint of an epoch, which may be written later."""
 
 
 def train_epochs(
@@ -215,7 +215,7 @@ def train_epochs(
     position: Position,
     hooks: LoopHooks | None = None,
 ) -> str:
-    """Train from `position` on, adding records to its history; return the reason to end early, or ""."""
+    """Train from `position`, adding records to its history; return the reason to stop early, or ""."""
     hooks = hooks or LoopHooks()
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
@@ -225,7 +225,7 @@ def train_epochs(
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
         step.model.train()
-        # Before the callbacks, which may draw, log, and put parts of the model in another mode.
+        # Before the callbacks, which may draw, log, and change the mode of parts of the model.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         with repeated(step.state, position, "on_epoch_begin"):
@@ -238,7 +238,7 @@ def train_epochs(
             if data.validation is not None:
                 step.state.others.share()
         asked = callbacks.epoch_end(record)
-        # Decisions by the record must be equal, and ranks may compute on different machines.
+        # Decisions by the record must be equal, and ranks may run on different machines.
         record = hvd.broadcast_object(record, 0, name="record")
         schedule.after_epoch(record)
         history.append(record)
@@ -267,9 +267,9 @@ def build(
             [*model.named_parameters(), *others.stepped_by(plain)],
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,
-            # The user's loop calls `backward` on plain means.
+            # A custom loop calls `backward` on plain means.
             op=hvd.Sum if program.user.train_fn is None else hvd.Average,
-            # Our loop waits after backward, for the step's weight too, and on ranks without rows.
+            # Our loop waits after backward, also for the step's weight, and on ranks without rows.
             synchronize_in_backward=program.user.train_fn is not None,
         )
         assert isinstance(distributed, Distributed)
@@ -304,7 +304,7 @@ def train_epoch(
     position: Position,
     hooks: LoopHooks,
 ) -> Record:
-    """Train one pass over the rows, or the rest of one; return the record of the epoch."""
+    """Train one pass over the rows, or the rest of a pass; return the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
@@ -367,7 +367,7 @@ def validate(step: Step, data: Data) -> dict[str, float]:
 
 
 def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict[str, int]:
-    """Return how many rows decoders have left out of a pass; nothing where they leave out none.
+    """Return how many rows decoders skipped in a pass; {} if none are skipped.
 
     Args:
         step: of the run.
@@ -376,7 +376,7 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
         prefix: of the name in the record.
 
     Raises:
-        InvalidArgumentError: all of them; on all ranks.
+        InvalidArgumentError: all rows were skipped; on all ranks.
     """
     if not step.program.functions.skips:
         return {}
@@ -389,6 +389,6 @@ def left_out(step: Step, totals: Totals, planned: int, prefix: str = "") -> dict
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the learning rate of the first parameter group, if it has one."""
+    """Return the learning rate of the first parameter group, or None."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)

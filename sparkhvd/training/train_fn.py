@@ -1,4 +1,4 @@
-"""`train_fn(ctx)`: the user's whole training loop, with our data, optimizer and checkpoints.
+"""`train_fn(ctx)`: a custom training loop with our data, optimizer and checkpoints.
 
     def train_fn(ctx):
         for epoch in range(ctx.start_epoch, ctx.epochs):
@@ -46,10 +46,9 @@ from sparkhvd.training.user_step import batch_dtypes, batch_tensors
 class Loader:
     """This rank's batches of an epoch, as dicts of tensors; iterate it once per epoch.
 
-    Every rank has the same number of steps, and over all ranks every row comes exactly once (with `drop_last` the
-    last step is left out if it is not full). Each iteration is the next epoch, in its own order; `set_epoch` chooses
-    another one. In the last step a rank may have no rows: then the tensors have length 0, and `ctx.backward` counts
-    nothing.
+    Every rank has the same number of steps, and over all ranks every row is used exactly once (with `drop_last` a partial last
+    step is dropped). Each iteration is the next epoch, in its own order; `set_epoch` selects another epoch. In the last step a
+    rank may have no rows: then the tensors have length 0, and `ctx.backward` adds nothing.
 
     Attributes:
         num_rows: rows of an epoch over all ranks.
@@ -79,7 +78,7 @@ class Loader:
         return self._reader.num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, counted from 0; later ones follow it."""
+        """Set the epoch of the next iteration, counted from 0; later iterations continue from it."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise InvalidArgumentError(
                 f"set_epoch: epoch is {epoch!r}; it must be a whole number of at least 0."
@@ -90,7 +89,7 @@ class Loader:
     def __iter__(self) -> Iterator[TensorBatch]:
         """Yield the batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank).
 
-        The first one of a run that was interrupted inside an epoch is the rest of that.
+        The first iteration of a run interrupted inside an epoch yields the rest of that epoch.
         """
         profile = self._ctx._profile
         profile.begin_epoch()
@@ -106,10 +105,10 @@ class Loader:
         return batch_dtypes(self._ctx._spec, self._schema)
 
     def ahead(self, *, as_stored: bool = False) -> Iterator[tuple[Callable[[], None], TensorBatch]]:
-        """Yield the batches of an epoch as iteration does, each with the call that makes it the current one, for a loop that reads ahead.
+        """Yield the batches of an epoch, each with a call that makes it current, for a loop that prefetches.
 
         Args:
-            as_stored: leave batches on the CPU, and their numbers in the types in which the data hold them.
+            as_stored: leave batches on the CPU, and numbers in their stored types.
         """
         epoch, self._epoch = self._epoch, self._epoch + 1
         start, self._start_step = self._start_step, 0
@@ -133,14 +132,14 @@ class TrainFnContext(Context):
     """The `ctx` of `train_fn`: a `Context` with the data and the checkpoints.
 
     `optimizer` averages gradients over ranks in its `step()`, as DistributedDataParallel does; it is None if the
-    estimator has none.
+    estimator has no optimizer.
 
     Attributes:
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches, or None.
-        start_epoch: epochs that an interrupted run with this run_id has had; else 0.
-        start_step: steps of the epoch after those that it has had; else 0. `train_loader` begins behind them.
-        history: the records so far; those of an interrupted run come first.
+        start_epoch: completed epochs of an interrupted run with this run_id; else 0.
+        start_step: its completed steps of the next epoch; else 0. `train_loader` starts after them.
+        history: the records so far, starting with those of an interrupted run.
         num_rows: rows of the loaders' last batch, on this rank.
         num_global_rows: rows of that batch over all ranks.
         seed: of the run.
@@ -158,7 +157,7 @@ class TrainFnContext(Context):
         position: Position,
         kept: State,
     ) -> None:
-        """Begin at a position; `kept` are the states of the objects that an interrupted run has kept."""
+        """Begin at a position; `kept` are the saved states of an interrupted run's kept objects."""
         super().__init__(spec, state, moment)
         history = position.history
         moment.epoch = len(history)
@@ -183,10 +182,10 @@ class TrainFnContext(Context):
         self.seed = spec.seed
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
-        """Note the batch that a loader gives; `epoch` of a training batch, counted from 0."""
+        """Record the current batch of a loader; `epoch` of a training batch, counted from 0."""
         self._has_batch = True
         self.num_rows, self.num_global_rows = batch.num_rows, sum(batch.rows_per_rank)
-        if self._skips:  # a rank knows only its own
+        if self._skips:  # a rank knows only its own rows
             rows = torch.tensor(self.num_rows)
             self.num_global_rows = int(hvd.allreduce(rows, name="train_fn.rows", op=hvd.Sum))
         if epoch is not None:
@@ -196,25 +195,25 @@ class TrainFnContext(Context):
             self._steps_done = batch.step + 1
             self._rows += batch.num_rows
             self._is_saved = False
-            # The optimizer averages over ranks: this makes the average one over rows.
+            # The optimizer averages over ranks; this factor turns that into an average over rows.
             self._share = self.num_rows * self.size / max(1, self.num_global_rows)
 
     def _restore(self) -> None:
-        """Continue with the random numbers of a run that was interrupted inside an epoch."""
+        """Restore the random numbers of a run interrupted inside an epoch."""
         if self._rank_state is not None:
             load_rng(self._rank_state["rng"])
             self._began = time.monotonic() - self._rank_state["seconds"]
 
     @property
     def loss_weight(self) -> float:
-        """Factor of the mean loss over this rank's rows of the last batch, so that the average over ranks is one over rows."""
+        """Factor of the mean loss of this rank's last batch, which turns the average over ranks into one over rows."""
         return self._share
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()` of a mean over this rank's rows, so that all ranks' step is that of the global batch.
+        """Call `loss.backward()` for a mean over this rank's rows, so that the ranks' step equals that of the global batch.
 
-        Plain `loss.backward()` differs in the last step only, where ranks may have different numbers of rows, or
-        none: here a rank without rows adds nothing, and its loss may be anything.
+        Plain `loss.backward()` differs only in the last step, in which ranks may have different numbers of rows or
+        no rows: here a rank without rows adds nothing, whatever its loss.
         """
         if self.num_rows:
             with self._profile.spans.span("backward"):
@@ -223,8 +222,8 @@ class TrainFnContext(Context):
     def log(self, record: Mapping[str, object]) -> None:
         """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
 
-        Rank 0's counts. "epoch" is added, counted from 1, and "seconds" if it is not there. With "val_loss" in it
-        the best epoch can be chosen.
+        Rank 0's record is used. "epoch" is added, counted from 1, and "seconds" if missing. A "val_loss" allows selection of
+        the best epoch.
 
         Raises:
             InvalidArgumentError: it is no dict of numbers and texts.
@@ -245,10 +244,10 @@ class TrainFnContext(Context):
             self._checkpoints.write_history(self.history)
 
     def keep(self, name: str, part: Stateful) -> None:
-        """Keep the state of an object in checkpoints, such as an optimizer of the function's own; load that of an interrupted run.
+        """Save the state of an object in checkpoints, such as the function's own optimizer, and load that of an interrupted run.
 
-        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and has what rank 0
-        returns: tensors, numbers, texts, and dicts and lists of these.
+        Every rank must call it, before the first checkpoint. Each checkpoint calls `state_dict()` on every rank, and holds the
+        result of rank 0: tensors, numbers, texts, and dicts and lists of these.
         """
         self._kept[name] = part
         if name in self._known:
@@ -257,16 +256,16 @@ class TrainFnContext(Context):
     def after_step(self) -> None:
         """Write a checkpoint inside the epoch if one is due (`checkpoint_interval_s`); every rank must call it, after each step.
 
-        A run that is interrupted goes on behind the last one: `train_loader` begins there, with the random numbers of then.
+        An interrupted run resumes after the last checkpoint: `train_loader` begins there, with the random numbers of that time.
         """
         if self._steps_done < len(self.train_loader):
             seconds = time.monotonic() - self._began
             self._saver.after_step(self.history, self._steps_done, None, seconds)
 
     def save_checkpoint(self) -> None:
-        """Write model, optimizer, scheduler and history as they are now; every rank must call it.
+        """Write the current model, optimizer, scheduler and history; every rank must call it.
 
-        A run that is interrupted goes on from the last one with `start_epoch` = the records it had. It is named by
+        An interrupted run resumes from the last checkpoint with `start_epoch` = its number of records. The checkpoint is named by
         the number of records, so a second one without a new record replaces the first.
         """
         broadcast_module_state(self.model)
@@ -276,8 +275,8 @@ class TrainFnContext(Context):
             self._saved_sums = weight_sums(self.model)
 
     def _must_save(self) -> bool:
-        """Return True if the model is not as its last checkpoint has it: trained on, or changed on rank 0, whose weights count."""
-        is_best = self._spec.return_best  # the result is what was saved
+        """Return True if the model has been trained or changed since its last checkpoint, on any rank or on rank 0."""
+        is_best = self._spec.return_best  # the result is a saved epoch
         is_changed = not is_best and self.rank == 0 and weight_sums(self.model) != self._saved_sums
         return not self._is_saved or is_changed
 
@@ -296,10 +295,10 @@ def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
 
 
 def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
-    """Run the user's function on this rank; afterwards the newest checkpoint holds the model as it left it.
+    """Run the user's function on this rank; afterwards the newest checkpoint holds its final model.
 
     Raises:
-        RuntimeError: the function raised; that is the cause.
+        RuntimeError: the function raised the error's cause.
     """
     functions = user.transformations
     ctx._skips = data.skips
@@ -314,7 +313,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
         raise
     except Exception as e:
         raise RuntimeError(f"train_fn raised {type(e).__name__}: {e}") from e
-    # A function that trained on or changed weights after its last checkpoint, or wrote none, still gets the model as it left it.
+    # Also save the final model of a function that changed weights after its last checkpoint, or wrote no checkpoint.
     unsaved = torch.tensor([float(ctx._must_save())])
     if float(hvd.allreduce(unsaved, name="train_fn.unsaved", op=hvd.Max)):
         ctx.save_checkpoint()

@@ -1,10 +1,10 @@
-"""Types that training shares: records of epochs, states, columns, and functions that users give."""
+"""Shared types of training: records of epochs, states, columns, and the user's functions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-# Workers of a transform load this module too, and need nothing of `sparkhvd.torch`.
+# Workers of a transform load this module too, without `sparkhvd.torch`.
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 # A JSON value.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
-# A number or text in the record of an epoch.
+# Number or text in the record of an epoch.
 Value: TypeAlias = "float | str | None"
 Record: TypeAlias = "dict[str, Value]"
 History: TypeAlias = "list[Record]"
 
-# A state in a checkpoint: dicts, lists, numbers, texts and tensors, known to the class that made it.
+# State in a checkpoint: dicts, lists, numbers, texts and tensors, interpreted by the class that made it.
 State: TypeAlias = "dict[str, object]"
 
 # Columns of a batch by name: arrays, `Ragged`, `SparseRows`, or values of a collate function.
 Columns: TypeAlias = "Mapping[str, object]"
-# Features, labels and weights by name, as user code gets them.
+# Features, labels and weights by name, as passed to user code.
 TensorBatch: TypeAlias = "dict[str, Tensor]"
 
-# (output, label) -> one number, (mean, weight), or one value per row; checked where it is called.
+# (output, label) -> one number, (mean, weight), or one value per row; checked at the call.
 Loss: TypeAlias = "Callable[..., object]"
 # An optimizer, or a function of parameters that makes one.
 MakeOptimizer: TypeAlias = "torch.optim.Optimizer | Callable[..., object]"
@@ -40,10 +40,10 @@ Compression: TypeAlias = "type[Compressor] | Compressor"
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint holds."""
+    """Object with a state in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Continue from a state."""
+        """Restore a state."""

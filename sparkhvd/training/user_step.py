@@ -5,8 +5,8 @@
         ctx.log("perplexity", loss.exp())
         return loss
 
-The function returns the mean loss over this rank's rows, or (mean, weight) if its denominator is not the rows. The loop scales it by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a
-step does not call the function.
+The function returns the mean loss over this rank's rows, or (mean, weight) if its denominator is not the rows. The loop scales it
+by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a step does not call the function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ StepFunction = Callable[[nn.Module, TensorBatch, "StepContext"], object]
 
 
 class StepFunctions(Protocol):
-    """The user's functions that compute losses; `UserCode` has them."""
+    """User's functions that compute losses, implemented by `UserCode`."""
 
     @property
     def train_step(self) -> StepFunction | None:
@@ -63,7 +63,7 @@ class StepContext(Context):
         self.logs = Logs()
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Report a mean over this rank's rows; the record of the epoch gets the mean over all rows.
+        """Log a mean over this rank's rows; the record of the epoch gets the mean over all rows.
 
         From `validation_step` the name in the record begins with `val_`.
 
@@ -79,12 +79,12 @@ class UserStep:
     def __init__(
         self, spec: TrainSpec, schema: DataSchema, functions: StepFunctions, ctx: StepContext
     ) -> None:
-        """Take the user's functions; `schema` is of the batches' columns."""
+        """Wrap the user's functions; `schema` is of the batches' columns."""
         self.spec = spec
         self.schema = schema
         self.functions = functions
         self.ctx = ctx
-        # Names of functions that have been called; errors of a first call name the batch.
+        # Names of called functions; errors of a first call describe the batch.
         self._called: set[str] = set()
 
     def takes(self, *, is_training: bool) -> bool:
@@ -146,11 +146,11 @@ def batch_tensors(
     *,
     as_stored: bool = False,
 ) -> TensorBatch:
-    """Make the batch that user code gets; `as_stored` leaves numbers in the types in which the data hold them.
+    """Make the batch for user code; `as_stored` leaves numbers in their stored types.
 
-    With `inputs`, features are by the name of their argument of `forward`, joined as for it; else by the name of
-    their column, in the shape of `input_shapes` if given. Labels and sample weights are by the name of their
-    column: (B,) for scalar columns, (B, w) for arrays and vectors; so are numbers of groups, equal in the rows of one.
+    With `inputs`, features have the names of arguments of `forward` and are joined in the same way; else the names of
+    their columns, in the shape of `input_shapes` if given. Labels and sample weights have the names of their
+    columns: (B,) for scalar columns, (B, w) for arrays and vectors. So do group numbers, which are equal for the rows of a group.
     """
     arguments, labels = _arguments(spec, schema), spec.labels
     if as_stored:
@@ -171,7 +171,7 @@ def batch_tensors(
 
 
 def batch_dtypes(spec: TrainSpec, schema: DataSchema) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that `batch_tensors` makes, by name."""
+    """Return the dtypes of the tensors of `batch_tensors`, by name."""
     names = {name: a.dtype for name, a in _arguments(spec, schema).items()}
     names |= dict(zip(spec.labels.columns, spec.labels.dtypes, strict=True))
     if schema.sample_weight is not None:
@@ -192,7 +192,7 @@ def _arguments(spec: TrainSpec, schema: DataSchema) -> dict[str, Argument]:
 
 
 def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:
-    """Return the sample weights of a batch, on the CPU; None if the run has none."""
+    """Return the sample weights of a batch, on the CPU, or None."""
     if spec.sample_weight is None:
         return None
     weights = columns[spec.sample_weight]
@@ -237,7 +237,7 @@ def _first_call(
     """Call a function for the first time: errors describe the batch, and a loss that broadcasts is an error."""
     try:
         with warnings.catch_warnings():
-            # torch only warns of (B, 1) against (B,), which learns the mean of the labels.
+            # Torch only warns about (B, 1) against (B,), which learns the mean of the labels.
             warnings.filterwarnings("error", message="Using a target size")
             return function(model, batch, ctx)
     except (CollectiveError, InvalidArgumentError):

@@ -1,4 +1,4 @@
-"""Describe columns: their types and shapes, and the tensors that a model gets.
+"""Describe columns: their types and shapes, and the model's tensors.
 
 Each module imports only those above it:
 

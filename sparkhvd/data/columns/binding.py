@@ -1,4 +1,4 @@
-"""Choice of an argument of `forward` for every feature column."""
+"""Bind every feature column to an argument of `forward`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Array = npt.NDArray[Any]
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Put names in quotes, with commas between, for messages."""
+    """Quote names, separated by commas, for messages."""
     return ", ".join(repr(n) for n in names)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """Tensor argument of `forward` and the columns that it is made of.
+    """Tensor argument of `forward` and its columns.
 
     Attributes:
         name: keyword, or None for a positional argument.
         columns: names of the columns, joined in this order.
         dtype: torch name of the tensor's dtype.
-        shape: shape of one row (may hold one -1); None leaves (B,) for a scalar column, (B, w) for the others.
+        shape: shape of one row (may hold one -1); None leaves (B,) for a scalar column, (B, w) for others.
         is_joined: the columns become one (B, sum of widths) tensor.
-        is_whole: the one column is handed on as the collate function made it.
+        is_whole: the column is passed as the collate function returned it.
     """
 
     name: str | None
@@ -52,8 +52,8 @@ class Argument:
     def tensor(self, batch: Mapping[str, object]) -> Any:
         """Build the argument from a batch of columns (B, *shape).
 
-        Sparse vectors become one sparse COO tensor (B, dimensions). The result of a collate function stays as it is, with
-        arrays as tensors and floats in the argument's dtype.
+        Sparse vectors become one sparse COO tensor (B, dimensions). The result of a collate function is unchanged, except that
+        arrays become tensors and floats take the argument's dtype.
         """
         first = batch[self.columns[0]]
         if self.is_whole or isinstance(first, SparseRows):
@@ -68,7 +68,7 @@ class Argument:
                 tensor = tensor.reshape(rows, math.prod(arrays[0].shape[1:]))
         else:
             parts = [a.reshape(rows, math.prod(a.shape[1:])) for a in arrays]
-            # numpy converts while it fills; it has no bfloat16.
+            # numpy converts while it fills, but lacks bfloat16.
             filled = torch.float32 if dtype == torch.bfloat16 else dtype
             tensor = torch.empty((rows, sum(p.shape[1] for p in parts)), dtype=filled)
             np.concatenate(parts, axis=1, out=tensor.numpy(), casting="unsafe")
@@ -84,7 +84,7 @@ class Argument:
         return made.reshape(len(made), *self._row_shape(made))
 
     def _row_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of a row with a -1 filled in, checked against the tensor's elements."""
+        """Return the shape of a row with a -1 resolved, checked against the tensor's elements."""
         assert self.shape is not None
         elements = math.prod(tensor.shape[1:])
         known = math.prod(d for d in self.shape if d != -1)
@@ -136,8 +136,8 @@ def _sparse(rows: SparseRows) -> Tensor:
 
 
 def from_numpy(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the array's values, sharing its memory where that may be written."""
-    # A tensor cannot be read-only, and buffers that came from Arrow are.
+    """Return a tensor of the array's values, sharing writable memory."""
+    # A tensor cannot be read-only, but Arrow's buffers are.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
 
 
@@ -170,7 +170,7 @@ class InputBinding:
         for argument in self.arguments:
             if argument.is_joined and argument.dtype in FLOATS:
                 for name in argument.columns:
-                    # FLOATS go from narrow to wide.
+                    # FLOATS is ordered from narrow to wide.
                     casts[name] = min(argument.dtype, casts.get(name, "float64"), key=FLOATS.index)
         return tuple(
             c if c.is_floating or c.name not in casts else replace(c, cast_to=casts[c.name])
@@ -200,16 +200,16 @@ def bind_inputs(
     input_shapes: Sequence[Shape] | Mapping[str, Shape] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
 ) -> InputBinding:
-    """Decide which feature columns become which argument of `model.forward`; works before materialization.
+    """Bind feature columns to the arguments of `model.forward`; works before materialization.
 
     - `input_shapes` as a list: one positional argument per column, of that shape per row. A leading -1 stands for
       the batch, as in Horovod: [-1, 1, 28, 28] and [1, 28, 28] mean the same.
     - `inputs={"x": ["a", "b"], "ids": "c"}`: by name. A list joins its columns to (B, sum of widths); a single name
-      gives the column as it is. `input_shapes` may then be a dict by argument name.
+      passes the column unchanged. `input_shapes` may then be a dict by argument name.
     - Neither: if `forward` takes one argument, all columns are joined in the given order into (B, sum of widths);
       if it takes as many required arguments as there are columns, one each.
 
-    Integers stay int64 (booleans bool) in an argument of their own and are cast when joined with floats, see `with_casts`.
+    Integers stay int64 (booleans bool) in a separate argument and are cast when joined with floats, see `with_casts`.
 
     Raises:
         InvalidArgumentError: the counts or names do not fit; the message shows both sides.
@@ -249,7 +249,7 @@ def bind_inputs(
 
 
 def each_column(schema: DataSchema) -> InputBinding:
-    """Make an argument of each feature column, whatever the model takes."""
+    """Make an argument of each feature column for any model."""
     return InputBinding(tuple(_single(None, c) for c in schema.features))
 
 
@@ -305,7 +305,7 @@ def _bind_by_name(
 
 
 def _single(name: str | None, column: Column) -> Argument:
-    """Bind one column as it is."""
+    """Bind one column unchanged."""
     return Argument(name, (column.name,), column.tensor_dtype, None, False, column.is_collated)
 
 
@@ -326,7 +326,7 @@ def _joined(name: str | None, columns: Sequence[Column], default: str) -> Argume
     elif not floats:
         dtype = columns[0].tensor_dtype if len({c.tensor_dtype for c in columns}) == 1 else "int64"
     else:
-        # All floats follow the model unless the user chose: then the widest that was chosen.
+        # All floats follow the model unless the user chose dtypes: then the widest choice.
         dtype = next(iter(floats)) if len(floats) == 1 else _widest(floats | {default})
     return Argument(name, tuple(c.name for c in columns), dtype, None, True)
 
@@ -341,13 +341,13 @@ def _widest(names: set[str]) -> str:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Arguments that `forward` takes.
+    """Arguments accepted by `forward`.
 
     Attributes:
-        positional: the most positional ones.
-        required: those without a default; -1 if any number is right.
-        names: that can be given as keywords.
-        takes_any: keywords of any name are taken.
+        positional: maximum of positional arguments.
+        required: arguments without a default; -1 if any number is right.
+        names: allowed as keywords.
+        takes_any: keywords of any name are accepted.
     """
 
     positional: int
@@ -358,7 +358,7 @@ class _Forward:
     @classmethod
     def of(cls, model: nn.Module) -> _Forward:
         """Read the signature of a model's `forward`."""
-        # torch.compile and parallel wrappers take *args and hand them on.
+        # torch.compile and parallel wrappers forward *args.
         inner = model
         while isinstance(getattr(inner, "_orig_mod", None), nn.Module):
             inner = inner._orig_mod  # type: ignore[assignment]  # checked to be a Module
@@ -380,14 +380,14 @@ class _Forward:
         ]
         has_args = any(p.kind == kinds.VAR_POSITIONAL for p in parameters)
         takes_any = any(p.kind == kinds.VAR_KEYWORD for p in parameters)
-        # *args takes any number; without a named one there is nothing that tells how many are meant.
+        # *args accepts any number; without named arguments the intended number is unknown.
         positional = len(plain) + (1000 if has_args else 0)
         required = required if plain or not has_args else -1
         return cls(positional, required, tuple(named), takes_any)
 
     @property
     def takes_one(self) -> bool:
-        """True if one positional argument is enough, and more are not required."""
+        """True if one positional argument is enough, and no more are required."""
         return self.required == 1 or (self.required == 0 and self.positional >= 1)
 
     def describe(self) -> str:

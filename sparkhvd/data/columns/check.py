@@ -1,4 +1,4 @@
-"""Check of a source's columns on the driver: names, roles, dtypes and policies; starts no job."""
+"""Check a source's columns on the driver: names, roles, dtypes and policies; starts no job."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructField, StructType
 
 
-# Dtypes of columns, by name or in their order: text, or a dtype of torch or numpy.
+# Dtypes of columns, by name or by order: text, or a dtype of torch or numpy.
 Dtypes = Mapping[str, object] | Sequence[object]
-# Rows with nulls and invalid numbers of a column: ("error",), ("skip",) or ("fill", value).
+# Policy for rows with nulls and invalid numbers of a column: ("error",), ("skip",) or ("fill", value).
 Policy = tuple[Any, ...]
 
 
@@ -50,11 +50,11 @@ def check_schema(
     data_name: str = "DataFrame",
     features_name: str = "feature_cols",
 ) -> DataSchema:
-    """Decide how every column is stored, or say what is wrong with it. Runs on the driver, starts no job.
+    """Decide how every column is stored, or report what is wrong. Runs on the driver, starts no job.
 
     Floating columns take the dtype of the model's parameters, integers become int64, booleans uint8;
     `feature_dtypes` and `label_dtypes` override that per column (a mapping by name, or one entry per column,
-    None for "as usual"). The validation column (boolean or a number, > 0 means validation) is stored as uint8.
+    None for the default). The validation column (boolean or a number, > 0 means validation) is stored as uint8.
 
     Args:
         df_schema: the DataFrame's `schema` (classic or Connect).
@@ -66,19 +66,20 @@ def check_schema(
         model_dtype: dtype of the model's parameters, for example "float32".
         feature_dtypes: overrides for feature columns.
         label_dtypes: overrides for label columns.
-        class_labels: label columns that hold class indices. Spark ML has these as doubles: a floating scalar becomes
-            int64, and materialization refuses numbers that are not whole.
-        decoders: columns whose values a function of the user's turns into numbers or arrays.
-        collated: columns whose rows a function of the user's turns into a batch.
-        sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
-        handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill in.
-        keeps_types: store numbers in the types of the source, because a function of the user's gets them before the model.
+        class_labels: label columns that hold class indices. Spark ML stores these as doubles: a floating scalar becomes
+            int64, and materialization rejects fractional numbers.
+        decoders: columns whose values a user function converts to numbers or arrays.
+        collated: columns whose rows a user function converts to a batch.
+        sparse_cols: vector features to keep sparse; None means those of more than `DENSE_WIDTH` dimensions.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill
+        in.
+        keeps_types: store numbers in the types of the source, because a user function receives them before the model.
         data_name: of the source of the columns, for messages.
         features_name: of the argument `feature_cols`, for messages.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
-            roles. The message names the column, its type and the expected ones.
+            roles. The message names the column, its type and the expected types.
     """
     features = _names(feature_cols, features_name)
     labels = _names(label_cols, "label_cols")
@@ -124,19 +125,19 @@ def check_schema(
     return DataSchema(columns, targets, weight, split, group)
 
 
-# Spark types of values that are equal or not, and sort.
+# Spark types with equality and order.
 _GROUP_TYPES = ("ByteType", "ShortType", "IntegerType", "LongType", "StringType")
 
 
 @dataclass
 class _Builder:
-    """Builds the columns of a schema one after another; each gets one role.
+    """Builder of a schema's columns, one after another; each gets one role.
 
     Attributes:
         fields: of the source, by name.
         data_name: of the source.
         default: dtype of floats.
-        class_labels, decoders, collated, sparse_cols, keeps_types: as `check_schema` gets them.
+        class_labels, decoders, collated, sparse_cols, keeps_types: as passed to `check_schema`.
         policies: for nulls and invalid numbers, by column.
         roles: of the columns so far.
     """
@@ -184,7 +185,7 @@ class _Builder:
         return self._with_policy(replace(column, is_sparse=False))
 
     def group(self, name: str) -> Column:
-        """Build the column of groups, which is stored as their numbers."""
+        """Build the column of groups, stored as group numbers."""
         kind = type(self._field(name, "group_col").dataType).__name__
         if kind not in _GROUP_TYPES:
             raise InvalidArgumentError(
@@ -226,7 +227,7 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
 
 
 def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
-    """Return by column the policy for nulls and invalid numbers."""
+    """Return the policies for nulls and invalid numbers by column."""
     is_text = isinstance(policy, str)
     by_name: Mapping[str, object]
     if isinstance(policy, str):
@@ -249,7 +250,7 @@ def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dic
 
 
 def _check_fill(column: Column, value: bool | int | float) -> None:
-    """Raise InvalidArgumentError unless the number can take the place of nulls in the stored column."""
+    """Raise InvalidArgumentError unless the number can replace nulls in the stored column."""
     where = (
         f"handle_invalid fills column {column.name!r} of type {column.source} with {value!r:.50}"
     )
@@ -267,7 +268,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _holds(column: Column, value: bool | int | float) -> bool:
-    """Return True if the stored type can hold a number that is not NaN."""
+    """Return True if the stored type can hold a number, which is not NaN."""
     if column.tensor_dtype == "bool":
         return value in (0, 1)
     if column.dtype not in FLOATS:
@@ -325,7 +326,7 @@ def _field(
             if lower + close
             else ""
         )
-        # Spark ML's names, which TorchClassifier and TorchRegressor look for unless they are given others.
+        # Spark ML's names, the defaults of TorchClassifier and TorchRegressor.
         if name == "features" and not close:
             hint = (
                 " Give feature_cols=[...], or make it: "

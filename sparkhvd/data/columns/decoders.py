@@ -1,7 +1,7 @@
-"""Functions of the user's on rows: decoders of single values, and functions that collate rows that differ to a batch.
+"""User functions on rows: decoders of single values, and functions that collate rows to a batch.
 
-A decoder gets Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
-function gets the rows of a batch as a list and returns an argument of the model.
+A decoder receives Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
+function receives the rows of a batch as a list and returns an argument of the model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Decoder = Callable[..., object] | Mapping[Any, object]
 
 @dataclass(frozen=True)
 class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
-    """Collate function that fills rows up with a value.
+    """Collate function that pads rows with a value.
 
     Attributes:
-        value: stands after a row's end.
+        value: fills the entries after a row's end.
         length: entries of every row, longer rows are cut; None means the longest row of the batch.
     """
 
@@ -50,7 +50,7 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
 
 @dataclass(frozen=True)
 class RowFunctions:
-    """Functions of the user's by column.
+    """User functions by column.
 
     Attributes:
         decoders: column -> function of a value, or a mapping from values to numbers.
@@ -75,7 +75,7 @@ class RowFunctions:
 
     @property
     def skips(self) -> bool:
-        """True if rows are left out that a decoder cannot make anything of."""
+        """True if a decoder skips rows that it cannot decode."""
         return any(map(_skips, self.decoders.values()))
 
     def describe(self) -> dict[str, dict[str, str]]:
@@ -92,7 +92,7 @@ class RowFunctions:
         }
 
     def needs_example(self, schema: DataSchema) -> list[str]:
-        """List the columns of which a row must be seen before the shape of a batch is known."""
+        """List the columns that need an example row before the shape of a batch is known."""
         return [c.name for c in schema.columns if c.has_decoder or c.is_collated]
 
     def with_decoded(self, schema: DataSchema, values: Mapping[str, Values]) -> DataSchema:
@@ -126,14 +126,15 @@ class RowFunctions:
         columns: Sequence[Column],
         values: Mapping[str, Values],
     ) -> dict[str, Any]:
-        """Run the decoders: an array (rows, *decoded) each, or a list of rows where a batch is collated.
+        """Run the decoders: an array (rows, *decoded) each, or a list of rows to collate.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
             values: columns by name, as they are stored.
 
         Raises:
-            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row; or it leaves out all rows.
+            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row; or it skips all
+            rows.
         """
         found = self.decode_usable(columns, values)
         if found.kept is not None and not len(found.kept):
@@ -144,7 +145,7 @@ class RowFunctions:
         return found.columns
 
     def decode_usable(self, columns: Sequence[Column], values: Mapping[str, Values]) -> Decoded:
-        """Run the decoders as `decode`; rows that a decoder leaves out are left out of all columns."""
+        """Run the decoders as `decode`; rows skipped by a decoder are dropped from all columns."""
         return self.begin(columns, values)()
 
     def begin(
@@ -153,12 +154,12 @@ class RowFunctions:
         values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
     ) -> Callable[[], Decoded]:
-        """Begin to run the decoders in threads; return what waits for them and returns the rows, or raises as `decode`.
+        """Start the decoders in threads; return a function that waits and returns the rows, or raises as `decode`.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
-            values: columns by name, as they are stored; they must stay until the end.
-            pool: threads that share the work; None does it here and now.
+            values: columns by name, as they are stored; they must stay valid until the end.
+            pool: threads that share the work; None runs it in this thread now.
         """
         broken: dict[int, str] = {}
         begun = {c.name: self._begin_column(c, values[c.name], pool, broken) for c in columns}
@@ -213,7 +214,7 @@ class RowFunctions:
         if not column.is_collated:
             assert column.decoded is not None
             out = np.empty((count, *column.decoded), column.row_dtype)
-        # One iterator for all threads, each of which takes the next row when it is done with one: a task per row costs more.
+        # All threads share one iterator of row numbers, because a task per row costs more.
         numbers = iter(range(count))
         if pool is None:
             self._fill(column, values, out, broken, numbers)
@@ -236,7 +237,7 @@ class RowFunctions:
         broken: dict[int, str],
         numbers: Iterator[int],
     ) -> None:
-        """Decode rows into a batch, or a list; note those that their decoder leaves out."""
+        """Decode rows into a batch, or a list; record rows skipped by their decoder."""
         into = _into(self.decoders.get(column.name), column)
         for number in numbers:
             raw: Any = _raw(column, values, number)
@@ -281,14 +282,14 @@ class RowFunctions:
         call: Callable[..., Result],
         *arguments: Any,
     ) -> Result:
-        """Call what decodes a value; errors are the decoder's."""
+        """Call a decoding function; its errors name the decoder."""
         function = self.decoders[column.name]
         try:
             return call(raw, *arguments)
         except SparkhvdError:
             raise
         except Exception as e:
-            # A path as a whole.
+            # Show a path in full.
             shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.300}"
             if isinstance(e, BrokenImage) and _skips(function):
                 raise _LeftOut(f"{column.name} {shown}: {e}") from e
@@ -330,12 +331,12 @@ class RowFunctions:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Rows as the decoders have made them.
+    """Decoded rows.
 
     Attributes:
         columns: by name.
-        kept: ascending numbers of the rows that are there; None means all.
-        broken: of each row that is not, its value and what is wrong with it.
+        kept: ascending numbers of the kept rows; None means all.
+        broken: value and error of each skipped row.
     """
 
     columns: dict[str, Any]
@@ -344,14 +345,14 @@ class Decoded:
 
 
 def _into(function: Decoder | None, column: Column) -> Callable[..., None] | None:
-    """Return what decodes a value into the memory of a batch, where the decoder can."""
+    """Return a function that decodes into the memory of a batch, if the decoder supports it."""
     if not isinstance(function, image) or column.is_collated or function.shape != column.decoded:
         return None
     return function.into if column.row_dtype == function.dtype else None
 
 
 class _LeftOut(Exception):
-    """A row that its decoder leaves out."""
+    """Raised for a row skipped by its decoder."""
 
 
 def _skips(function: Decoder) -> bool:
@@ -360,7 +361,7 @@ def _skips(function: Decoder) -> bool:
 
 
 def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
-    """Return the value of a row as the user's function gets it."""
+    """Return the value of a row as the user's function receives it."""
     assert isinstance(values, Ragged)
     row = values.row(number)
     if column.kind == "binary":

@@ -1,6 +1,6 @@
-"""Images as a column: bytes of JPEG, PNG and the like, or paths and URLs of such files, decoded to arrays where rows are read.
+"""Images as a column: bytes of JPEG, PNG and others, or paths and URLs of such files, decoded when rows are read.
 
-Pillow decodes. It lets go of Python's lock meanwhile, so that threads decode at the same time.
+Pillow decodes. It releases the GIL meanwhile, so that threads decode in parallel.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _FITS = ("stretch", "crop", "pad", "exact")
 _DTYPES = ("float32", "uint8")
 _BROKEN = ("error", "skip")
-# Errors of a path that names no file; of others, such as those of a store that is away, every image would be one.
+# Errors of a path without a file. Other errors, such as an unavailable store, would affect every image.
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# A local path as Spark names it: "file:/a/b", "file:///a/b".
+# Local path in Spark's form: "file:/a/b", "file:///a/b".
 _FILE_URL = re.compile(r"file:/+")
-# Folders that are kept open.
+# Number of folders kept open.
 _FOLDERS = 256
 
 
 class BrokenImage(OSError):
-    """An image that is missing, cut off, or none."""
+    """Raised for a missing, truncated or undecodable image."""
 
 
 class _OtherSize(ValueError):
-    """An image of another size than the only one."""
+    """Raised by fit="exact" for an image of another size."""
 
 
 @dataclass(frozen=True)
 class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 224)}
     """Decoder of images to arrays (channels, height, width).
 
-    A value is the bytes of an image, or the path or URL of one: an absolute path, or what a store's address may be (`s3://`,
-    `gs://`, `hdfs://`, ... or a scheme of fsspec), with the credentials that the process has. JPEGs of more than twice the size are
+    A value is the bytes of an image, or its path or URL: an absolute path, or an address supported by stores (`s3://`,
+    `gs://`, `hdfs://`, ... or a scheme of fsspec), with the credentials of the process. JPEGs of more than twice the size are
     decoded at a smaller scale, which is faster. Needs Pillow.
 
     Attributes:
@@ -60,9 +60,11 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         dtype: "float32", or "uint8" for a model that converts by itself, which moves a quarter of the bytes.
         mean: subtracted from each channel, or from all; of values from 0 to 1, as is `std`.
         std: divides each channel, or all.
-        fit: "stretch" (to the size), "crop" (the middle, of the whole height or width), "pad" (the whole, with 0 beside it) or "exact" (another
+        fit: "stretch" (to the size), "crop" (the middle, of the whole height or width), "pad" (the whole, padded with 0) or
+        "exact" (another
             size is an error).
-        broken: "error", or "skip": a row whose image is missing, cut off or none is left out where it is read, and `transform` gives null.
+        broken: "error", or "skip": a row with a missing, truncated or undecodable image is skipped when read, and `transform`
+        returns null.
 
     Raises:
         InvalidArgumentError: an argument is out of range, or Pillow is not installed.
@@ -112,7 +114,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
 
     @functools.cached_property
     def _scale(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Factor and shift of each channel, from bytes to values."""
+        """Return factor and shift of each channel, from bytes to values."""
         mean, std = (
             np.broadcast_to(np.asarray(v, np.float64), self.channels) for v in (self.mean, self.std)
         )
@@ -127,7 +129,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         """Decode one image.
 
         Raises:
-            BrokenImage: there is no such file, or it is no whole image.
+            BrokenImage: the file is missing, or is not a complete image.
             OSError: it cannot be read.
         """
         out = np.empty(self.shape, self.dtype)
@@ -144,8 +146,8 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
             planes = self._planes(data)
         except (_OtherSize, InvalidArgumentError, MemoryError):
             raise
-        except Exception as e:  # of some bytes Pillow raises a SyntaxError, a ValueError, ...
-            reason = str(e).partition(" <_io.")[0]  # it names an object of Python's
+        except Exception as e:  # for some bytes Pillow raises a SyntaxError, a ValueError, ...
+            reason = str(e).partition(" <_io.")[0]  # it names a Python object
             raise BrokenImage(f"its {len(data):,} bytes are no whole image: {reason}") from e
         factors, shifts = self._scale
         for plane, place, factor, shift in zip(planes, out, factors, shifts, strict=True):
@@ -157,7 +159,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
                 place += shift
 
     def _planes(self, data: bytes) -> list[npt.NDArray[np.uint8]]:
-        """Return the channels (height, width): Pillow puts each apart at the cost of putting all in one array, which would be copied once more."""
+        """Return the channels (height, width): splitting them in Pillow costs as much as one joint array, which needs another copy."""
         pil, size, mode = _pillow(), (self.width, self.height), _MODES[self.channels]
         with pil.open(io.BytesIO(data)) as opened:
             if self.fit == "exact" and opened.size != size:
@@ -191,7 +193,7 @@ class image:  # noqa: N801 - used as a function: decoders={"photo": image(224, 2
         return outer
 
     def _largest(self, found: Image, choose: Any) -> tuple[float, float]:
-        """Return width and height, in the proportion asked for, of a box inside the image (`min`) or around it (`max`)."""
+        """Return width and height, in the requested proportion, of a box inside the image (`min`) or around it (`max`)."""
         scale = choose(found.width / self.width, found.height / self.height)
         return self.width * scale, self.height * scale
 
@@ -210,10 +212,10 @@ def _read(path: str) -> bytes:
     """Read a file by its path or URL."""
     if match := _FILE_URL.match(path):
         path = "/" + path[match.end() :]
-        # `binaryFile` has paths as they are, `input_file_name()` quotes them.
+        # `binaryFile` has plain paths, `input_file_name()` quotes them.
         path = path if Path(path).exists() else unquote(path)
     if path.startswith("/"):
-        with open(path, "rb", buffering=0) as file:  # a buffer would only be copied
+        with open(path, "rb", buffering=0) as file:  # a buffer would add a copy
             return file.read()
     if ":" not in path:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Label columns as the tensors that the loss compares with the model's outputs."""
+"""Label columns as tensors that the loss compares with the model's outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparkhvd.data.columns.binding import from_numpy, quoted
 from sparkhvd.data.columns.schema import Column, DataSchema, checked_shape
 from sparkhvd.errors import InvalidArgumentError
 
-# User's function or module, or None where the user's step has its own.
+# User's function or module, or None if the user's step computes the loss.
 Loss = Callable[..., object] | None
 
 # Losses whose target is a class index: it stays int64 and has no class axis.
@@ -69,12 +69,12 @@ class LabelBinding:
         )
 
     def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give the labels the shape and dtype that the loss needs for these outputs.
+        """Convert labels to the shape and dtype that the loss needs for these outputs.
 
         Called at every step, before the loss: a check of shapes and, mostly, a view.
 
         Raises:
-            InvalidArgumentError: outputs and labels differ in number, or a label cannot meet its output without
+            InvalidArgumentError: outputs and labels differ in number, or a label does not match its output without
                 broadcasting; both shapes are shown.
         """
         if len(outputs) != len(labels):
@@ -87,7 +87,7 @@ class LabelBinding:
         )
 
     def dtype_hint(self, error: Exception) -> str:
-        """Name the `label_dtypes` to give if a loss of the user's own has failed over integer labels; else return ""."""
+        """Name the `label_dtypes` to set if a custom loss failed on integer labels; else return ""."""
         integers = [
             name
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
@@ -113,11 +113,11 @@ class LabelBinding:
         if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
             return label.reshape(output.shape)
         if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
-            return label  # a loss of the user's own may compare different shapes, as cross-entropy does
+            return label  # a custom loss may compare different shapes, as cross-entropy does
         raise self._mismatch(i, output.shape, label.shape)
 
     def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
-        """Give class indices the output's shape without the class axis, which is the second."""
+        """Reshape class indices to the output's shape without the class axis, which is the second."""
         expected = (*output.shape[:1], *output.shape[2:])
         if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
             raise self._mismatch(i, output.shape, label.shape)
@@ -138,7 +138,7 @@ class LabelBinding:
 
 
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return True if rows of these shapes would broadcast; the batch axis only ever meets itself."""
+    """Return True if rows of these shapes would broadcast; the batch axis only meets itself."""
     if len(a) != len(b):
         return False
     return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
@@ -151,13 +151,12 @@ def bind_labels(
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
 
-    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables that
-    are not from torch; the other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in
-    the schema) overrides. `label_shapes` are of one row of each column, in their order or by name; a leading -1
-    stands for the batch.
+    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside torch;
+    other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides. `label_shapes`
+    are of one row of each column, by order or by name; a leading -1 stands for the batch.
 
     Raises:
-        InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label goes to a loss that
+        InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss that
             needs class indices, or a shape has another number of elements than its column.
     """
     labels = schema.labels
@@ -220,7 +219,7 @@ def is_class_index(loss: object) -> bool:
 
 
 def is_of_row(column: Column) -> bool:
-    """Return True if a label is of the row as a whole, and not class indices of several places in it, such as pixels."""
+    """Return True if a label belongs to the whole row, unlike class indices of places in it, such as pixels."""
     shape = column.row_shape
     return shape is not None and (column.is_floating or math.prod(shape) == 1)
 
@@ -244,7 +243,8 @@ def _loss_name(loss: object) -> str:
 # ----------------------------------------------------------------------------------------------------
 # Meaning of a model's outputs, decided by its loss: classes, probabilities or values.
 
-# How probabilities follow from outputs; that the output is the probabilities, as models of Keras have it; the value itself; that nothing is known.
+# How probabilities follow from outputs, with PROBABILITY for outputs that are probabilities, as in Keras models, VALUE for
+# values, and IDENTITY if unknown.
 SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY = (
     "softmax",
     "sigmoid",
@@ -255,7 +255,7 @@ SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY = (
 LINKS = (SOFTMAX, SIGMOID, PROBABILITY, VALUE, IDENTITY)
 WITH_PROBABILITY = (SOFTMAX, SIGMOID, PROBABILITY)
 
-# Losses of torch by the link that they tell. NLL takes logarithms of probabilities, whose softmax is the probabilities.
+# Links of torch's losses. NLL takes logarithms of probabilities, whose softmax is the probabilities.
 _CLASSES = {
     SOFTMAX: (nn.CrossEntropyLoss, nn.NLLLoss),
     SIGMOID: (nn.BCEWithLogitsLoss,),
@@ -272,7 +272,7 @@ def outputs_of(result: object) -> tuple[Tensor, ...]:
     """Return the outputs of a model as a tuple of tensors.
 
     Raises:
-        InvalidArgumentError: they are something else.
+        InvalidArgumentError: they have another type.
     """
     outputs = (result,) if isinstance(result, Tensor) else result
     if isinstance(outputs, dict):
@@ -286,7 +286,7 @@ def outputs_of(result: object) -> tuple[Tensor, ...]:
 
 
 def link_of(loss: object) -> str:
-    """Return the link from outputs to probabilities for a model that was trained with this loss."""
+    """Return the link from outputs to probabilities for a model trained with this loss."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     for link, classes in _CLASSES.items():
@@ -296,14 +296,14 @@ def link_of(loss: object) -> str:
 
 
 def known_kinds(link: str, width: int) -> tuple[str, ...]:
-    """List the columns that follow from the only output of a model, with `width` elements per row: "raw", "probability", "prediction"."""
+    """List the columns derived from a model's only output, with `width` elements per row: "raw", "probability", "prediction"."""
     if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1) or link == PROBABILITY:
         return ("raw", "probability", "prediction")
     return ("prediction",) if link == VALUE and width == 1 else ()
 
 
 def num_classes(link: str, width: int) -> int:
-    """Return the number of classes of which `prediction` is one; 0 if it is a value."""
+    """Return the number of classes of `prediction`; 0 if it is a value."""
     return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
@@ -324,7 +324,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """Return probabilities (rows, classes), or None where the loss has none. One logit gives both classes, as Spark ML does."""
+    """Return probabilities (rows, classes), or None if the link has none. One logit gives both classes, as in Spark ML."""
     flat = rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -334,7 +334,7 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def both_classes(positive: Tensor) -> Tensor:
-    """Complete the probability of class 1 to those of both classes; keep several."""
+    """Extend the probability of class 1 to both classes; keep several."""
     return torch.cat([1 - positive, positive], dim=1) if positive.shape[1] == 1 else positive
 
 
@@ -342,7 +342,7 @@ def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Return the class of each row with the largest probability / threshold, as Spark ML does.
 
     Raises:
-        InvalidArgumentError: there is not one threshold per class.
+        InvalidArgumentError: the number of thresholds differs from the number of classes.
     """
     num_classes = probability.shape[1]
     if len(thresholds) != num_classes:
@@ -350,14 +350,15 @@ def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
             f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
         )
     ratio = probability.double() / probability.new_tensor(thresholds, dtype=torch.float64)
-    # A class without probability is not chosen, whatever its threshold: 0 / 0.
+    # A class without probability is not chosen for any threshold: 0 / 0.
     return ratio.masked_fill(ratio.isnan(), -math.inf).argmax(dim=1)
 
 
 def raw(link: str, output: Tensor) -> Tensor:
     """Return the output itself as (rows, elements).
 
-    Spark's evaluators rank two classes by the second element alone: one logit z gives (-z, z), and two less their mean.
+    Spark's evaluators rank two classes by the second element alone: one logit z becomes (-z, z), and two are reduced by their
+    mean.
     """
     flat = rows(output)
     if link == SIGMOID and flat.shape[1] == 1:

@@ -1,6 +1,6 @@
-"""Rows of variable length in memory: their values in one piece, and the place of each row in it.
+"""Rows of variable length in memory: their values in one array, and the position of each row in it.
 
-Taking and slicing rows moves no values; only the rows of a batch are gathered, without Python code per row.
+Selecting and slicing rows copies no values; only the rows of a batch are gathered, without Python code per row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ragged:
 
     Attributes:
         values: (n,) the elements of all rows, with or without gaps between rows.
-        starts: (rows,) int64, where each row begins in `values`.
+        starts: (rows,) int64, start of each row in `values`.
         lengths: (rows,) int64, elements of each row.
         inner: shape of one entry of a row; `()` for flat rows.
     """
@@ -38,7 +38,7 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Array, inner: tuple[int, ...] = ()) -> Ragged:
-        """Divide `values` into rows that lie one after another."""
+        """Divide `values` into consecutive rows."""
         return cls(values, np.cumsum(lengths) - lengths, lengths, inner)
 
     @classmethod
@@ -73,7 +73,7 @@ class Ragged:
         return np.take(self.values, self.positions(), mode="clip")
 
     def packed(self) -> Ragged:
-        """Copy the rows, one after another, to memory of their own."""
+        """Copy the rows consecutively to new memory."""
         return Ragged.from_lengths(self.gathered().copy(), self.lengths, self.inner)
 
     def positions(self) -> Array:
@@ -82,7 +82,7 @@ class Ragged:
         return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
 
     def padded(self, value: float, length: int | None = None) -> Array:
-        """Return (rows, length, *inner) with `value` after each row's end; None pads to the longest row, longer rows are cut."""
+        """Return (rows, length, *inner), padded with `value`; None pads to the longest row, longer rows are cut."""
         width = math.prod(self.inner)
         longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
         out_length = longest if length is None else length
@@ -95,7 +95,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows of a sparse matrix: the columns of each that are not zero, ascending, and their values.
+    """Rows of a sparse matrix: column numbers of the nonzero entries, ascending, and their values.
 
     Attributes:
         indices: int32, columns.
@@ -123,7 +123,7 @@ class SparseRows:
         return SparseRows(self.indices.take(rows), self.values.take(rows), self.width)
 
     def packed(self) -> SparseRows:
-        """Copy the rows, one after another, to memory of their own."""
+        """Copy the rows consecutively to new memory."""
         return SparseRows(self.indices.packed(), self.values.packed(), self.width)
 
     def coordinates(self) -> Array:
@@ -146,16 +146,16 @@ Values = Array | Ragged | SparseRows
 
 
 def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) -> Values:
-    """Select rows by number, in this order; an array is made by `empty(shape, dtype)`."""
+    """Select rows by number, in this order; an array is allocated by `empty(shape, dtype)`."""
     if isinstance(values, np.ndarray):
         out = empty((len(rows), *values.shape[1:]), values.dtype)
-        # Indices come from a permutation, so they are in range: "clip" skips the check and a buffer.
+        # Indices come from a permutation and are in range: "clip" skips the check and a buffer.
         return np.take(values, rows, axis=0, mode="clip", out=out)
     return values.take(rows)
 
 
 def joined(parts: Sequence[Ragged | SparseRows], empty: Ragged | SparseRows) -> Ragged | SparseRows:
-    """Join packed parts of the kind of `empty` in one piece; return `empty` if there are none."""
+    """Join packed parts of the kind of `empty`; return `empty` without parts."""
     if not parts:
         return empty
     if len(parts) == 1:
@@ -179,7 +179,7 @@ def _joined(parts: Sequence[Ragged], inner: tuple[int, ...]) -> Ragged:
 
 
 def row_shape(values: Values) -> tuple[int, ...]:
-    """Return the shape of a row, with -1 in front where rows differ."""
+    """Return the shape of a row, starting with -1 if rows differ."""
     if isinstance(values, SparseRows):
         return (values.width,)
     if isinstance(values, Ragged):
@@ -188,7 +188,7 @@ def row_shape(values: Values) -> tuple[int, ...]:
 
 
 def num_bytes(values: Values) -> int:
-    """Count the bytes of the elements, as they are stored."""
+    """Count the bytes of the stored elements."""
     if isinstance(values, np.ndarray):
         return values.nbytes
     if isinstance(values, SparseRows):

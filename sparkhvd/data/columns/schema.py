@@ -1,6 +1,6 @@
 """Columns of a data set: role, type, shape and storage of each.
 
-Types are recognised by their names, so that ranks can read a schema without pyspark, and Spark's workers without torch.
+Types are recognised by name, so that ranks can read a schema without pyspark, and Spark's workers without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField
 
 
-# Spark types whose values only a function of the user's can turn into numbers.
+# Spark types whose values need a user function to become numbers.
 RAW_TYPES: Mapping[str, str] = {
     "BinaryType": "binary",
     "StringType": "string",
@@ -27,7 +27,7 @@ RAW_TYPES: Mapping[str, str] = {
     "CharType": "string",
 }
 FIXED_KINDS = ("scalar", "array", "vector")
-# A vector of more dimensions is kept sparse unless the user says otherwise: 256 KiB per row as dense float32.
+# A vector of more dimensions is kept sparse unless the user chooses otherwise: 256 KiB per row as dense float32.
 DENSE_WIDTH = 65_536
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -41,23 +41,23 @@ class Column:
     Attributes:
         name: as the user typed it.
         kind: "scalar", "array" or "vector" if all rows have one shape; "sparse" (a vector of few values), "ragged" (an
-            array whose length differs), "binary" or "string" if they take as many bytes as they need.
-        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...; with a `transformation_fn`, which gets the numbers of
-            the DataFrame, that of its own type.
-        shape: shape of one row's value; `()` for scalars, (dimensions,) for sparse vectors, -1 in front where rows
-            differ; None for all but scalars until materialized.
+            array whose length differs), "binary" or "string" for rows of variable size.
+        dtype: numpy name of a stored element: "float32", "int64", "uint8", ...; with a `transformation_fn`, which receives the
+        DataFrame's
+            numbers, that of its own type.
+        shape: shape of one row's value; `()` for scalars, (dimensions,) for sparse vectors, starting with -1 if rows
+            differ; None except for scalars until materialized.
         source: Spark's name of the type: "double", "array<float>", "vector", ...
-        tensor_dtype: torch name of the tensor that the trainer sees; differs from `dtype` for bfloat16 and bool, and with a
+        tensor_dtype: torch name of the trainer's tensor; differs from `dtype` for bfloat16 and bool, and with a
             `transformation_fn`.
         is_explicit: the user chose the dtype (`feature_dtypes`, `label_dtypes`).
-        has_decoder: a function of the user's turns each stored value into a number or array.
-        is_collated: a function of the user's turns the rows of a batch into an argument of the model.
+        has_decoder: a user function converts each stored value to a number or array.
+        is_collated: a user function converts the rows of a batch to an argument of the model.
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
         invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
             hold: ("error",), ("skip",) or ("fill", value).
-        cast_to: torch name of the floating type in which a tensor holds these integers beside floats; empty if they
-            stay integers.
+        cast_to: torch name of the floating type of a tensor that joins these integers with floats; empty if they stay integers.
     """
 
     name: str
@@ -76,35 +76,35 @@ class Column:
 
     @property
     def number_type(self) -> str:
-        """Torch name of the type that its numbers must fit: the tensor's, or the stored one of what a function of the user's gets."""
+        """Torch name of the type that its numbers must fit: the tensor's, or the stored type if a user function receives it."""
         is_own = self.has_decoder or self.keeps_type
         return self.dtype if is_own else self.cast_to or self.tensor_dtype
 
     @property
     def keeps_type(self) -> bool:
-        """True if numbers are stored in a type that is not the tensor's, for a `transformation_fn`."""
+        """True if numbers are stored in another type than the tensor's, for a `transformation_fn`."""
         is_raw = self.has_decoder or self.kind in RAW_TYPES.values()
         return not is_raw and self.dtype != stored_dtype(self.tensor_dtype)
 
     def for_model(self) -> Column:
-        """Return the column as it is stored where no `transformation_fn` gets it."""
+        """Return the column as stored without a `transformation_fn`."""
         return replace(self, dtype=stored_dtype(self.tensor_dtype)) if self.keeps_type else self
 
     @property
     def is_fixed(self) -> bool:
-        """True if every row takes the same number of bytes in the packed files."""
+        """True if all rows have equal size in the packed files."""
         return self.kind in FIXED_KINDS
 
     @property
     def row_shape(self) -> tuple[int, ...] | None:
-        """Shape of one row as the model's input, after the decoder; None if not known, or if a batch is collated."""
+        """Shape of one row as the model's input, after the decoder; None if unknown, or if a batch is collated."""
         if self.is_collated:
             return None
         return self.decoded if self.has_decoder else self.shape
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
-        """Type of a row's value as the trainer gets it."""
+        """Type of a row's value for the trainer."""
         return np.dtype(stored_dtype(self.tensor_dtype) if self.has_decoder else self.dtype)
 
     @property
@@ -124,7 +124,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one row takes in the packed files; where rows differ, bytes of where it ends."""
+        """Bytes per row in the packed files; for variable rows, bytes of the row's end position."""
         return self.num_elements * np.dtype(self.dtype).itemsize if self.is_fixed else 8
 
     @property
@@ -141,14 +141,14 @@ class Column:
         return width > DENSE_WIDTH if self.is_sparse is None else self.is_sparse
 
     def with_shape(self, shape: tuple[int, ...]) -> Column:
-        """Return the column with the shape that the data have; a wide vector becomes sparse."""
+        """Return the column with the shape found in the data; a wide vector becomes sparse."""
         if self.kind == "vector" and self.keeps_sparse(math.prod(shape)):
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Column:
-        """Rebuild a column from `dataclasses.asdict`, also after a way through JSON."""
+        """Rebuild a column from `dataclasses.asdict`, also after a round trip through JSON."""
         lists = {n: fields[n] for n in ("shape", "decoded", "invalid") if n in fields}
         tuples = {n: None if v is None else tuple(v) for n, v in lists.items()}
         return cls(**{**fields, **tuples})
@@ -156,7 +156,7 @@ class Column:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """The columns of a fit by their roles; every column has exactly one."""
+    """Columns of a fit by their roles; every column has exactly one."""
 
     features: tuple[Column, ...]
     labels: tuple[Column, ...]
@@ -173,7 +173,7 @@ class DataSchema:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one row takes in the packed files."""
+        """Bytes per row in the packed files."""
         return sum(c.row_bytes for c in self.columns)
 
     def column(self, name: str) -> Column:
@@ -203,7 +203,7 @@ class DataSchema:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` rebuilds the schema."""
         values = asdict(self)
-        if self.group is None:  # as it was written before there were groups
+        if self.group is None:  # as written before groups existed
             del values["group"]
         return values
 
@@ -234,7 +234,7 @@ def dtype_name(dtype: object) -> str:
     """Return the torch name of a dtype given as text, torch.dtype or numpy dtype: "float32", "bfloat16", ...
 
     Raises:
-        InvalidArgumentError: it is none that a tensor of numbers can have.
+        InvalidArgumentError: a tensor of numbers cannot have it.
     """
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
@@ -329,13 +329,13 @@ def tensor_column(
 def raw_column(
     field: StructField, default: str, override: str | None, *, has_decoder: bool
 ) -> Column:
-    """Decide the storage of a column that a decoder or a collate function gets row by row.
+    """Decide the storage of a column for a decoder or a collate function.
 
     Args:
         field: of the source.
         default: dtype of floats.
         override: the user's type, or None.
-        has_decoder: a decoder gets the rows, else a collate function.
+        has_decoder: a decoder receives the rows, else a collate function.
 
     Raises:
         InvalidArgumentError: its type is neither bytes nor text nor an array of numbers.
@@ -400,11 +400,11 @@ def _remedy(source: str, name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Shapes of one row, as the Params give them.
+# Shapes of one row, as given in Params.
 
 
 def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
-    """Return the shape of one row of a column, as a Param gives it, without the batch.
+    """Return the shape of one row of a column, from a Param, without the batch.
 
     Raises:
         InvalidArgumentError: it is no shape, or has another number of elements than the column.
@@ -451,7 +451,7 @@ def row_shape_of(param: str, given: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Decoder whose arrays get the shape that a model takes.
+    """Decoder whose arrays are reshaped for the model.
 
     Attributes:
         function: of the user.

@@ -1,4 +1,4 @@
-"""Texts as a column: tokens by a tokenizer of Hugging Face, many rows in a call, where rows are read."""
+"""Texts as a column: tokenized by Hugging Face in batches when rows are read."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import numpy.typing as npt
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.errors import InvalidArgumentError
 
-# A fast tokenizer keeps the last call's truncation, and cannot change it while another thread is inside.
+# A fast tokenizer keeps the last call's truncation, and cannot change it during a call of another thread.
 _one_call = threading.Lock()
-# Rows of a call: a reader that ends waits for it.
+# Rows per call: a reader that ends waits for it.
 _ROWS = 4096
-# What tokenizers without a limit have as `model_max_length`.
+# Lower bound of `model_max_length` of tokenizers without a limit.
 _NO_LIMIT = 1 << 40
 
 
 class Arguments(dict[str, Any]):
-    """Several arguments of `forward`, by name, made of one column."""
+    """Several arguments of `forward`, by name, from one column."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokenizer(tok)}
-    """Collate function of a column of strings that gives `input_ids` and `attention_mask`, both int64 (rows, tokens).
+    """Collate function of a column of strings that returns `input_ids` and `attention_mask`, both int64 (rows, tokens).
 
     They become two arguments of `forward`, if the column is the model's only input, or `inputs` binds it to one of them:
-    `inputs={"input_ids": "text", ...}`. Another name gets the dict of both.
+    `inputs={"input_ids": "text", ...}`. Another name receives the dict of both.
 
     Attributes:
         tok: a tokenizer of `transformers`; it is pickled with the model.
-        max_length: tokens of a row at most, special ones counted; None takes the tokenizer's `model_max_length`.
-        padding: "longest" fills rows up to the longest of the batch, "max_length" to that length.
+        max_length: maximum of tokens per row, including special tokens; None uses the tokenizer's `model_max_length`.
+        padding: "longest" pads rows to the longest of the batch, "max_length" to that length.
 
     Raises:
-        InvalidArgumentError: the tokenizer is none of `transformers`, or has no token to fill up with; or an argument is out of range.
+        InvalidArgumentError: the tokenizer is not from `transformers`, or has no padding token; or an argument is out of range.
     """
 
     tok: Any = field(repr=False)
@@ -96,7 +96,7 @@ class tokenizer:  # noqa: N801 - used as a function: collate_fn={"text": tokeniz
         )
 
     def __call__(self, rows: Ragged | Sequence[str]) -> Arguments:
-        """Fill up the rows of a batch, which `encode` has returned, or texts."""
+        """Pad the rows of a batch, either results of `encode` or texts."""
         tokens = rows if isinstance(rows, Ragged) else self.encode(rows)
         width = int(tokens.lengths.max(initial=0))
         if self.padding == "max_length" and self._limit is not None:

@@ -1,14 +1,15 @@
-"""Packed Parquet: one FIXED_LEN_BYTE_ARRAY column per DataFrame column, a row's little-endian values each.
+"""Packed Parquet: one FIXED_LEN_BYTE_ARRAY column per DataFrame column, with each row's little-endian values.
 
-A column whose rows take as many bytes as they need is a BYTE_ARRAY column with a row's values (of sparse vectors two:
-`<name>.indices` and the values), behind a fixed column `<name>.ends`: elements of the row group up to the row's end.
-With it a reader knows where any row lies without looking at the rows before.
+A column with rows of variable size is a BYTE_ARRAY column of each row's values (for sparse vectors two:
+`<name>.indices` and the values), preceded by a fixed column `<name>.ends`: elements of the row group up to the row's end.
+It gives the position of any row without reading earlier rows.
 
-Columns are required, uncompressed, PLAIN and one page per row group, so a row group's values lie in the file as
-one array: a reader asks the footer where, and reads exactly the rows it wants. Files that another writer has
-rewritten (several pages, compression) are decoded by pyarrow instead.
+Columns are required, uncompressed, PLAIN and one page per row group, so a row group's values are
+one array in the file: a reader finds it by the footer, and reads exactly the wanted rows. Files
+rewritten by another writer (several pages, compression) are decoded by pyarrow instead.
 
-Failure: what is read is verified by checksums of blocks (`blocks`); a damaged file is an error that names file, row group and column.
+Failure: reads are verified by checksums of blocks (`checksums`); a damaged file is an error that names file, row group and
+column.
 
 Each module imports only those above it:
 

@@ -1,7 +1,7 @@
-"""Checksums of the blocks of a file, so that any read of it is verified, however small.
+"""Checksums of the blocks of a file, which verify any read of it, however small.
 
-They stand between the last row group and the footer, where readers of Parquet do not look: a CRC-32 (little-endian
-uint32) of every 16 KiB from the first byte of the file on, and a trailer of 16 bytes: the number of bytes that they cover
+They are between the last row group and the footer, where readers of Parquet do not look: a CRC-32 (little-endian
+uint32) of every 16 KiB from the start of the file, and a trailer of 16 bytes: the number of covered bytes
 (uint64), the CRC-32 of the CRCs and of that number (uint32), and a mark.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-# Small, because reads are extended to the edges of blocks that are not verified yet; the checksums are 1/4096 of the data.
+# Small, because reads are extended to the edges of unverified blocks; the checksums are 1/4096 of the data.
 BLOCK_BYTES = 16 << 10
 TRAILER_BYTES = 16
 _TRAILER = struct.Struct("<QI4s")
@@ -37,10 +37,10 @@ Crcs = npt.NDArray[np.uint32]
 
 
 def add_blocks(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
-    """Continue the CRC-32 of each block over bytes that lie together.
+    """Continue the CRC-32 of each block over contiguous bytes.
 
     Args:
-        crcs: (blocks,) of the blocks that hold the bytes: 0 for a block that begins, else the CRC so far.
+        crcs: (blocks,) of the blocks of these bytes: 0 for a new block, else the CRC so far.
         data: contiguous.
         at: position of the first byte in its block.
     """
@@ -51,11 +51,11 @@ def add_blocks(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 def _native_or_zlib() -> Callable[[Crcs, npt.NDArray[np.uint8], int], None]:
     try:
         continue_blocks = load().crc32_blocks
-    except EngineUnavailableError:  # a client without the compiled library, which may read files
+    except EngineUnavailableError:  # a client without the compiled library may read files
         return _with_zlib
 
     def with_library(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
-        # Several times as fast as their `ctypes`.
+        # Several times as fast as numpy's `ctypes`.
         place = ctypes.c_uint32.from_address(crcs.__array_interface__["data"][0])
         address = data.__array_interface__["data"][0]
         continue_blocks(address, data.nbytes, BLOCK_BYTES, at, ctypes.byref(place))
@@ -70,7 +70,7 @@ def _with_zlib(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 
 
 class SummingSink(io.RawIOBase):
-    """A file to be written once from start to end; computes the checksums of its bytes.
+    """Sink for a file written once from start to end; computes the checksums of its bytes.
 
     Attributes:
         table_crc: CRC-32 of the checksums, once they are written.
@@ -117,13 +117,13 @@ class SummingSink(io.RawIOBase):
 
 
 def table_bytes(trailer: bytes) -> int | None:
-    """Return the bytes of the table that ends with this trailer; None if it is no trailer."""
+    """Return the bytes of the table that ends with this trailer; None for other bytes."""
     size, _, mark = _TRAILER.unpack(trailer)
     return -(-size // BLOCK_BYTES) * 4 + TRAILER_BYTES if mark == _MARK else None
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """Return the bytes that a table covers, and the CRCs of their blocks; None if it is damaged."""
+    """Return the number of bytes covered by a table, and the CRCs of their blocks; None if it is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     if zlib.crc32(trailer[:8], zlib.crc32(crcs)) != crc:

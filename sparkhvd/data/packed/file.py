@@ -29,26 +29,26 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 
 # ----------------------------------------------------------------------------------------------------
-# The layout of columns in a packed file: its Parquet fields and their sizes.
+# Layout of columns in a packed file: its Parquet fields and their sizes.
 
 METADATA_KEY = b"sparkhvd"
-# In that description: true if blocks have checksums, see `blocks`.
+# Key in the description: true if blocks have checksums, see `checksums`.
 CHECKSUMS_KEY = "block_checksums"
-# A Parquet file begins with it, and ends with its footer, the footer's length (4 bytes) and it again.
+# First bytes of a Parquet file; it ends with the footer, the footer's length (4 bytes) and these again.
 MAGIC = b"PAR1"
-# A page's size is an int32 in Parquet; one row group must stay below it in every column.
+# A page's size is an int32 in Parquet; each column of a row group must stay below it.
 PAGE_BYTES = 1 << 30
-# A BYTE_ARRAY value stands behind its length.
+# Length prefix of a BYTE_ARRAY value.
 PREFIX_BYTES = 4
 
 
 def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """Return the type as files store it, on any machine."""
+    """Return the type as stored in files, on any machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def payload_types(column: Column) -> list[np.dtype[np.generic]]:
-    """Return the types of the BYTE_ARRAY columns of a column whose rows differ: of sparse vectors indices and values."""
+    """Return the types of the BYTE_ARRAY columns of a column with variable rows: of sparse vectors indices and values."""
     if column.is_fixed:
         return []
     values = little_endian(column.dtype)
@@ -61,7 +61,7 @@ def payloads(values: Ragged | SparseRows) -> list[Ragged]:
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """Return the Parquet columns of a column. Required fields: no definition levels stand before the values."""
+    """Return the Parquet columns of a column. Required fields have no definition levels before the values."""
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]
@@ -69,13 +69,13 @@ def parquet_fields(column: Column) -> list[pa.Field]:
     return [ends, *(pa.field(n, pa.binary(), nullable=False) for n in names)]
 
 
-# By path, (blocks,) True where the checksum was right.
+# By path, (blocks,) True for verified blocks.
 Checked = dict[str, Flags]
-# Bytes that are verified right after they were read are still in the CPU's cache.
+# Bytes verified right after reading are still in the CPU's cache.
 _PIECE_BYTES = 512 << 10
-# Most footers and the checksums before them are shorter, so that one request gets them.
+# Most footers and the checksums before them are shorter and need one request.
 _END_BYTES = 64 << 10
-# More than a page header takes up to its sizes.
+# Upper bound of a page header up to its sizes.
 _HEADER_BYTES = 32
 
 
@@ -91,7 +91,7 @@ class _Chunk:
 
 
 class PackedFile:
-    """An open file. Every block is verified once: it is read whole until its checksum was right."""
+    """Open file. Every block is verified once: it is read whole until its checksum is right."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class PackedFile:
         Args:
             store: of the file.
             path: in the store.
-            checked: blocks that are verified; more are added.
+            checked: verified blocks; extended by this file.
             footer_crc: CRC-32 of its end, see `DataFile`; None if unknown.
 
         Raises:
@@ -114,7 +114,7 @@ class PackedFile:
         self.path = path
         self._store = store
         local = store.local_path(path)
-        # True if several threads may read from it at a time.
+        # True if several threads may read it at once.
         self.is_shared = store.shares_files
         self._source = pa.OSFile(local) if local is not None else store.open_input(path)
         self._end = b""
@@ -122,7 +122,7 @@ class PackedFile:
         self._decoding = threading.Lock()
         try:
             end = self._read_end()
-            # First: from a damaged footer pyarrow may take the whole process down.
+            # First: a damaged footer may crash the process in pyarrow.
             if footer_crc is not None and zlib.crc32(end) != footer_crc:
                 raise self.damaged("its end is not what was written")
             self.metadata = pq.read_metadata(pa.BufferReader(MAGIC + end))
@@ -132,7 +132,7 @@ class PackedFile:
                 raise self.damaged(f"its footer cannot be read ({e})") from e
             raise
         self._description = json.loads((self.metadata.metadata or {}).get(METADATA_KEY, b"null"))
-        # Where another program has written the file anew, it has kept the description and not the checksums.
+        # A rewrite by another program keeps the description and loses the checksums.
         self._sums: Crcs | None = None
         if self._description is not None and self._description.get(CHECKSUMS_KEY):
             self._read_sums(len(end), is_own=footer_crc is not None)
@@ -144,18 +144,18 @@ class PackedFile:
         self._page: tuple[tuple[int, int], Array] | None = None
 
     def damaged(self, reason: str) -> StoreError:
-        """Mark the data, so that no fit uses them again; return the error to raise."""
+        """Mark the data as damaged, so that no fit reuses them; return the error to raise."""
         with suppress(Exception):  # this user may only read the store
             self._store.write_bytes(
                 f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", reason.encode()
             )
         return StoreError(
             f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {reason}. Look at the storage; fit "
-            "again, which materializes the data anew."
+            "again, which materializes the data again."
         )
 
     def _read_end(self) -> bytes:
-        """Read the end of the file from its footer on, if it looks like Parquet."""
+        """Read the end of the file starting at its footer, if it looks like Parquet."""
         end = self._last(_END_BYTES)
         if end[-len(MAGIC) :] != MAGIC:
             return end
@@ -163,7 +163,7 @@ class PackedFile:
         return self._last(count)
 
     def _last(self, count: int) -> bytes:
-        """Return the last bytes of the file; bytes that were read before are not read again."""
+        """Return the last bytes of the file, without rereading earlier bytes."""
         size = self._source.size()
         count = min(count, size)
         if count > len(self._end):
@@ -172,7 +172,7 @@ class PackedFile:
         return self._end[len(self._end) - count :]
 
     def _read_sums(self, footer_bytes: int, *, is_own: bool) -> None:
-        """Read the checksums before the footer, which are there for sure if the file is our own."""
+        """Read the checksums before the footer, which must exist if the file is our own."""
         table = None
         size = table_bytes(self._last(footer_bytes + TRAILER_BYTES)[:TRAILER_BYTES])
         if size is not None and size + footer_bytes <= self._source.size():
@@ -211,7 +211,7 @@ class PackedFile:
         self._read_at(flat, chunk.offset + start * row_bytes, (row_group, index))
 
     def read_page(self, out: Array, row_group: int, index: int, offset: int) -> None:
-        """Fill `out` (bytes) with a BYTE_ARRAY column's page from `offset`: lengths and values, as they lie there."""
+        """Fill `out` (bytes) with a BYTE_ARRAY column's page from `offset`: lengths and values, as stored."""
         chunk = self._chunks.get((row_group, index)) or self._locate(row_group, index)
         if chunk.offset is None:
             if self._page is None or self._page[0] != (row_group, index):
@@ -221,7 +221,7 @@ class PackedFile:
         self._read_at(out, chunk.offset + offset, (row_group, index))
 
     def _read_at(self, out: Array, offset: int, where: tuple[int, int]) -> None:
-        """Fill `out` (bytes) from `offset`, a part of a column of a row group; of a remote file, beside other threads."""
+        """Fill `out` (bytes) from `offset`, a part of a column of a row group; concurrent for a remote file."""
         if not len(out):
             return
         end = offset + len(out)
@@ -252,7 +252,7 @@ class PackedFile:
                 add_blocks(actual[number:], kept, within)
             at += len(part)
         expected = self._sums[first:last]
-        if actual.tobytes() != expected.tobytes():  # quicker than numpy on few
+        if actual.tobytes() != expected.tobytes():  # faster than numpy for few bytes
             wrong = int(np.flatnonzero(actual != expected)[0])
             name = self.metadata.schema.column(where[1]).name
             raise self.damaged(
@@ -270,7 +270,7 @@ class PackedFile:
         self._check_length(self._source.readinto(out.data), out.nbytes)
 
     def _request(self, count: int, offset: int) -> Array:
-        """Return bytes from `offset`, read-only; threads may call it at the same time."""
+        """Return bytes from `offset`, read-only; thread-safe."""
         content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
         self._check_length(len(content), count)
         return content
@@ -280,7 +280,7 @@ class PackedFile:
             raise self.damaged(f"it ended early: {got} of {expected} bytes were there")
 
     def _locate(self, row_group: int, index: int, row_bytes: int | None = None) -> _Chunk:
-        """Find a page; its rows have `row_bytes` each, or lengths of their own."""
+        """Find a page; its rows have `row_bytes` each, or variable lengths."""
         group = self.metadata.row_group(row_group)
         column = group.column(index)
         chunk = _Chunk(None)
@@ -297,7 +297,7 @@ class PackedFile:
         return chunk
 
     def _decode_page(self, row_group: int, index: int) -> Array:
-        """Return a page as a packed file has it, with zeros for the lengths before the values."""
+        """Return a page in the packed layout, with zeros for the lengths before the values."""
         column = self._decoded_column(row_group, index)
         rows = len(column)
         offsets = np.frombuffer(column.buffers()[1], np.int32, rows + 1, column.offset * 4)
@@ -331,7 +331,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Return the bytes of a page's values by its header; -1 if it is no plain data page.
+    """Return the bytes of a page's values from its header; -1 if it is no plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.

@@ -29,12 +29,12 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 # ----------------------------------------------------------------------------------------------------
-# Neighbouring rows of any length that one read serves.
+# Neighbouring rows of any length served by one read.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring rows of a row group that one read serves.
+    """Neighbouring rows of a row group served by one read.
 
     Attributes:
         group: the row group.
@@ -49,7 +49,7 @@ class Span:
     wanted: Array | None
 
     def page_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the rows in the page, with the length before each."""
+        """Return the bytes of the rows in the page, including their length prefixes."""
         elements = int(self.ends[-1] - self.ends[0])
         return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
 
@@ -60,11 +60,11 @@ class Span:
         return begins
 
     def stays(self, itemsize: int) -> bool:
-        """Return True if values can stay as they lie in the page."""
+        """Return True if values can stay in place as in the page."""
         return self.wanted is None and itemsize <= PREFIX_BYTES
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of memory that the rows take."""
+        """Return the bytes of memory of the rows."""
         if self.stays(itemsize):
             return self.page_bytes(itemsize)
         counts = np.diff(self.ends)
@@ -72,19 +72,19 @@ class Span:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Reads of a remote file, several at a time.
+# Concurrent reads of a remote file.
 
-# Each column of a row group is a request of its own, which mostly waits.
+# Each column of a row group is a separate request, which mostly waits.
 _THREADS = 12
 # The longest wait for all of them.
 _REQUESTS_S = 3600.0
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls that wait for a remote store, a few at a time; raise the first error when all have ended.
+    """Run concurrent calls that wait for a remote store; raise the first error when all have ended.
 
     Raises:
-        TimeoutError: the store has not answered some of them for an hour.
+        TimeoutError: the store has not answered some calls for an hour.
     """
     waiting = iter(calls)
     lock = threading.Lock()
@@ -98,10 +98,10 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
                 return
             try:
                 call()
-            except BaseException as e:  # noqa: BLE001 - it is raised below
+            except BaseException as e:  # noqa: BLE001 - raised below
                 errors.append(e)
 
-    # Daemons, because a read may never return.
+    # Daemons, because a read may hang forever.
     threads = [
         threading.Thread(target=work, name="sparkhvd-read", daemon=True)
         for _ in range(min(_THREADS, len(calls)) - 1)
@@ -118,12 +118,12 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-# A gap of this size costs about as much to read over as another call to read.
+# Reading over a gap of this size costs about as much as another read.
 _GAP_BYTES = 128 << 10
 
 
 class RowSource:
-    """Reads rows by number from the packed files of a manifest; not for several threads at once."""
+    """Reader of rows by number from the packed files of a manifest; not thread-safe."""
 
     # Any row can be read alone.
     block_edges: Rows | None = None
@@ -159,12 +159,12 @@ class RowSource:
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Values]:
-        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
+        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
-            empty: makes the arrays.
+            empty: allocates the arrays.
         """
         asked = [self._columns[name] for name in names]
         out: dict[str, Values] = {}
@@ -175,7 +175,7 @@ class RowSource:
         return out
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` rows, or of all if there are fewer."""
+        """Return the numbers of the first `count` rows, or of all if fewer."""
         return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
 
     # -- rows of one length --------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class RowSource:
         return parts[0]
 
     def _span(self, column: Column, rows: Rows | None, start: int, stop: int) -> Span:
-        """Locate neighbouring rows, by the column of their ends."""
+        """Locate neighbouring rows by the column of row ends."""
         first = start if rows is None else int(rows[start])
         last = stop - 1 if rows is None else int(rows[stop - 1])
         group = int(np.searchsorted(self._ends, first, side="right"))
@@ -278,8 +278,8 @@ class RowSource:
     ) -> Ragged:
         """Read one BYTE_ARRAY column of the spans' rows.
 
-        Where all rows of a span are wanted they stay as they lie in the page, with their lengths between them, if the
-        values are aligned then; else the wanted ones are moved together.
+        If all rows of a span are wanted and the values are aligned, they stay in place with their lengths between
+        them. Otherwise the wanted values are copied together.
         """
         unit = min(dtype.itemsize, PREFIX_BYTES)
         total = sum(span.num_bytes(dtype.itemsize) for span in spans)
@@ -316,7 +316,7 @@ class RowSource:
         return Ragged(buffer, np.concatenate(starts), np.concatenate(lengths), column.inner)
 
     def _runs(self, rows: Rows | None, gap_rows: int) -> list[tuple[int, int]]:
-        """Index ranges of `rows` that one read serves: inside one row group, without long gaps."""
+        """Return index ranges of `rows` served by one read: inside one row group, without long gaps."""
         if rows is None:
             cuts = self._ends
             total = int(cuts[-1]) if len(cuts) else 0
@@ -346,18 +346,18 @@ class RowSource:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Read a whole file or folder into numpy arrays, for people.
+# Read a whole file or folder into numpy arrays, for interactive use.
 
 
 def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[str, Any]:
     """Read a packed Parquet file, or a data directory with its manifest, into numpy arrays by column name.
 
     Args:
-        path: a path or URL, as `Store.create` takes it, of a `.parquet` file or of a folder `data/<key>/<app>`.
+        path: a path or URL, as for `Store.create`, of a `.parquet` file or of a folder `data/<key>/<app>`.
         **storage_options: as for `Store.create`.
 
     Returns:
-        For every column an array of shape (rows, *shape of a row's value); where rows differ in length, an object array
+        For every column an array of shape (rows, *shape of a row's value). If rows differ in length, an object array
         of arrays, bytes or strings; of sparse vectors an object array of pairs (indices, values).
     """
     text = os.fspath(path)
@@ -390,7 +390,7 @@ def _manifest_of_file(store: Store, name: str) -> Manifest:
 
 
 def _manifest_of_folder(store: Store, name: str) -> Manifest:
-    """Load a manifest, with the paths of its files in the folder as it is named now."""
+    """Load a manifest, with the paths of its files adapted to the folder's current name."""
     stored = Manifest.load(store, name)
     moved = tuple(replace(f, path=f"{name}/{PurePosixPath(f.path).name}") for f in stored.files)
     return replace(stored, files=moved)

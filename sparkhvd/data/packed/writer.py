@@ -36,7 +36,7 @@ ROW_GROUP_BYTES = 64 << 20
 
 
 class PackedWriter:
-    """Writes one packed file; holds at most one row group in memory."""
+    """Writer of one packed file; holds at most one row group in memory."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PackedWriter:
             "write_statistics": False,
             "data_page_size": PAGE_BYTES,
         }
-        # Newer pyarrow ends a page after 20,000 rows unless told otherwise.
+        # Newer pyarrow ends a page after 20,000 rows by default.
         if "max_rows_per_page" in parameters:
             options["max_rows_per_page"] = 2**31 - 1
         self._written: list[pq.FileMetaData] = []
@@ -108,18 +108,18 @@ class PackedWriter:
 
     @property
     def footer_crc(self) -> int:
-        """CRC-32 of the end of the file, from its footer on; once it is closed."""
+        """CRC-32 of the end of the file, starting at its footer; available once closed."""
         footer = io.BytesIO()
         self._written[0].write_metadata_file(footer)
         return zlib.crc32(footer.getbuffer()[len(MAGIC) :])
 
     @property
     def values_crc(self) -> int:
-        """CRC-32 of the checksums of everything before the footer; once it is closed."""
+        """CRC-32 of the checksums of everything before the footer; available once closed."""
         return self._sink.table_crc
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
-        """Return (rows,) the bytes that each row takes besides those of fixed columns."""
+        """Return (rows,) the bytes of each row outside fixed columns."""
         total = np.zeros(rows, np.int64)
         for column, value in zip(self._columns, values, strict=True):
             if isinstance(value, np.ndarray):
@@ -135,7 +135,7 @@ class PackedWriter:
         return total
 
     def _fitting(self, sizes: Array | None) -> int:
-        """Return the number of next rows that the row group still takes; a first row always fits."""
+        """Return the number of next rows that fit into the row group; a first row always fits."""
         room = self._group_bytes - self._pending_bytes - self._pending_rows * self._fixed_bytes
         if sizes is None:
             fitting = max(room, 0) // max(self._fixed_bytes, 1)

@@ -1,6 +1,6 @@
-"""Read Parquet that sparkhvd did not write: any row groups, encodings and compression.
+"""Read Parquet of other writers: any row groups, encodings and compression.
 
-The driver lists files, reads footers and the first rows (`dataset`, `footers`, `manifest`); a rank reads rows by number (`source`).
+The driver lists files and reads footers and the first rows (`dataset`, `manifest`); a rank reads rows by number (`source`).
 
 Each module imports only those above it:
 

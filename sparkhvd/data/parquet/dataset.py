@@ -1,8 +1,8 @@
 """Data sets of ordinary Parquet: their files, folders `column=value` and schema; one footer is read.
 
-Files are listed by `Store`, and `pyarrow.dataset` is not used: it knows neither sizes nor times of change, which later tell
-whether a file was replaced, no folders of floating numbers, and no file systems that a Connect client sees through Spark tasks
-only; and schemas are compared in the types that they have for Spark, so that numbers of any width go together.
+`Store` lists the files. `pyarrow.dataset` is not used: it lacks sizes and times of change, which later reveal
+a replaced file, folders of floating numbers, and file systems that a Connect client sees only through Spark
+tasks. Schemas are compared by their Spark types, so that numbers of any width match.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Names of files and folders: hidden ones, logs of tables, and columns in folders `column=value`.
+# Names of files and folders: hidden files, logs of tables, and columns in folders `column=value`.
 
-# Folders of a table's log: it tells which of the files beside them hold its rows, and which of these are deleted.
+# Folders of a table's log, which decides which files beside it hold its rows, and which of these are deleted.
 _LOGS = {
     "_delta_log": ("a Delta table", "spark.read.format('delta').load"),
     ".hoodie": ("a Hudi table", "spark.read.format('hudi').load"),
     "_spark_metadata": ("what a streaming query of Spark wrote", "spark.read.parquet"),
 }
-# Iceberg's folder has a common name, so its files tell: v3.metadata.json, 00003-<uuid>.gz.metadata.json.
+# Iceberg's folder has a common name, so it is recognized by its files: v3.metadata.json, 00003-<uuid>.gz.metadata.json.
 _ICEBERG = "metadata"
 _ICEBERG_TABLE = ("an Iceberg table", "spark.read.format('iceberg').load")
 _ICEBERG_FILE = re.compile(r"v?\d+\b.*\.metadata\.json(\.gz)?")
@@ -48,7 +48,7 @@ PartitionValue = int | float | str | None
 
 
 def is_hidden(path: str) -> bool:
-    """Return True for paths that Spark passes over; a name with "_" in front is a folder of rows if it is `_column=value`."""
+    """Return True for paths that Spark skips; a name starting with "_" is a folder of rows if it is `_column=value`."""
     return path != "." and any(
         part.startswith(".") or (part.startswith("_") and "=" not in part)
         for part in path.split("/")
@@ -57,7 +57,7 @@ def is_hidden(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of which a file was found.
+    """Table to which a file belongs.
 
     Attributes:
         kind: with its article.
@@ -71,7 +71,7 @@ class Table:
 
 
 def table_of(path: str) -> Table | None:
-    """Return the table to whose log a file belongs, by its path."""
+    """Return the table to whose log a path belongs."""
     *folders, name = path.split("/")
     for at, folder in enumerate(folders):
         if folder in _LOGS:
@@ -84,7 +84,7 @@ def table_of(path: str) -> Table | None:
 
 
 def refuse_tables(url: str, paths: Iterable[str]) -> None:
-    """Refuse tables whose rows are not all rows of their files, and parts of them.
+    """Reject tables whose rows differ from the rows of their files, and parts of such tables.
 
     Args:
         url: of the data, for the message.
@@ -100,10 +100,10 @@ def refuse_tables(url: str, paths: Iterable[str]) -> None:
 
 
 def partition_values(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
-    """Return by path the values of its folders `column=value`: whole numbers, numbers or text, one type per column.
+    """Return the values of folders `column=value` by path: whole numbers, numbers or text, one type per column.
 
     Raises:
-        InvalidArgumentError: files lie in folders of different columns.
+        InvalidArgumentError: folders of files have different columns.
     """
     texts = {}
     for file in files:
@@ -151,9 +151,9 @@ class ParquetDataset:
         store: rooted there.
         files: in the order of their rows.
         partitions: by path, the values of folders `column=value`.
-        arrow_schema: of the first file that has rows.
+        arrow_schema: of the first file with rows.
         schema_path: of that file.
-        metadata: key-value metadata of `_common_metadata`, where there is such a file.
+        metadata: key-value metadata of `_common_metadata`, if that file exists.
     """
 
     url: str
@@ -166,12 +166,12 @@ class ParquetDataset:
 
     @property
     def partition_columns(self) -> tuple[str, ...]:
-        """Columns that the names of folders hold."""
+        """Columns held by the names of folders."""
         return tuple(self.partitions[self.files[0].path])
 
     @cached_property
     def schema(self) -> StructType:
-        """The columns and their Spark types; those of folders last, as in Spark."""
+        """Columns and their Spark types; columns of folders last, as in Spark."""
         from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
         names = self.partition_columns
@@ -193,16 +193,15 @@ def open_dataset(
 ) -> ParquetDataset:
     """Find the files of a data set and read the first one's schema; starts no Spark job.
 
-    Names that begin with "_" or "." are passed over, with all they hold, and so are empty files; every other file must
-    be Parquet.
+    Names that begin with "_" or "." are skipped with their contents, and so are empty files; every other file must be Parquet.
 
     Args:
-        path: a file or a folder, also with folders in it, as a path or URL that `Store` takes; or a `Store` of it.
-        storage_options: handed to the file system.
+        path: a file, or a folder that is searched recursively, as a path or URL for `Store`; or a `Store` of it.
+        storage_options: passed to the file system.
 
     Raises:
-        InvalidArgumentError: there is nothing, or something else: also a table whose log, not its files, tells its rows,
-            or a part of one.
+        InvalidArgumentError: there is nothing, or something else, such as a table whose log decides its rows,
+            or a part of a table.
     """
     store = path if isinstance(path, Store) else store_of(path, storage_options)
     url = store.url
@@ -238,7 +237,7 @@ def open_dataset(
 def store_of(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """Return the place of a data set, without a look at it; a relative path is below this process's folder."""
+    """Return the place of a data set without accessing it; a relative path is below this process's folder."""
     text = os.fspath(path)
     return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
 
@@ -258,7 +257,7 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
             f"{store.full_url(file.path)!r} is no Parquet file: {e}. Move it away, or give it a name that begins with '_' "
             "or '.', which is passed over."
         ) from e
-    except OSError as e:  # also pyarrow's error for a footer that it cannot parse
+    except OSError as e:  # also pyarrow's error for an invalid footer
         raise InvalidArgumentError(
             f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again, or move "
             "it away; if the place cannot be reached or read by this user, fix that."
@@ -266,7 +265,7 @@ def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Sch
 
 
 def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Schema]:
-    """Return path and Arrow schema of the first file with rows, or of the last file if none has any."""
+    """Return path and Arrow schema of the first file with rows, or of the last file without rows."""
     for file in files:
         metadata, schema = read_footer(store, file)
         if metadata.num_rows:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Facts in the footers of a data set: row groups, nulls and sizes; and types that do not go together.
+# Facts in the footers of a data set: row groups, nulls, sizes, and incompatible types.
 
-# Footers are read by so many threads: an object store answers in some ten milliseconds.
+# Threads that read footers: an object store answers in tens of milliseconds.
 _THREADS = 16
 
 
@@ -40,7 +40,7 @@ class Footer:
 
     Attributes:
         row_groups: rows of each.
-        nulls: by column, rows that are null, where the footer tells.
+        nulls: by column, rows that are null, if in the footer.
         num_bytes: by column, bytes before compression.
     """
 
@@ -50,7 +50,7 @@ class Footer:
 
 
 def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Footer]:
-    """Read all footers, by threads, or in one Spark task where this process does not see the files.
+    """Read all footers, by threads, or in one Spark task if this process cannot see the files.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type than the first file.
@@ -70,10 +70,10 @@ def _read_in_task(
 
 def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) -> Footer:
     metadata, schema = read_footer(dataset.store, file)
-    # pyarrow makes a new object at every call, in time that follows the number of columns.
+    # pyarrow creates a new object per call, in time proportional to the number of columns.
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     rows = tuple(group.num_rows for group in groups)
-    if not sum(rows):  # a writer that saw no value may have given a column any type
+    if not sum(rows):  # without values, a writer may have chosen any type
         return Footer(rows, {}, {})
     _check_types(dataset, file, schema, columns)
     leaves_of, first_leaf = {}, 0
@@ -96,7 +96,7 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
 def _check_types(
     dataset: ParquetDataset, file: StoredFile, schema: pa.Schema, columns: Sequence[Column]
 ) -> None:
-    """Refuse a file whose columns mean something else than the first file's; numbers may be wider or narrower."""
+    """Reject a file whose columns differ in meaning from the first file's; numbers may be wider or narrower."""
     if schema.equals(dataset.arrow_schema):
         return
     where = f"fit_on_parquet({dataset.url!r})"
@@ -129,9 +129,9 @@ def _family(kind: DataType) -> str:
     return _FAMILIES.get(name, name) if element is None else f"array of {_family(element)}"
 
 
-# Rows from which the driver learns shapes, and how long rows of variable length are.
+# Rows from which the driver learns shapes, and the length of variable rows.
 _EXAMPLES = 256
-# A fingerprint is part of every checkpoint.
+# Limit, because a fingerprint is part of every checkpoint.
 _LISTED_FILES = 1000
 
 
@@ -143,8 +143,8 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
         schema: the columns, as `check_schema` returned them.
 
     Raises:
-        InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls where
-            `handle_invalid` allows none and leaves no rows out, the first rows cannot be used, or there are no rows.
+        InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls that
+            `handle_invalid` neither allows nor skips, the first rows cannot be used, or there are no rows.
     """
     stored = [c for c in schema.columns if c.name not in dataset.partition_columns]
     footers = read_footers(dataset, stored)
@@ -181,11 +181,11 @@ def _check_nulls(
     files: tuple[DataFile, ...],
     footers: list[Footer],
 ) -> None:
-    """Refuse nulls that footers or folders tell of."""
+    """Reject nulls counted by footers or held by folder names."""
     nulls = {c.name: sum(f.nulls.get(c.name, 0) for f in footers) for c in stored}
     for name in dataset.partition_columns:
         nulls[name] = sum(f.rows for f in files if dict(f.partition)[name] is None)
-    # Where rows are left out, a null may be in one of these: then only the rows tell.
+    # A skipped row may hold the null: then only the rows can tell.
     if any(c.invalid[0] == "skip" for c in schema.columns):
         return
     num_rows = sum(f.rows for f in files)
@@ -200,7 +200,7 @@ def _check_nulls(
 
 
 def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
-    """Add the shapes that the first rows have, and the bytes of rows of variable length."""
+    """Add the shapes of the first rows, and the bytes of variable rows."""
     schema = manifest.schema
     shapes: dict[str, tuple[int, ...]] = {}
     sizes = dict(manifest.variable_bytes)
@@ -236,19 +236,19 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
         if column.is_fixed:
             sizes.pop(column.name, None)
         else:
-            # Values that a dictionary has made small take their full size in memory.
+            # Values compressed by a dictionary use their full size in memory.
             mean = bytes_seen[column.name] * manifest.num_rows // len(rows)
             sizes[column.name] = max(sizes.get(column.name, 0), mean)
     return replace(manifest, schema=shaped, variable_bytes=sizes)
 
 
 def _is_nested(column: Column) -> bool:
-    """Return True if rows of any length have entries that are arrays."""
+    """Return True if variable rows have entries that are arrays."""
     return column.kind == "ragged" and column.source.startswith("array<array")
 
 
 def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
-    """Return the shape of the first row that has entries; None if no row has any. Rows without any fit every shape."""
+    """Return the shape of the first row with entries, or None. Rows without entries fit every shape."""
     for arrays in source.arrays([column.name]):
         array = arrays[column.name]
         if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
@@ -266,7 +266,7 @@ def _refuse(lines: Iterable[str], where: str = "") -> None:
 
 
 def fingerprint(manifest: Manifest) -> dict[str, str]:
-    """Return by path size and time of change, from which a replaced file is told; of very many files one digest."""
+    """Return size and time of change by path, which reveal a replaced file; for very many files one digest."""
     facts = {f.path: f"{f.size} bytes of {f.modified_ns}" for f in manifest.files}
     if len(facts) <= _LISTED_FILES:
         return facts

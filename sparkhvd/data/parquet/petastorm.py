@@ -1,11 +1,11 @@
-"""Decoders for data sets that petastorm wrote, made of its codecs.
+"""Decoders for petastorm's data sets, made from its codecs.
 
 Such a data set is Parquet whose `_common_metadata` holds a Unischema: for each column a numpy type, a shape, and the codec
-that made bytes of arrays and images. petastorm reads the Unischema and decodes values; files are read by sparkhvd, so
-that every row still comes once per epoch, in an order that a resumed run finds again.
+that encoded arrays and images as bytes. petastorm reads the Unischema and decodes values. sparkhvd reads the files, so
+that every row is used once per epoch, in a reproducible order.
 
-petastorm unpickles the Unischema that it finds in the data: only from a data set that you trust. It is imported here and
-nowhere else, and only on request.
+petastorm unpickles the Unischema in the data: use it only with a data set that you trust. It is imported only here,
+and only on request.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class CodecDecoder:
 def codec_decoders(
     metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Decoder]
 ) -> dict[str, Decoder]:
-    """Put petastorm's decoders before the user's, for the columns that it has encoded.
+    """Chain petastorm's decoders before the user's, for the columns that it encoded.
 
     Args:
-        metadata: of `_common_metadata`; without a Unischema the data are plain, and the user's decoders come back.
+        metadata: of `_common_metadata`; without a Unischema the data are plain, and the user's decoders are returned.
         names: columns of the fit.
         decoders: the user's, by column.
 
     Raises:
-        InvalidArgumentError: petastorm is not there, or cannot read the Unischema.
+        InvalidArgumentError: petastorm is not installed, or cannot read the Unischema.
     """
     get_schema = _import_get_schema()
     if UNISCHEMA_KEY not in metadata:
         return dict(decoders)
     try:
         schema = get_schema(SimpleNamespace(common_metadata=SimpleNamespace(metadata=metadata)))
-    except Exception as e:  # whatever a foreign pickle raises
+    except Exception as e:  # any error of a foreign pickle
         raise InvalidArgumentError(
             f"reader='petastorm': petastorm cannot read the Unischema of the data: {type(e).__name__}: {e}. Write it again "
             "with petastorm-generate-metadata.py, or leave reader out and give decoders."
@@ -79,7 +79,7 @@ def _import_get_schema() -> Callable[[Any], Any]:
     try:
         from petastorm.etl.dataset_metadata import get_schema
     except (ImportError, AttributeError) as e:
-        # With a newer pyarrow it is there and cannot be imported.
+        # With a newer pyarrow it is installed but cannot be imported.
         raise InvalidArgumentError(
             f"reader='petastorm' needs petastorm, which this Python cannot import: {type(e).__name__}: {e}. Install it on the "
             "driver and the executors with `pip install 'sparkhvd[petastorm]'`: petastorm 0.13.1 with pyarrow 14, numpy "

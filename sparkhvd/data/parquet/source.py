@@ -1,9 +1,9 @@
 """Rows by number from ordinary Parquet: any row groups, encodings and compression.
 
-A source tells where row groups begin, for a sampler that shuffles whole ones.
+A source provides the edges of row groups, for a sampler that shuffles whole groups.
 
-Threads: one at a time; pyarrow decodes columns in threads of its own.
-Memory: besides what a read returns, some megabytes of decoded rows, and the compressed bytes of a few row groups.
+Threads: one at a time; pyarrow decodes columns in its own threads.
+Memory: besides the result of a read, some megabytes of decoded rows, and the compressed bytes of a few row groups.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from sparkhvd.errors import InvalidArgumentError
 
 # ----------------------------------------------------------------------------------------------------
 # Open Parquet files and passes over their row groups.
-# Such files cannot be read from the middle of a row group: rows before it are decoded too. So a pass keeps the place where the last
-# read ended, and the next read goes on from there unless a row group begins nearer.
+# Decoding cannot start in the middle of a row group: earlier rows are decoded too. So a pass keeps the position at which the last
+# read ended, and the next read continues there unless a row group begins nearer.
 
-# Compressed bytes of row groups that one pass over a file takes together: small ones are not worth a call each.
+# Compressed bytes of row groups per pass over a file: small groups are not worth a call each.
 _SPAN_BYTES = 64 << 20
-# Row groups above this are not fetched as a whole before they are decoded.
+# Larger row groups are not fetched as a whole before decoding.
 _WHOLE_BYTES = 256 << 20
-# Buffer through which larger ones are read; each column has its own.
+# Read buffer for larger row groups; each column has its own.
 _BUFFER_BYTES = 32 << 20
 
 Arrays = dict[str, pa.Array]
 
 
 class OpenFile:
-    """An open file, checked to be the one that the manifest lists.
+    """Open file, verified to be the file in the manifest.
 
     Raises:
-        InvalidArgumentError: it is not there, or has changed since the fit began.
+        InvalidArgumentError: it is missing, or has changed since the fit began.
     """
 
     def __init__(self, store: Store, file: DataFile) -> None:
@@ -59,7 +59,7 @@ class OpenFile:
         except FileNotFoundError as e:
             raise InvalidArgumentError(
                 f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
-                "all hosts reach, and let nobody change the data during a fit."
+                "all hosts reach, and do not change the data during a fit."
             ) from e
         try:
             self.metadata = pq.read_metadata(self._source)
@@ -69,13 +69,13 @@ class OpenFile:
             if row_groups != file.row_groups or self._source.size() != file.size:
                 raise InvalidArgumentError(
                     f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(row_groups):,} rows, "
-                    f"and had {file.size:,} and {file.rows:,}. Let nobody change the data during a fit; run it again."
+                    f"and had {file.size:,} and {file.rows:,}. Do not change the data during a fit; run it again."
                 )
             modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
             if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
                 raise InvalidArgumentError(
                     f"{where!r} was written again since the fit began, or its time of change differs between the driver and "
-                    f"{socket.gethostname()}. Let nobody change the data during a fit; run it again."
+                    f"{socket.gethostname()}. Do not change the data during a fit; run it again."
                 )
         except BaseException:
             self._source.close()
@@ -87,7 +87,7 @@ class OpenFile:
         self._source.close()
 
     def span(self, groups: Sequence[int]) -> list[int]:
-        """Return the first of these row groups, and those after it that are decoded in the same pass."""
+        """Return the first of these row groups, and the following groups to decode in the same pass."""
         total = 0
         for count, number in enumerate(groups):
             total += self.metadata.row_group(number).total_byte_size
@@ -98,7 +98,7 @@ class OpenFile:
     def batches(self, groups: list[int], names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
         """Decode the columns of row groups in pieces of some rows."""
         size = sum(self.metadata.row_group(g).total_byte_size for g in groups)
-        # A remote file is fetched in few large reads, unless that would take too much memory.
+        # A remote file is fetched in few large reads, if memory allows.
         is_fetched = not self._is_local and size <= _WHOLE_BYTES
         file = pq.ParquetFile(
             self._source,
@@ -114,13 +114,13 @@ class OpenFile:
 
 
 class Pass:
-    """Pass over some row groups of a file, front to back; keeps the piece it came to.
+    """Pass over some row groups of a file, front to back; keeps its current piece.
 
     Args:
-        file: that is read.
+        file: to read.
         number: of the file in the manifest.
         names: columns to decode.
-        wanted: row groups that have wanted rows, in order.
+        wanted: row groups with wanted rows, in order.
         begin: the first row of the first of them.
         rows: of a piece.
     """
@@ -147,12 +147,12 @@ class Pass:
         self._arrays: Arrays = {}
 
     def serves(self, number: int, names: tuple[str, ...], row: int, group_begin: int) -> bool:
-        """Return True if a row is in the current piece, or in one after it that is nearer than any row group's begin."""
+        """Return True if a row is in the current piece, or in a later piece nearer than any row group's beginning."""
         is_same = (number, names) == (self._number, self._names)
         return is_same and self._start <= row < self._end and group_begin <= self._stop
 
     def piece(self, row: int) -> tuple[int, Arrays]:
-        """Decode on to the piece with a row; return its first row's number in the file, and its columns."""
+        """Decode up to the piece with a row; return its first row's number in the file, and its columns."""
         while self._stop <= row:
             self._start = self._stop
             try:
@@ -179,13 +179,13 @@ def _repeated(value: PartitionValue, count: int) -> pa.Array:
     return pa.nulls(count, pa.float64()) if value is None else pa.repeat(value, count)
 
 
-# Decoded rows in one piece: large enough to hide the cost per piece, small beside any window.
+# Decoded rows per piece: large enough to hide the cost per piece, small compared with any window.
 _PIECE_BYTES = 8 << 20
 _PIECE_ROWS = 64 << 10
 
 
 class ParquetSource:
-    """Reads rows by number from the ordinary Parquet files of a manifest; not for several threads at once."""
+    """Reader of rows by number from the ordinary Parquet files of a manifest; not thread-safe."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
@@ -201,7 +201,7 @@ class ParquetSource:
 
     @property
     def block_edges(self) -> Rows:
-        """Row numbers where row groups begin, and the number of rows."""
+        """Row numbers at the beginning of row groups, and the number of rows."""
         ends = [e + first for e, first in zip(self._group_ends, self._firsts, strict=False)]
         return np.unique(np.concatenate([np.zeros(1, np.int64), *ends]))
 
@@ -219,16 +219,16 @@ class ParquetSource:
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Any]:
-        """Read the named columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
+        """Read the named columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
-            empty: makes the arrays.
+            empty: allocates the arrays.
 
         Raises:
             InvalidArgumentError: values cannot be used (each column is named with its count in the file), or a file
-                is not what it was when the fit began.
+                has changed since the fit began.
         """
         columns = [self._columns[name] for name in names]
         count = self._manifest.num_rows if rows is None else len(rows)
@@ -256,14 +256,14 @@ class ParquetSource:
         return out
 
     def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
-        """Read the named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
+        """Read the named columns as Arrow arrays in Spark's forms, piece by piece."""
         for _, arrays in self._pieces(names, rows):
             yield arrays
 
     def usable(
         self, columns: Sequence[Column], files: Sequence[int]
     ) -> dict[int, npt.NDArray[Any]]:
-        """Return by number of a file a mask (rows,) of rows that hold neither null nor NaN in these columns."""
+        """Return by file number a mask (rows,) of rows without null and NaN in these columns."""
         usable = {}
         for number in files:
             masks = [
@@ -274,7 +274,7 @@ class ParquetSource:
         return usable
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` rows that `handle_invalid` does not leave out, or of all such rows."""
+        """Return the numbers of the first `count` rows not skipped by `handle_invalid`, or of all if fewer."""
         skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
         if not skipping:
             return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
@@ -368,12 +368,12 @@ class ParquetSource:
     def _piece(
         self, number: int, names: tuple[str, ...], row: int, last: int
     ) -> tuple[int, Arrays]:
-        """Decode the piece with a row, of which others up to `last` will follow; return it behind its first row's number."""
+        """Decode the piece of a row, when rows up to `last` will follow; return its first row's number and the piece."""
         ends = self._group_ends[number]
         group = int(np.searchsorted(ends, row, side="right"))
         begin = int(ends[group - 1]) if group else 0
         running = self._pass
-        # Going on from where the last read ended is right unless a row group could begin nearer.
+        # Continue from the end of the last read unless a row group begins nearer.
         if running is None or not running.serves(number, names, row, begin):
             self._pass = running = None
             running = Pass(
@@ -398,7 +398,7 @@ class ParquetSource:
 
 
 def _taken(array: pa.Array, chosen: Rows) -> pa.Array:
-    """Take rows of an array; those in one piece share its memory."""
+    """Take rows of an array; contiguous rows share its memory."""
     if not len(chosen) or chosen[-1] - chosen[0] + 1 == len(chosen):
         return array.slice(int(chosen[0]) if len(chosen) else 0, len(chosen))
     return array.take(pa.array(chosen))
@@ -414,7 +414,7 @@ def _usable_of(arrays: Arrays, columns: Sequence[Column]) -> npt.NDArray[Any]:
 
 
 def _fits(values: Values, column: Column) -> bool:
-    """Return True if the rows of a piece have the shape that the first rows of the data had."""
+    """Return True if the rows of a piece have the shape of the first rows of the data."""
     if isinstance(values, np.ndarray):
         return values.shape[1:] == column.shape
     if isinstance(values, SparseRows):

@@ -1,7 +1,7 @@
-"""Give a rank its batches.
+"""Provide the batches of a rank.
 
-The rows of a rank at a step are a pure function (`sampler`), so every rank knows those of all others, a fit goes on inside
-an epoch, and no row is lost or seen twice. One thread reads ahead; the training thread waits for it with a deadline.
+A pure function (`sampler`) gives the rows of a rank at a step. So every rank knows the rows of all others, a fit resumes inside
+an epoch, and no row is lost or used twice. One thread prefetches; the training thread waits for it with a deadline.
 
 Each module imports only those above it:
 

@@ -1,4 +1,4 @@
-"""The order in which a reader's rows come, epoch by epoch."""
+"""Order of a reader's rows, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from sparkhvd.data.reading.sampler import SamplingPlan, epoch_plan, permutation
 from sparkhvd.data.reading.subset import count_of, fits_in_memory, group_plan
 from sparkhvd.errors import InvalidArgumentError
 
-# Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
+# Rows are gathered for several steps at once, so that a step costs only a few views in Python.
 CHUNK_BYTES = 1 << 20
-# Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
+# Blocks of a shuffle beyond memory: long enough to read at disk speed.
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Plans the epochs of a reader; equal on all ranks.
+    """Planner of a reader's epochs; equal on all ranks.
 
     Attributes:
-        rows: ascending numbers of the subset's rows in the files, or a count for all from 0 on.
+        rows: ascending numbers of the subset's rows in the files, or a count for all, starting at 0.
         row_bytes: bytes of a row.
         size: number of ranks.
         batch_size: rows per rank and step.
         seed: decides the order, with the epoch.
         shuffle: a new permutation each epoch; False keeps file order.
-        drop_last: leave out the final global batch if it is not full.
+        drop_last: drop the final global batch if it is not full.
         shuffle_bytes: rows up to this many bytes are held in memory; beyond it, the bound on a window.
-        edges: row numbers where the source wants blocks to begin; None if any row can be read alone.
-        groups: positions in the subset where groups begin, see `group_edges`; None if rows come alone.
+        edges: row numbers for block edges preferred by the source; None if any row can be read alone.
+        groups: positions in the subset of group edges, see `group_edges`; None without groups.
     """
 
     rows: Rows | int
@@ -59,7 +59,7 @@ class RowOrder:
 
     @property
     def windows(self) -> list[int]:
-        """What decides the order of an epoch beside the options of a loader: nothing in memory, else rows of a window and of a block."""
+        """Parameters of an epoch's order besides the options of a loader: empty in memory, else rows of a window and of a block."""
         if self.is_resident:
             return []
         lengths = [self._file_window(), self._block_rows] if self.shuffle else []
@@ -84,7 +84,7 @@ class RowOrder:
 
         Args:
             epoch: counts from 0.
-            permute: returns the epoch's permutation; None makes it when it is needed.
+            permute: returns the epoch's permutation; None computes it on demand.
             first_row: see `epoch_plan`.
 
         Raises:
@@ -103,7 +103,7 @@ class RowOrder:
         block_rows = self._block_rows
         if self.groups is not None and first_row:
             raise InvalidArgumentError(
-                "Batches of whole groups depend on the number of ranks and the batch size: go on with those of before."
+                "Batches of whole groups depend on the number of ranks and the batch size: resume with the same numbers."
             )
         if self.groups is not None:
             return group_plan(

@@ -1,8 +1,8 @@
 """Read the batches of one rank from the files of a manifest.
 
-Threads: the caller iterates an epoch; one background thread reads and gathers ahead of it. When it has read all of the
-epoch, another begins with the epoch that follows, so that this one's order and first rows are there in time.
-Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once handed over.
+Threads: the caller iterates an epoch; one background thread reads and gathers ahead of it. When it has read the whole
+epoch, another thread starts the following epoch, so that its order and first rows are ready in time.
+Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once returned.
 Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it; `close` stops both.
 """
 
@@ -43,10 +43,10 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
 # ----------------------------------------------------------------------------------------------------
-# Read ahead in a thread; its consumer waits with a deadline.
+# Prefetch in a thread; its consumer waits with a deadline.
 
-# The longest wait for one chunk, which may be all the rows of a slow store; and, at the end of an epoch, for a thread
-# that is in a read which may never return (a mount whose server has gone).
+# Longest wait for one chunk, which may be all the rows of a slow store, and, at the end of an epoch, for a thread
+# in a read that may hang forever (a mount whose server is gone).
 READ_S = 3600.0
 STOP_S = 60.0
 
@@ -60,14 +60,14 @@ class Prefetch(Generic[Item]):
         self._items = items
         self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=length)
         self._length = length
-        self._has_all = False  # nothing is read any more
+        self._has_all = False  # reading has finished
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
         self._thread.start()
 
     @property
     def is_nearly_empty(self) -> bool:
-        """True if everything has been read, and at most half of the room for it is taken."""
+        """True if reading has finished, and at most half of the queue is used."""
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
     def get(self) -> Item | BaseException:
@@ -91,7 +91,7 @@ class Prefetch(Generic[Item]):
         self._stopping.set()
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:
-            # A thread that waits for room in the queue goes on once there is some.
+            # A thread waiting for space in the queue continues once there is some.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -109,7 +109,7 @@ class Prefetch(Generic[Item]):
                     return
             self._has_all = True
             failure = InternalError("The reader ran out of rows before the epoch's end.")
-        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
+        except BaseException as error:  # noqa: BLE001 - a thread boundary: the consumer raises it
             failure = error
         while not self._stopping.is_set():
             try:
@@ -120,11 +120,11 @@ class Prefetch(Generic[Item]):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Rows of a subset that are held in memory, read once by a rank or by the ranks of a host together.
+# Rows of a subset held in memory, read once by a rank or jointly by the ranks of a host.
 
 
 class Sharing(Protocol):
-    """The ranks of a host that hold rows once.
+    """Ranks of a host that share rows in memory.
 
     Attributes:
         part: (number, count) of this rank's part of the rows.
@@ -135,14 +135,14 @@ class Sharing(Protocol):
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """Put the parts of all ranks together, in order, on all ranks; None if they cannot share memory.
+        """Join the parts of all ranks, in order, on all ranks; None if they cannot share memory.
 
         Raises `error`, or another rank's.
         """
 
 
 class ResidentRows:
-    """Reads the rows when they are first needed and holds them; used by one thread at a time."""
+    """Holder of rows, read on first use; used by one thread at a time."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class ResidentRows:
         Args:
             source: of the files; closed when the rows are in memory.
             names: columns to read.
-            rows: numbers of the rows, or a count for all from 0 on.
+            rows: numbers of the rows, or a count for all, starting at 0.
             division: of the rows into parts.
             sharing: the ranks of this host, which read a part each; None reads all rows.
         """
@@ -171,11 +171,11 @@ class ResidentRows:
 
     @property
     def is_shared(self) -> bool:
-        """True if the ranks of this host read together, which all of them must do then."""
+        """True if the ranks of this host read together, which requires all of them."""
         return self._sharing is not None
 
     def values(self) -> dict[str, Values]:
-        """Return all rows by column, read by the first call. A collective call on the host if it is shared."""
+        """Return all rows by column, read by the first call. A collective call on the host if shared."""
         if self._values is None:
             self._values = self._read_all()
             self._source.close()
@@ -183,11 +183,11 @@ class ResidentRows:
 
     @property
     def is_unread(self) -> bool:
-        """True if the rows have yet to be read."""
+        """True if the rows are not yet read."""
         return self._values is None
 
     def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
-        """Return a function that permutes the rows for an epoch, once, for whichever thread needs them first."""
+        """Return a function that permutes the rows for an epoch, once, for the first thread that calls it."""
         lock, made = threading.Lock(), list[Rows]()
 
         def permute() -> Rows:
@@ -209,7 +209,7 @@ class ResidentRows:
         error: BaseException | None = None
         try:
             part = self._read_part(self._sharing.part)
-        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+        except BaseException as e:  # noqa: BLE001 - raised after the waiting ranks are notified
             error = e
         values = self._sharing.gather(part, error)
         return self._read_part((0, 1)) if values is None else values
@@ -219,12 +219,12 @@ class ResidentRows:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Batches of a rank, and the arrays that they are made of.
+# Batches of a rank, and their arrays.
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one rank at one step.
+    """Rows of one rank at one step.
 
     Attributes:
         columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
@@ -232,7 +232,7 @@ class Batch:
         num_rows: rows of this rank, possibly 0.
         rows_per_rank: rows of every rank at this step, known without communication.
         step: counts from 0 in each epoch.
-        num_broken: rows of this rank that a decoder has left out; `rows_per_rank` counts them.
+        num_broken: rows of this rank skipped by a decoder; `rows_per_rank` counts them.
     """
 
     columns: dict[str, Any]
@@ -250,7 +250,7 @@ def no_rows(column: Column) -> Values:
 
 
 def row_bytes(column: Column) -> int:
-    """Return the bytes of a row of a batch; 0 if only its stored form tells."""
+    """Return the bytes of a row of a batch; 0 if only its stored form has a known size."""
     if column.is_fixed or not column.row_shape:
         return column.row_bytes if column.is_fixed else 0
     if column.kind == "sparse" or -1 in column.row_shape:
@@ -268,29 +268,29 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
 
 
 def packed(values: Values) -> Values:
-    """Return the rows in memory of their own, if they refer to shared values."""
+    """Copy the rows to their own memory if they refer to shared values."""
     return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
 
 
 # ----------------------------------------------------------------------------------------------------
 # Decoding of a reader's rows in threads, a chunk of several batches at a time.
-# Threads: the reading thread begins and takes chunks; threads of the pool decode rows, and share nothing but the chunk's memory.
+# Threads: the reading thread submits and collects chunks; threads of the pool decode rows, and share only the chunk's memory.
 
-# Python's lock is asked for after this time while threads decode. With Python's 5 ms a thread that comes back from a decoder in C
-# finds the lock taken again and again by others, which let go of it for the moment of a read alone: two threads then are one.
+# Switch interval of the GIL while threads decode. With Python's 5 ms a thread that returns from a decoder in C
+# finds the GIL taken again and again by others, which release it only for a read: two threads are then as slow as one.
 _SWITCH_S = 0.0005
-# Values that decoders have left out and that are printed; the others are counted alone.
+# Skipped values that are printed; the others are only counted.
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of several batches, as the user's decoders leave them.
+    """Decoded rows of several batches.
 
     Attributes:
         columns: by name.
-        num_rows: with those that are left out.
-        kept: ascending numbers of the rows that are there; None means all.
+        num_rows: including skipped rows.
+        kept: ascending numbers of the kept rows; None means all.
     """
 
     columns: dict[str, Any]
@@ -298,23 +298,23 @@ class Chunk:
     kept: Rows | None = None
 
     def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Return the columns of some rows, and how many of these are there."""
+        """Return the columns of some rows, and the number of kept rows."""
         if self.kept is not None:
             start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
         return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
 
 
 class Decoding:
-    """The user's functions on the columns of a reader, with their threads.
+    """User functions on the columns of a reader, with their threads.
 
     Attributes:
-        num_ahead: chunks to begin before the first is taken, or threads would wait for the reading one after each.
+        num_ahead: chunks to submit before the first is collected, to keep the threads busy.
     """
 
     def __init__(
         self, functions: RowFunctions, columns: Sequence[Column], num_workers: int
     ) -> None:
-        """Start the threads, where several are asked for and there is something to decode.
+        """Start the threads, if several are requested and there is something to decode.
 
         Args:
             functions: the user's.
@@ -330,12 +330,12 @@ class Decoding:
         self._shown: set[str] = set()
 
     def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
-        """Begin to decode rows; return what waits for them.
+        """Start decoding rows; return a function that waits for them.
 
         Args:
-            taken: columns as they are stored; they must stay until the end.
+            taken: columns as they are stored; they must stay valid until the end.
             num_rows: their number.
-            packs: give the chunk memory of its own.
+            packs: copy the chunk to its own memory.
         """
         has_functions = self._functions.decoders or self._functions.collate
         begin = self._functions.begin if has_functions else _as_they_are
@@ -352,7 +352,7 @@ class Decoding:
         return finish
 
     def _show(self, broken: Sequence[str]) -> None:
-        """Print the first values that decoders have left out."""
+        """Print the first skipped values."""
         room = max(0, _SHOWN - len(self._shown))
         for text in [each for each in broken if each not in self._shown][:room]:
             self._shown.add(text)
@@ -374,17 +374,17 @@ def _as_they_are(
 
 
 class Reader:
-    """Yields the batches of one rank, epoch by epoch; a context manager.
+    """Reader of the batches of one rank, epoch by epoch; a context manager.
 
-    Every rank yields the same number of steps, and every row of the subset appears exactly once per epoch over
+    Every rank yields the same number of steps, and every row of the subset is used exactly once per epoch over
     all ranks. Equal arguments give equal batches on every machine.
 
     Attributes:
         columns: those to read, with shape and dtype after their decoders.
         num_rows: rows of the subset, over all ranks.
-        is_divisible: whether the rest of an epoch can be divided anew: rows in memory, without groups.
+        is_divisible: whether the rest of an epoch can be divided again: rows in memory, without groups.
         num_steps: steps of an epoch.
-        description: in which order rows come, for the report; `windows` has the numbers (`RowOrder.windows`).
+        description: order of the rows, for the report; `windows` has the numbers (`RowOrder.windows`).
     """
 
     def __init__(
@@ -422,25 +422,24 @@ class Reader:
             seed: decides the split and, with the epoch, the order.
             shuffle: a new permutation each epoch; False keeps file order.
             subset: "all", "train" or "validation".
-            validation: the validation fraction; None if the manifest has a validation column (or there is none).
-            drop_last: leave out the final global batch if it is not full.
+            validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
+            drop_last: drop the final global batch if it is not full.
             columns: names to read; None means features, labels and sample weight.
-            shuffle_bytes: data up to this many bytes are held in memory, and a global batch is what one process with
-                batch size * batch_size would see. Beyond it each rank reads its own part, about 1/size of the data:
-                a contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this
-                size.
-            prefetch_bytes: bound on the batches that the background thread prepares ahead; at the end of an epoch that
-                another follows, half as much again.
+            shuffle_bytes: data up to this many bytes are held in memory, and a global batch equals that of one process with batch
+                size * batch_size. Beyond it each rank reads its own part, about 1/size of the data: a contiguous shard, or
+                (shuffled) blocks in random order with rows permuted inside windows of this size.
+            prefetch_bytes: bound on the batches prepared ahead by the background thread; half as much more at the end of an
+                epoch if another follows.
             functions: the user's decoders and collate functions.
             num_workers: threads that run decoders; 1 is the background thread itself.
-            pin_memory: put batches into page-locked memory, from which a GPU copies beside its work. Needs CUDA. Columns
-                that a decoder or collate function makes are where it makes them.
-            usable: ascending numbers of the rows that count; None means all.
+            pin_memory: put batches into page-locked memory, for copies that overlap with the GPU's work. Needs CUDA. Columns
+                made by a decoder or collate function stay where it makes them.
+            usable: ascending numbers of the usable rows; None means all.
             flags: the validation flags of the usable rows; None reads the manifest's validation column, if needed.
             groups: the number of the group of each row of the manifest; None reads the manifest's column of groups, if it has
                 one.
             sharing: the ranks of this host, which read rows that fit in memory together and hold them once. All ranks
-                must begin their first epoch then, or `prepare` it.
+                must then begin their first epoch, or `prepare` it.
 
         Raises:
             InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or there are no validation
@@ -494,13 +493,13 @@ class Reader:
         # Memory of windows; batches are copies.
         self._buffers = Buffers()
         self._running: Prefetch[Chunk] | None = None
-        # The epoch and step that are prepared, and their thread.
+        # Prepared epoch and step, and their thread.
         self._prepared: tuple[int, int, Prefetch[Chunk]] | None = None
         self.num_steps = self._order.held_plan(0).num_steps
         self.description, self.windows = self._order.describe(), self._order.windows
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
-        """Begin to read an epoch before it is asked for; not of data beyond memory, whose first windows may be large and useless."""
+        """Start reading an epoch in advance; not for data beyond memory, whose first windows may be large and useless."""
         if self._resident is not None and self._running is None and self._prepared is None:
             self._prepare(epoch, start_step)
 
@@ -516,13 +515,13 @@ class Reader:
 
         Args:
             epoch: counts from 0.
-            start_step: the first step to yield. Rows of earlier steps are not read, unless the data fit in memory, where
-                all rows are read once.
-            following: the next epoch, prepared towards the end of this one; None if there is none.
-            first_row: rows over all ranks that come before step 0; of data that fit in memory.
+            start_step: the first step to yield. Rows of earlier steps are not read, unless the data fit in memory and
+                are read once as a whole.
+            following: the next epoch, prepared towards the end of this one, or None.
+            first_row: rows over all ranks before step 0; for data that fit in memory.
 
         Raises:
-            StoreError: a file could not be read; the message says which rank and step.
+            StoreError: a file could not be read; the message names rank and step.
         """
         permute = _permutation(self._order, self._resident, epoch)
         plan = self._order.held_plan(epoch, permute, first_row)
@@ -553,11 +552,11 @@ class Reader:
                 self._running = None
 
     def plan(self, epoch: int, first_row: int = 0) -> SamplingPlan:
-        """Return the rows of the manifest that each rank has at each step of an epoch, or of its rest."""
+        """Return the manifest rows of each rank at each step of an epoch, or of its rest."""
         return self._order.plan(epoch, first_row)
 
     def close(self) -> None:
-        """Stop the background threads and release files and memory; a thread stuck in a read is left behind after a minute."""
+        """Stop the background threads and release files and memory; a thread stuck in a read is abandoned after a minute."""
         if self._stop(STOP_S):
             self._decoding.close()
             self._source.close()
@@ -586,26 +585,26 @@ class Reader:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         first = plan.rows_before(self._rank, start_step)
         if self._resident is not None:
-            # With the ranks that share them, also where this rank has no rows of this epoch.
+            # Together with the ranks that share them, even without rows of this rank in this epoch.
             self._resident.values()
-        # While decoders work on one chunk the next one is handed to them, or they would wait for this thread after each.
+        # The next chunk is submitted while decoders work on one, to keep them busy.
         begun: deque[Callable[[], Chunk]] = deque()
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
             for start, stop in plan.cuts(self._rank, first, len(order), steps * self._batch_size):
                 taken = _taken(values, order[start:stop], self._empty)
-                # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
+                # A window is released when the next is loaded, so queued items must not refer to it.
                 begun.append(self._decoding.begin(taken, stop - start, packs=not self._resident))
                 if len(begun) > self._decoding.num_ahead:
                     yield begun.popleft()()
             while begun:
                 yield begun.popleft()()
             first += len(order)
-            # The next window is loaded when this one has gone, into its memory.
+            # The next window is loaded into this one's memory after its release.
             del values, order, window
 
     def _load(self, window: Window) -> tuple[dict[str, Values], Rows]:
-        """Return arrays that hold the window's rows, and the order in which to take them."""
+        """Return arrays with the window's rows, and the order in which to take them."""
         if self._resident is not None:
             return self._resident.values(), window.row_numbers()
         assert window.rows is not None
@@ -615,7 +614,7 @@ class Reader:
 
     def _queue_length(self) -> int:
         chunk = max(self._chunk_bytes, self._batch_row_bytes * self._batch_size, 1)
-        in_hand = 2 + self._decoding.num_ahead  # being made, and used
+        in_hand = 2 + self._decoding.num_ahead  # being made, and in use
         return max(1, self._prefetch_bytes // chunk - in_hand)
 
     # -- the caller's side ---------------------------------------------------------------------------
@@ -666,7 +665,7 @@ class Reader:
         self._prepared = epoch, start_step, Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
-        """Stop the background threads; return True if none is left."""
+        """Stop the background threads; return True if all have ended."""
         if self._running is not None and self._running.stop(limit_s):
             self._running = None
         if self._prepared is not None and self._prepared[2].stop(limit_s):
@@ -706,7 +705,7 @@ def _check(
 
 
 def _explained(error: BaseException, store: Store, manifest: Manifest, where: str) -> BaseException:
-    """Return an error of the reading thread as one that says where it was."""
+    """Add rank and step to an error of the reading thread."""
     if isinstance(error, SparkhvdError):
         return error
     if isinstance(error, OSError):

@@ -1,7 +1,7 @@
 """Plan the rows of each rank and step: pure functions of (rows, size, rank, batch size, seed, epoch).
 
-Global batch `s` is the rows of all ranks at step `s`. Every global batch but the last holds size * batch_size
-rows; the last is levelled over the ranks, and takes one row more where that row would be a step of its own. Three
+Global batch `s` is the rows of all ranks at step `s`. Every global batch except the last holds size * batch_size
+rows. The last is levelled over the ranks, with one row more if that row would otherwise be a separate step. Three
 orders:
 
 - file order in memory (`shuffle=False`): global batch `s` is rows `[s * G, (s + 1) * G)` with
@@ -9,11 +9,11 @@ orders:
 - uniform: the same slices of one permutation of all rows.
 
 In these two, N ranks with batch b see at every step what one process with batch N * b sees. Data beyond memory
-(`window_rows` given) are read by each rank only in its own contiguous part, about 1/N of them, so which rows
-meet in a global batch depends on the number of ranks:
+(`window_rows` given) are read by each rank only in its own contiguous part, about 1/N of them, so the rows of
+a global batch depend on the number of ranks:
 
 - file order beyond memory: rank `r` reads the `r`-th contiguous shard of the rows from front to back;
-- blocks: blocks of neighbouring rows come in random order, rank `r` takes the `r`-th contiguous part of that
+- blocks: blocks of neighbouring rows are in random order, rank `r` reads the `r`-th contiguous part of that
   sequence, and rows are permuted inside windows of `window_rows`.
 """
 
@@ -38,7 +38,7 @@ def random_stream(*key: int) -> np.random.Generator:
 
 
 def validation_count(num_rows: int, fraction: float) -> int:
-    """Return how many rows a validation fraction above 0 takes; both sides get at least one."""
+    """Return the number of rows of a validation fraction above 0; both sides get at least one."""
     return min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
 
 
@@ -64,7 +64,7 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
 def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
     """Return the rows per rank of a final global batch of `num_rows` <= size * batch_size + 1.
 
-    No rank gets exactly one row if that can be avoided (BatchNorm cannot train on one): fewer ranks then share
+    If possible, no rank gets exactly one row (BatchNorm cannot train on one row): fewer ranks then share
     the rows, with at most one row more than `batch_size` on one of them. A batch size of 1 always means one row.
     """
     ranks = size if batch_size == 1 or num_rows >= 2 * size else max(1, num_rows // 2)
@@ -73,7 +73,7 @@ def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
 
 
 def cuts(length: int, unit: int, last: int) -> list[tuple[int, int]]:
-    """Cut `length` rows into ranges of `unit`, leaving the last step's `last` rows together."""
+    """Cut `length` rows into ranges of `unit`, keeping the last step's `last` rows together."""
     inner = [c for c in range(unit, length, unit) if length - c >= last]
     edges = [0, *inner, length]
     return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
@@ -84,7 +84,7 @@ class Window:
     """Consecutive rows of a rank's order.
 
     Attributes:
-        rows: ascending row numbers, as they are read; None means all rows, whose numbers are in `order`.
+        rows: ascending row numbers, as read; None means all rows, whose numbers are in `order`.
         order: permutation of `rows`; None keeps them ascending.
     """
 
@@ -99,14 +99,14 @@ class Window:
         return len(numbers)
 
     def row_numbers(self) -> Rows:
-        """Return the row numbers in the order in which batches take them."""
+        """Return the row numbers in the order of the batches."""
         if self.rows is None:
             assert self.order is not None
             return self.order
         return self.rows if self.order is None else self.rows[self.order]
 
     def without_first(self, count: int) -> Window:
-        """Return the window without the first `count` rows of its order, which need not be read then."""
+        """Return the window without the first `count` rows of its order, which are then not read."""
         if self.rows is None:
             assert self.order is not None
             return Window(None, self.order[count:])
@@ -118,15 +118,15 @@ class Window:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The rows of every rank and step of an epoch. Every rank computes the same plan.
+    """Rows of every rank and step of an epoch. Every rank computes the same plan.
 
     Attributes:
         size: number of ranks.
         batch_size: rows per rank and step.
         num_rows: rows that the epoch uses.
         num_full_steps: steps in which every rank has `batch_size` rows.
-        last_counts: rows per rank of the step after those; empty if there is none.
-        first_row: rows of the order, over all ranks, that come before step 0: an epoch that goes on behind them.
+        last_counts: rows per rank of the following partial step, or empty.
+        first_row: rows of the order, over all ranks, before step 0, for a resumed epoch.
     """
 
     size: int
@@ -148,16 +148,16 @@ class SamplingPlan:
         return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
 
     def check_step(self, step: int) -> None:
-        """Refuse a step that the epoch does not have."""
+        """Reject a step that the epoch does not have."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
                 f"Step {step} does not exist: the epoch has {self.num_steps} steps."
             )
 
     def windows(self, rank: int, start_step: int = 0) -> Iterator[Window]:
-        """Yield the rank's rows in order, in pieces of whole batches (but for the end) that fit the memory bound.
+        """Yield the rank's rows in order, in pieces of whole batches (except at the end) within the memory bound.
 
-        With `start_step`, only the rows from that step on: earlier rows are neither planned nor read.
+        With `start_step`, only the rows from that step: earlier rows are neither planned nor read.
         """
         for window in self._order.windows(self, rank, self.rows_before(rank, start_step)):
             if window.num_rows:
@@ -165,19 +165,19 @@ class SamplingPlan:
             del window
 
     def rows_before(self, rank: int, step: int) -> int:
-        """Return the number of rows that a rank has in the steps before `step`."""
+        """Return the number of a rank's rows in the steps before `step`."""
         last = self.last_counts[rank] if step > self.num_full_steps else 0
         return min(step, self.num_full_steps) * self.batch_size + last
 
     def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
-        """Cut `length` rows of a rank, behind its first `start`, into ranges of about `unit` rows, whole batches."""
+        """Cut `length` rows of a rank, after its first `start`, into ranges of about `unit` rows, whole batches."""
         del start
         return cuts(length, unit, self.last_counts[rank] if self.last_counts else 0)
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An order of rows."""
+    """Order of rows."""
 
     rows: Rows | int
 
@@ -187,12 +187,12 @@ class SampleOrder:
 
 
 def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
-    """Return the numbers of the rows at these positions of a selection."""
+    """Return the row numbers at these positions of a selection."""
     return positions if isinstance(rows, int) else rows[positions]
 
 
 def _sliced(plan: SamplingPlan, rank: int) -> Rows:
-    """Return the positions in the global sequence that a rank takes: its slice of every global batch."""
+    """Return the positions of a rank in the global sequence: its slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
     starts += plan.first_row
@@ -205,7 +205,7 @@ def _sliced(plan: SamplingPlan, rank: int) -> Rows:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """Return the order of an epoch's rows that are all in memory, over all ranks."""
+    """Return the order of an epoch's rows held in memory, over all ranks."""
     return random_stream(seed, _ORDER, epoch).permutation(num_rows)
 
 
@@ -220,7 +220,7 @@ class _Uniform(SampleOrder):
 
 @dataclass(frozen=True)
 class _Interleaved(SampleOrder):
-    """File order in memory: every rank takes its slice of every global batch."""
+    """File order in memory: every rank has its slice of every global batch."""
 
     def windows(self, plan: SamplingPlan, rank: int, start: int) -> Iterator[Window]:
         yield Window(numbers_at(self.rows, _sliced(plan, rank)[start:]), None)
@@ -299,7 +299,7 @@ def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
 
 
 def expanded(firsts: Rows, lengths: Rows) -> Rows:
-    """Return the numbers of runs one after the other, each of so many numbers from its first on."""
+    """Return the numbers of consecutive runs, given their first numbers and lengths."""
     offsets = np.cumsum(lengths) - lengths
     numbers = np.repeat(firsts - offsets, lengths)
     numbers += np.arange(len(numbers), dtype=np.int64)
@@ -330,13 +330,13 @@ def epoch_plan(
         seed: with `epoch`, decides the order.
         epoch: counts from 0.
         shuffle: permute; False keeps file order.
-        drop_last: leave out the final global batch if it is not full.
+        drop_last: drop the final global batch if it is not full.
         window_rows: memory bound in rows per rank, for data beyond it; None means that they fit in memory.
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
-        block_edges: where blocks begin, from 0 on and with the number of rows at the end, instead of blocks of
-            `block_rows`: for files that are read best in pieces of their own.
+        block_edges: edges of blocks, from 0 to the number of rows, instead of blocks of
+            `block_rows`: for files best read in their own pieces.
         permute: returns `permutation(number of rows, seed, epoch)`; None computes it.
-        first_row: rows of the order, over all ranks, that are left out in front; of data in memory.
+        first_row: rows of the order, over all ranks, to skip at the start; for data in memory.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
@@ -350,7 +350,7 @@ def epoch_plan(
         )
     full_steps, rest = divmod(num_rows - first_row, size * batch_size)
     if rest == 1 and full_steps and size * batch_size > 1 and not drop_last:
-        # BatchNorm cannot train on one row: the step before takes it too.
+        # BatchNorm cannot train on one row, so the previous step takes it too.
         full_steps, rest = full_steps - 1, size * batch_size + 1
     last = level(rest, size, batch_size) if rest and not drop_last else ()
     order: SampleOrder

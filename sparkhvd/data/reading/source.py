@@ -1,4 +1,4 @@
-"""Read rows of a dataset by row number, whichever format its files have."""
+"""Read rows of a dataset by row number, for any format of its files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparkhvd.data.store.store import Store
 
 
 class Source(Protocol):
-    """Reads rows by number, verified where there are checksums; not for several threads at once.
+    """Reader of rows by number, verified if there are checksums; not thread-safe.
 
     Attributes:
-        block_edges: row numbers where pieces begin that are best read as one, and the number of rows at the end; None
+        block_edges: row numbers at the beginning of pieces best read as a whole, ending with the number of rows; None
             if any row can be read alone.
     """
 
@@ -27,7 +27,7 @@ class Source(Protocol):
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Values]:
-        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
+        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` if rows differ in length.
 
         Args:
             names: columns to read.
@@ -36,7 +36,7 @@ class Source(Protocol):
         """
 
     def examples(self, count: int) -> Rows:
-        """Return the numbers of the first `count` usable rows, or of all if there are fewer."""
+        """Return the numbers of the first `count` usable rows, or of all if fewer."""
 
     def close(self) -> None:
         """Close every file."""

@@ -26,17 +26,17 @@ from sparkhvd.errors import InvalidArgumentError
 
 # ----------------------------------------------------------------------------------------------------
 # Plan epochs of whole groups: rows with an equal value of a column stay together, on one rank.
-# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group that is nearest to equal numbers of rows,
-# and each rank's part into batches in the same way: so every epoch and every rank has equally many steps, and a batch has about
-# `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces, which are
-# neighbours in the order of its rank.
+# Groups are permuted, not rows. The sequence is cut between ranks at the end of the group nearest to equal numbers of rows, and
+# each rank's part is cut into batches in the same way. So every epoch and every rank has equally many steps, and a batch has
+# about `batch_size` rows, up to half a group more or less at either end. A group above `batch_size` is cut into equal pieces,
+# which are neighbours in the order of its rank.
 
 # Purposes of random streams, beside those of `sampler`.
 _SPLIT, _ORDER = 11, 12
 
 
 def group_edges(numbers: Rows, rows: Rows | int) -> Rows:
-    """Return the positions in a selection of rows where groups begin, and its length at the end.
+    """Return the positions of group edges in a selection of rows, ending with its length.
 
     Args:
         numbers: of the group of each row; equal neighbours are one group.
@@ -82,12 +82,12 @@ class GroupPlan(SamplingPlan):
         return tuple((edges[:, step + 1] - edges[:, step]).tolist())
 
     def rows_before(self, rank: int, step: int) -> int:
-        """Return the number of rows that a rank has in the steps before `step`."""
+        """Return the number of a rank's rows in the steps before `step`."""
         edges = self._order.batch_edges[rank]
         return int(edges[step] - edges[0])
 
     def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
-        """Cut `length` rows of a rank, behind its first `start`, into ranges of whole batches of at least `unit` rows."""
+        """Cut `length` rows of a rank, after its first `start`, into ranges of whole batches of at least `unit` rows."""
         edges = self._order.batch_edges[rank] - self._order.batch_edges[rank, 0] - start
         found = [0]
         for edge in edges[(edges > 0) & (edges < length)].tolist():
@@ -101,11 +101,11 @@ class _Groups(SampleOrder):
     """Order of groups.
 
     Attributes:
-        edges: positions where groups begin, from 0 on, with the number of rows at the end.
+        edges: positions of group edges, from 0 to the number of rows.
         size: number of ranks.
         batch_size: rows per rank and step, about.
         num_steps: of the epoch.
-        seed, epoch, shuffle: as `epoch_plan` gets them.
+        seed, epoch, shuffle: as passed to `epoch_plan`.
         window_rows: memory bound in rows per rank; None means that they fit in memory.
         block_rows: neighbouring rows that are read together.
     """
@@ -122,7 +122,7 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _sequence(self) -> Rows:
-        """Numbers of the groups in the order of the epoch."""
+        """Group numbers in the order of the epoch."""
         count = len(self.edges) - 1
         if not self.shuffle:
             return np.arange(count, dtype=np.int64)
@@ -148,12 +148,12 @@ class _Groups(SampleOrder):
 
     @functools.cached_property
     def _ends(self) -> Rows:
-        """Positions in the order behind each group."""
+        """Positions in the order after each group."""
         return np.cumsum(self._lengths)
 
     @functools.cached_property
     def batch_edges(self) -> Rows:
-        """Positions in the order where each rank's batches begin, and where the last one ends: an array (rank, batch)."""
+        """Positions in the order of each rank's batch edges: an array (rank, batch)."""
         total = int(self.edges[-1])
         ends = np.append(0, self._ends)
         ranks = _nearest_groups(ends, np.linspace(0, total, self.size + 1))
@@ -186,7 +186,7 @@ class _Groups(SampleOrder):
             first = stop
 
     def _positions(self, first: int, stop: int) -> Rows:
-        """Return the rows at the places [first, stop) of the order."""
+        """Return the rows at the positions [first, stop) of the order."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._ends, stop, side="left")) + 1
         begins, lengths = self._begins[low:high].copy(), self._lengths[low:high].copy()
@@ -198,7 +198,7 @@ class _Groups(SampleOrder):
 
 
 def _nearest_groups(edges: Rows, wanted: npt.NDArray[np.float64]) -> Rows:
-    """Return for each place the nearest of the ascending edges."""
+    """Return for each position the nearest of the ascending edges."""
     above = np.clip(np.searchsorted(edges, wanted), 0, len(edges) - 1)
     below = np.maximum(above - 1, 0)
     return np.where(wanted - edges[below] <= edges[above] - wanted, edges[below], edges[above])
@@ -216,12 +216,12 @@ def group_plan(
     window_rows: int | None,
     block_rows: int,
 ) -> GroupPlan:
-    """Plan one epoch of groups; arguments as those of `epoch_plan`, and the groups' edges from `group_edges`."""
+    """Plan one epoch of groups; arguments as of `epoch_plan`, and the groups' edges from `group_edges`."""
     total = int(edges[-1])
     per_rank = -(-total // size)
     longest = int(np.diff(edges).max(initial=0))
     if longest > batch_size and size > 1:
-        per_rank += longest  # a rank may have so many rows more, and its batches shall not be larger for that
+        per_rank += longest  # a rank may have this many rows more, without larger batches
     num_steps = -(-per_rank // batch_size)
     order = _Groups(
         rows,
@@ -242,13 +242,13 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """Return the columns that training reads of every row: features, labels, sample weight and group."""
+    """Return the columns read for training: features, labels, sample weight and group."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
 
 
 def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Return True if a column tells the rows of the subset."""
+    """Return True if a column marks the rows of the subset."""
     return subset != "all" and manifest.schema.validation is not None
 
 
@@ -257,7 +257,7 @@ class RowDivision:
     """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
 
     Attributes:
-        edges: row numbers where the source's pieces begin, at which parts are cut; None cuts anywhere.
+        edges: row numbers of the source's piece edges, at which parts are cut; None cuts anywhere.
     """
 
     edges: Rows | None = None
@@ -270,7 +270,7 @@ class RowDivision:
         return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
 
     def _cut(self, rows: Rows | int, number: int, count: int) -> int:
-        """Return the position in a selection where a part begins."""
+        """Return the position in a selection at which a part begins."""
         cut = count_of(rows) * number // count
         if self.edges is None:
             return cut
@@ -291,7 +291,7 @@ def read_flags(
     Args:
         source: of the manifest's files.
         manifest: with a validation column.
-        usable: ascending numbers of the rows that count; None means all.
+        usable: ascending numbers of the usable rows; None means all.
         part: (number, count) of the part.
     """
     column = manifest.schema.validation
@@ -303,7 +303,7 @@ def read_flags(
 
 
 def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Rows:
-    """Read the number of the group of every row, or of a part of the rows."""
+    """Read the group number of every row, or of a part of the rows."""
     column = manifest.schema.group
     assert column is not None
     division = RowDivision(source.block_edges)
@@ -328,17 +328,17 @@ def select_rows(
     flags: Flags | None = None,
     groups: Rows | None = None,
 ) -> Rows | int:
-    """Return the ascending numbers of the rows of a subset, or a count for all from 0 on.
+    """Return the ascending numbers of the rows of a subset, or a count for all, starting at 0.
 
     Args:
-        source: of the manifest's files; read only if a column tells the validation rows and `flags` is None.
+        source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
         manifest: of the data.
         subset: "all", "train" or "validation".
-        validation: the validation fraction; None if the manifest has a validation column (or there is none).
+        validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
         seed: decides the split.
-        usable: ascending numbers of the rows that count; None means all.
-        flags: the validation flags of the usable rows, if they have been read.
-        groups: the number of the group of each row; a fraction takes whole groups then.
+        usable: ascending numbers of the usable rows; None means all.
+        flags: the validation flags of the usable rows, if already read.
+        groups: the group number of each row; a fraction then selects whole groups.
 
     Raises:
         InvalidArgumentError: the data have no validation rows.
@@ -383,6 +383,6 @@ def read_rows(
     part: tuple[int, int],
     division: RowDivision,
 ) -> dict[str, Values]:
-    """Read columns of a part of the rows, as `Source.read` gives them."""
+    """Read columns of a part of the rows, as by `Source.read`."""
     numbers = division.part(rows, *part)
     return source.read(names, None if isinstance(numbers, int) else numbers)

@@ -16,14 +16,14 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Schemes that pyarrow.fs opens itself; all others go through fsspec.
+# Schemes opened by pyarrow.fs; all others use fsspec.
 PYARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
-# Object stores of pyarrow and fsspec: a file is there when its upload has ended, and a rename is a copy.
+# Object stores of pyarrow and fsspec: a file exists after its upload, and a rename is a copy.
 _OBJECT_STORES = frozenset(
     {"s3", "gs", "abfs", "abfss", "az", "adl", "oss", "obs", "oci", "cos", "tos", "hf", "lakefs"}
 )
-# Parameters of a query that everybody may read; all others are hidden.
+# Public parameters of a query; all others are hidden.
 _OPEN_QUERY = frozenset(
     {
         "allow_bucket_creation",
@@ -43,19 +43,19 @@ _OPEN_QUERY = frozenset(
     }
 )
 SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sas|cred|sign|auth|connection_string", re.I)
-# Folders of Databricks: neither appending nor seeking in a file that is being written.
+# Folders of Databricks: no appending, and no seeking in a file while it is written.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 
 
 @dataclass(frozen=True)
 class Address:
-    """A store's place.
+    """Place of a store.
 
     Attributes:
-        scheme: "file", or what pyarrow or fsspec knows.
+        scheme: "file", or a scheme of pyarrow or fsspec.
         url: without secrets and without a trailing slash: for messages, manifests and saved models.
-        root: the path in the file system; None where fsspec tells it.
-        full: the URL with everything; for the file system alone.
+        root: the path in the file system; None if fsspec decides it.
+        full: the URL with its secrets, only for the file system.
     """
 
     scheme: str
@@ -68,7 +68,7 @@ def parse(path_or_url: str) -> Address:
     """Parse a path or URL; opens nothing.
 
     Raises:
-        InvalidArgumentError: it names no place for a store.
+        InvalidArgumentError: it cannot be a store's place.
     """
     scheme, colon, rest = path_or_url.partition(":")
     if path_or_url.startswith("/") or not colon or "/" in scheme:
@@ -90,7 +90,7 @@ def parse(path_or_url: str) -> Address:
         return _local(unquote(parts.path), path_or_url)
     if scheme == "dbfs":
         path = "/" + rest.lstrip("/")
-        # Databricks shows its file system as a folder; Volumes are folders of their own.
+        # Databricks shows its file system as a folder; Volumes are separate folders.
         return _local(path if path.startswith("/Volumes/") else f"/dbfs{path}", path_or_url)
     if not rest.startswith("//"):
         raise InvalidArgumentError(
@@ -108,7 +108,7 @@ def parse(path_or_url: str) -> Address:
 
 
 def split(path_or_url: str) -> tuple[str, str]:
-    """Split a path or URL into a folder, as `parse` takes it, and a name, as the file system takes it.
+    """Split a path or URL into a folder, in the form for `parse`, and a name, in the form for the file system.
 
     A relative path is relative to this process's working directory.
     """
@@ -118,7 +118,7 @@ def split(path_or_url: str) -> tuple[str, str]:
     url, mark, query = path_or_url.partition("?")
     folder, _, name = url.rstrip("/").rpartition("/")
     scheme = _ALIASES.get(url.partition(":")[0].lower(), url.partition(":")[0].lower())
-    # As `parse` does with the rest of the path.
+    # As `parse` treats the rest of the path.
     is_quoted = scheme == "file" or scheme in PYARROW_SCHEMES
     return f"{folder}{mark}{query}", unquote(name) if is_quoted else name
 
@@ -151,10 +151,10 @@ def _local(path: str, path_or_url: str) -> Address:
 
 
 def check_databricks(root: str, path_or_url: str) -> None:
-    """Refuse to make `/dbfs` or a Volume where there is none: it would be a folder of this machine alone.
+    """Reject a `/dbfs` or Volume path without such a mount: it would be a folder of this machine alone.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: the mount does not exist.
     """
     if root.startswith("/dbfs/") and not os.path.isdir("/dbfs"):
         raise InvalidArgumentError(
@@ -188,9 +188,9 @@ def without_secrets(url: str) -> str:
 
 
 def _is_quoted(url: str) -> bool:
-    """Return False if a password seems to hold a "/", "?", "#" or "[" that is not quoted.
+    """Return False if a password seems to hold an unquoted "/", "?", "#" or "[".
 
-    Such a password ends the part of the URL for user and host, and its "@" comes later; or no port is where one would be.
+    Such a password ends the URL's part for user and host, so that its "@" is in a later part, or the port is invalid.
     """
     try:
         parts = urlsplit(url)
@@ -202,7 +202,7 @@ def _is_quoted(url: str) -> bool:
 
 
 def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
-    """Return the passwords and keys of the URL and of the storage options: no message may hold them."""
+    """Return the passwords and keys of the URL and of the storage options, which no message may hold."""
     if not _is_quoted(full):
         return frozenset({full})
     parts = urlsplit(full)
@@ -232,15 +232,14 @@ def _secret_options(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def has_atomic_writes(scheme: str) -> bool:
-    """Return True if a file appears whole when it is closed, also over an older one, as on object stores."""
+    """Return True if a file appears complete when it is closed, also replacing an older one, as on object stores."""
     return scheme in _OBJECT_STORES
 
 
 def is_sequential(root: str) -> bool:
     """Return True if files of this local folder may only be written in one sequential pass.
 
-    True of Databricks' Volumes and DBFS, and taken to be true of every other FUSE mount: most of them stand before an
-    object store.
+    True for Databricks' Volumes and DBFS, and assumed for every other FUSE mount: most of them front an object store.
     """
     if root.startswith(_SEQUENTIAL_ROOTS):
         return True
@@ -248,7 +247,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """Return the kernel's name for the file system that holds a path; "" if it is unknown."""
+    """Return the kernel's name of the file system that holds a path; "" if unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -266,8 +265,8 @@ def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pa
     """Open the file system of an address; return it and the store's root in it.
 
     Raises:
-        OSError: it cannot be reached, or a library that it needs is missing.
-        ImportError: the Python package that it needs is missing.
+        OSError: it is unreachable, or a required library is missing.
+        ImportError: a required Python package is missing.
     """
     scheme = address.scheme
     if scheme == "file":
@@ -311,7 +310,7 @@ def url_options(scheme: str, full: str) -> dict[str, object]:
 
 
 def _bucket(full: str) -> str:
-    """Return the URI without its path: one file system serves the bucket, and pyarrow takes no blanks."""
+    """Return the URI without its path: one file system serves the bucket, and pyarrow rejects blanks."""
     return urlsplit(full)._replace(path="/").geturl()
 
 
@@ -337,7 +336,7 @@ def _open_hdfs(full: str, options: Mapping[str, object]) -> pafs.FileSystem:
     except OSError as e:
         if "libhdfs" not in str(e) and "libjvm" not in str(e):
             raise
-        # pyarrow lists a hundred places where it has looked.
+        # pyarrow lists a hundred searched places.
         first = str(e).partition("\n")[0]
         raise OSError(
             f"{first}. HDFS is reached through Hadoop's own library: set HADOOP_HOME to an unpacked Hadoop (with "

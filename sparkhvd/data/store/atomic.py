@@ -1,10 +1,10 @@
-"""Write files of a store whole or not at all.
+"""Write files of a store atomically.
 
     local folders, HDFS, most of fsspec    written under a temporary name, then renamed
     FUSE mounts, Databricks' Volumes       written on this host's disk, copied in one pass under a temporary name, renamed
-    object stores                          written on this host's disk, uploaded when its writer has ended well
+    object stores                          written on this host's disk, uploaded when its writer has succeeded
 
-Where a mount cannot rename, the copy takes the file's own name.
+On a mount without rename, the copy is written under the file's own name.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 COPY_BYTES = 16 << 20
-# Times that folders are made again which another process removed while they were empty.
+# Retries to create a folder that another process removed while it was empty.
 _TRIES = 100
 # Errors of a FUSE mount that does not implement rename.
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
 class AtomicFile(io.RawIOBase):
-    """A file to be written once from start to end; keeps the store's own error, which callers may wrap.
+    """File written once from start to end; keeps the store's own error, which callers may wrap.
 
     Attributes:
-        error: the first error of the file; None so far.
-        is_whole: True once the writer has ended well: errors from then on are the store's.
-        staged_in: folder on this host's disk where the file is collected; "" if it is written in the store.
+        error: the first error of the file, or None.
+        is_whole: True once the writer has succeeded: later errors are the store's.
+        staged_in: staging folder on this host's disk; "" if it is written in the store.
     """
 
     def __init__(self, file: IO[bytes] | pa.NativeFile, staged_in: str = "") -> None:
@@ -73,7 +73,7 @@ class AtomicFile(io.RawIOBase):
                 self._file.flush()
 
     def finish(self) -> None:
-        """Close the file; an error of the store is raised here at the latest."""
+        """Close the file; raises errors of the store not raised before."""
         with self._kept():
             self._file.close()
 
@@ -89,7 +89,7 @@ class AtomicFile(io.RawIOBase):
 @contextlib.contextmanager
 def local_output(target: str, temporary: str) -> Iterator[AtomicFile]:
     """Write a file of a local folder as `temporary`, then rename it to `target`."""
-    # No fsync: a store outlives processes, and a lost machine loses the run anyway.
+    # No fsync: a store survives killed processes, and a lost machine loses the run anyway.
     sink = AtomicFile(open(temporary, "wb"))  # noqa: SIM115
     try:
         yield sink
@@ -105,19 +105,19 @@ def local_output(target: str, temporary: str) -> Iterator[AtomicFile]:
 
 
 def upload(source: IO[bytes], filesystem: pafs.FileSystem, target: str) -> None:
-    """Copy a file of this host to an object, also over an older one."""
+    """Copy a file of this host to an object, replacing an older one."""
     with filesystem.open_output_stream(target) as sink:
         try:
             shutil.copyfileobj(source, sink, COPY_BYTES)
         except KeyboardInterrupt:
-            # Closing completes the upload, and nothing aborts it: so the rest must be in it.
+            # Closing completes the upload and cannot be aborted, so the rest must be in it.
             source.seek(sink.tell())
             shutil.copyfileobj(source, sink, COPY_BYTES)
             raise
 
 
 def copy_in(source: IO[bytes], target: str, temporary: str) -> None:
-    """Copy a file of this host to a mount that takes one sequential pass."""
+    """Copy a file of this host to a mount limited to one sequential pass."""
     try:
         with open(temporary, "wb", buffering=0) as file:
             _copy(source, file)
@@ -169,9 +169,9 @@ def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> I
 
 
 def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename, also over an older file, which some file systems refuse by an error or in silence.
+    """Rename, replacing an older file, which some file systems refuse by an error or silently.
 
-    The older file is then moved aside, and deleted or moved back: errors do not tell a refusal from a lost connection.
+    The older file is then moved aside, and deleted or moved back: errors do not distinguish a refusal from a lost connection.
     """
     try:
         filesystem.move(source, target)
@@ -187,7 +187,7 @@ def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
     except BaseException as e:
         try:
             filesystem.move(older, target)
-        except Exception:  # noqa: BLE001 - drivers of fsspec raise what they like
+        except Exception:  # noqa: BLE001 - fsspec drivers raise any exception
             raise OSError(f"{e}; the file that was there before is now {older}") from e
         raise
     with contextlib.suppress(Exception):
@@ -216,30 +216,28 @@ def make_local_folder(folder: str, root: str) -> None:
                 path.mkdir(exist_ok=True)
             return
         except (FileNotFoundError, FileExistsError):
-            # Another process removed one that was still empty; or the root is gone, or a file is in the way.
+            # Another process removed an empty one, the root is gone, or a file is in the way.
             if not tries_left or not os.path.isdir(root):
                 raise
 
 
 def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Remove an empty folder if the file system has a call that refuses a folder with content."""
+    """Remove an empty folder if the file system has a call that refuses a nonempty folder."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
-        with contextlib.suppress(
-            Exception
-        ):  # each driver has its own error for a folder with content
+        with contextlib.suppress(Exception):  # each driver has its own error for a nonempty folder
             handler.fs.rmdir(folder)
 
 
 def make_root(root: str) -> str:
-    """Make a folder for this user alone, with its parents; return the topmost that was made, or "".
+    """Make a folder for this user alone, with its parents; return the topmost new folder, or "".
 
-    A folder that exists keeps its permissions.
+    An existing folder keeps its permissions.
     """
     missing = ""
     here = root
     while here != "/" and not os.path.lexists(here):
         missing, here = here, posixpath.dirname(here)
-    # Parents get the usual permissions, as `mkdir -p -m` gives them.
+    # Parents get the usual permissions, as with `mkdir -p -m`.
     Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
     return missing

@@ -1,8 +1,7 @@
-"""Find out whether this process reaches a store, and choose how it does.
+"""Check whether this process reaches a store, and choose its access.
 
-Executors and ranks see the store; a process that drives a Spark Connect session may not, for example a notebook whose
-Spark is elsewhere. A task writes a token, and the client looks for it: a folder of the same name on the client's own
-disk holds none.
+Executors and ranks see the store. A process that drives a Spark Connect session may not, for example a notebook with a remote
+Spark. A task writes a token, and the client looks for it: a folder of the same name on the client's own disk does not have it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Store:
-    """Return the store as the process of this session reaches it: itself, or through tasks of a Connect session.
+    """Return the store as the process of this session reaches it: directly, or through tasks of a Connect session.
 
-    A Connect session is asked once per store: an executor writes a token into it.
+    A Connect session is checked once per store: an executor writes a token into it.
 
     Args:
         spark: the session.
@@ -35,8 +34,8 @@ def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Stor
         make: let the executor make the folder. It also does if `Store.create` ran before there was a session.
 
     Raises:
-        InvalidArgumentError: the folder cannot be made, or not be written.
-        StoreError: it is not there, or cannot be written.
+        InvalidArgumentError: the folder cannot be made or written.
+        StoreError: it does not exist, or cannot be written.
     """
     direct = store.direct
     if not is_connect(spark):
@@ -54,12 +53,12 @@ def open_through(spark: SparkSession, store: Store) -> Store:
 
 
 def make_private(spark: SparkSession, folder: str) -> None:
-    """Make a folder where executors see it that no other user can look into."""
+    """Make a folder on the executors' file system, private to this user."""
     RemoteStore(Store(folder), spark).ask(remote_calls.make_private)
 
 
 class _Reach:
-    """Stores that this process was found to see or not, by session and store."""
+    """Results of checks whether this process sees a store, by session and store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -76,7 +75,7 @@ def _is_seen(spark: SparkSession, store: Store, make: bool) -> bool:
     remote.ask(remote_calls.prove, token, content, make)
     try:
         seen = store.read_bytes(token)
-    except Exception:  # noqa: BLE001 - whatever a client without credentials or network meets
+    except Exception:  # noqa: BLE001 - any error of a client without credentials or network
         seen = b""
     if seen == content:
         store.delete(token)

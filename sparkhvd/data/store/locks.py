@@ -1,4 +1,4 @@
-"""Leases of data directories: a small file in each that its owner renews while it lives."""
+"""Leases of data directories, locks of runs, and small files with checksums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from sparkhvd.errors import InvalidArgumentError
 
 LEASE_NAME = "_lease.json"
-# An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
+# A fit renews its lease every hour, so an owner silent for a day is gone.
 LEASE_S = 24 * 3600.0
 
 
 class _Store(Protocol):
-    """What leases and locks need of a store; paths are relative to its folder."""
+    """Operations of a store for leases and locks; paths are relative to its folder."""
 
     @property
     def url(self) -> str: ...
@@ -39,12 +39,12 @@ class _Store(Protocol):
 
 @dataclass(frozen=True)
 class Lease:
-    """The owner of a data directory, which nobody else may delete before the lease expires.
+    """Owner of a data directory, which no other process may delete before the lease expires.
 
     Attributes:
         app_id: the application that materialized the data.
         renewed: time of the last renewal, in s since 1970.
-        keep: True if the data stay when the application has ended.
+        keep: True if the data are kept after the application has ended.
     """
 
     app_id: str
@@ -57,7 +57,7 @@ class Lease:
 
     @classmethod
     def parse(cls, content: bytes) -> Lease | None:
-        """Parse a lease file, ignoring fields of other versions; return None if it is none."""
+        """Parse a lease file, ignoring fields of other versions; None if invalid."""
         try:
             fields = json.loads(content)
             return cls(str(fields["app_id"]), float(fields["renewed"]), bool(fields.get("keep")))
@@ -66,7 +66,7 @@ class Lease:
 
 
 def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """Return the lease of a data directory, or None if it has none (yet)."""
+    """Return the lease of a data directory, or None."""
     try:
         return Lease.parse(store.read_bytes(f"{data_dir}/{LEASE_NAME}"))
     except (FileNotFoundError, NotADirectoryError):
@@ -93,18 +93,18 @@ def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Processes that own files: written down, and checked later for being alive.
+# Identity of the processes that own files, across pid reuse and reboots.
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process of a machine.
+    """Process of a machine.
 
     Attributes:
         host: name of its host.
         pid: its number there.
         machine: boot of the machine and its namespace of pids: two containers of one host differ; "" if unknown.
-        started: its start in clock ticks since that boot, which tells it from a later process of the same number.
+        started: its start in clock ticks since that boot, which distinguishes it from a later process with the same pid.
     """
 
     host: str
@@ -153,9 +153,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process; "" if it is not seen, "ended" for a zombie."""
+    """Return the start of a process; "" if invisible, "ended" for a zombie."""
     try:
-        # The name before the last ")" may hold anything.
+        # The name before the last ")" may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -163,24 +163,24 @@ def _started(pid: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Small files of a store with a checksum, which tells a damaged file from another version of it.
+# Small files of a store with a checksum, which distinguishes a damaged file from another version.
 
 _SEAL = "sha256"
 
 
 def dump_sealed(values: Mapping[str, object]) -> bytes:
     """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
-    # Through JSON once, so that the checksum is of what a reader gets (tuples are lists then).
+    # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
     plain = json.loads(json.dumps(dict(values)))
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
 
 def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
-    """Return the entries that `dump_sealed` wrote; None if the file is damaged.
+    """Return the entries written by `dump_sealed`; None if the file is damaged.
 
     Args:
         data: the file.
-        required: treat a file without a checksum, as older versions wrote it, as damaged.
+        required: treat a file without a checksum, from an older version, as damaged.
     """
     try:
         values = json.loads(data)
@@ -199,29 +199,27 @@ def _digest(values: Mapping[str, object]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The lock of a run's folder: one fit at a time writes into it.
+# Lock of a run's folder: one fit at a time writes into it.
 #     runs/<run_id>/holder.json    the process, and a time that it renews every `RENEW_S`
-#
-# The system tells if a holder on this machine is alive. A holder on another machine, or in another container, counts as
-# dead when its file has not changed for `EXPIRES_S`, by the clock of the watching process: clocks of hosts are never
+# The system reports whether a lock owner on this machine is alive. An owner on another machine, or in another container, is
+# considered dead when its file has not changed for `EXPIRES_S`, by the clock of the watching process: clocks of hosts are never
 # compared, and a resume after a crash waits no longer.
-#
-# Threads: one per held run renews the file. Ownership: the file is its holder's; a fit that takes over writes it anew, and
-# the former holder sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to
-# delete the file. A client that does not see the store could renew it only through tasks, whose slots its ranks hold, so
-# it checks for other holders and holds nothing.
+# Threads: one per lock renews the file. Ownership: the file belongs to the lock owner; a fit that takes over rewrites it, and
+# the former owner sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to
+# delete the file. A client without access to the store could renew the lock only through tasks, whose slots its ranks hold, so
+# it checks for other owners and takes no lock.
 
 HOLDER_NAME = "holder.json"
 RENEW_S = 10.0
 EXPIRES_S = 40.0
 _POLL_S = 1.0
-# The longest wait for a store when a fit has ended.
+# Longest wait for a store when a fit has ended.
 _LAST_S = 10.0
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The fit that holds a run.
+    """Fit that owns the lock of a run.
 
     Attributes:
         process: the driver of the fit.
@@ -236,7 +234,7 @@ class LockOwner:
     renewed: float
 
     def is_alive(self) -> bool | None:
-        """Return True if the fit is alive; None if only the age of its file can tell."""
+        """Return True if the fit is alive; None if only the age of its file can decide."""
         if self.process == ProcessIdentity.current():
             return self.token in _held
         return self.process.is_alive()
@@ -246,15 +244,15 @@ class LockOwner:
         return f"{self.process}, since {since}"
 
 
-# Tokens of the runs that this process holds.
+# Tokens of the runs locked by this process.
 _held: set[str] = set()
 
 
 class RunLock:
-    """A run that this process holds; a context manager that releases it."""
+    """Lock of a run, owned by this process; a context manager that releases it."""
 
     def __init__(self, store: _Store, run_id: str) -> None:
-        """Hold the run; `acquire` has checked that no other fit does."""
+        """Lock the run; `acquire` has checked that no other fit does."""
         self._store = store
         self._run_id = run_id
         self._path = _path(run_id)
@@ -269,7 +267,7 @@ class RunLock:
             self._thread.start()
 
     def check(self) -> None:
-        """Check that no other fit has taken the run over.
+        """Check that no other fit has taken over the run.
 
         Raises:
             InvalidArgumentError: another fit has; the message names it.
@@ -283,7 +281,7 @@ class RunLock:
         """Release the run."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_LAST_S)  # a store that hangs must not hold a fit that has ended
+            self._thread.join(_LAST_S)  # a hanging store must not hold a finished fit
             _held.discard(self._token)
 
     def __enter__(self) -> RunLock:
@@ -300,7 +298,7 @@ class RunLock:
         is_over = False
         while not is_over:
             is_over = self._ended.wait(RENEW_S)
-            with suppress(OSError):  # a store that fails for a moment
+            with suppress(OSError):  # a temporary error of the store
                 if not self._is_own():
                     return
                 if not is_over:
@@ -316,15 +314,15 @@ class RunLock:
 
 
 def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
-    """Hold a run, if no other fit does.
+    """Lock a run if no other fit does.
 
     Args:
-        store: where the run is.
+        store: of the run.
         run_id: its name.
-        verbose: 0 prints no line while waiting to see whether another holder is alive.
+        verbose: 0 prints no line while checking whether another owner is alive.
 
     Raises:
-        InvalidArgumentError: another fit holds it and is alive; the message names its host, its process and its start.
+        InvalidArgumentError: a live fit owns the lock; the message names its host, process and start.
     """
     holder = lock_owner(store, run_id)
     if holder is not None:
@@ -336,7 +334,7 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
 
 
 def lock_owner(store: _Store, run_id: str) -> LockOwner | None:
-    """Return the holder of a run, alive or not; None if there is none, or its file is damaged."""
+    """Return the lock owner of a run, alive or not; None without a lock, or if its file is damaged."""
     try:
         values = load_sealed(store.read_bytes(_path(run_id)))
     except (FileNotFoundError, NotADirectoryError):
@@ -358,7 +356,7 @@ def _path(run_id: str) -> str:
 
 
 def _changes(store: _Store, run_id: str, holder: LockOwner, verbose: int) -> bool:
-    """Watch a holder on another machine; return True if it renews its file."""
+    """Watch a lock owner on another machine; return True if it renews its file."""
     if verbose:
         sys.stdout.write(
             f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"

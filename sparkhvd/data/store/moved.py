@@ -1,4 +1,4 @@
-"""A store whose runs are in a folder of their own, elsewhere in its file system."""
+"""Store with a separate folder for its runs, elsewhere in its file system."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _MovedFilesystem(StoreFilesystem):
     def _runs_root(self) -> str:
         if self.runs.root is not None:
             return self.runs.root
-        # In the words of fsspec, as `root` is: what the two URLs have in common stands before.
+        # In the form of fsspec, as is `root`, after the common beginning of the two URLs.
         below = urlsplit(self.address.full).path.rstrip("/")
         return self.root.removesuffix(below) + urlsplit(self.runs.full).path.rstrip("/")
 
@@ -56,7 +56,7 @@ class _MovedFilesystem(StoreFilesystem):
     def relative(self, full: str) -> str:
         """Return the path in the store of a path in the file system."""
         root, ours = self._runs_root, super().full("")
-        # The folder of the runs may have the store's in it.
+        # The folder of the runs may contain the store's.
         is_ours = _is_in(ours, root) and _is_in(full, ours)
         if _is_in(full, root) and not is_ours:
             return posixpath.normpath(posixpath.join(_RUNS, posixpath.relpath(full, root)))
@@ -64,7 +64,7 @@ class _MovedFilesystem(StoreFilesystem):
 
 
 class StoreWithRuns(Store):
-    """A store, whose runs may be elsewhere in its file system."""
+    """Store whose runs may be elsewhere in its file system."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class StoreWithRuns(Store):
             self._move_runs(runs)
 
     def described(self) -> dict[str, Any]:
-        """Return what a saved estimator or model says of the store besides its URL, as JSON holds it."""
+        """Return the saved description of the store besides its URL, as JSON data."""
         place = self._place
         return {"runs": place.runs.url if isinstance(place, _MovedFilesystem) else None}
 
     @classmethod
     def from_description(cls, store: str, runs: str | None = None, **_: Any) -> Store:
-        """Return the store at a URL, as described; entries of other classes have no effect."""
+        """Return the store at a URL, as described; entries of other classes are ignored."""
         return Store(store) if runs is None else StoreWithRuns(store, runs=runs)
 
     def _move_runs(self, runs: str) -> None:
-        """Take another folder for the runs.
+        """Use another folder for the runs.
 
         Raises:
             InvalidArgumentError: it is in another file system.

@@ -1,7 +1,7 @@
-"""A store that the process of a Spark Connect session cannot reach; each access runs as a Spark task.
+"""Store out of reach of a Spark Connect client; each access runs as a Spark task.
 
-A `RemoteStore` pickles as the store that executors use. Files come in rows of 4 MiB and jobs of 64 MiB, so
-neither the server's heap nor a message bounds their size; large files go as artifacts of the session.
+A `RemoteStore` pickles as the store that executors use. Files are sent in rows of 4 MiB and jobs of 64 MiB, so
+neither the server's heap nor a message bounds their size; large files are uploaded as artifacts of the session.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Calls on a store that a Spark task makes, and the rows in which a task answers.
-# Each call yields its answer first, then pieces of content. An answer is JSON in a row of its own, content comes in the
-# rows behind it, and an error is a row, too.
+# Calls on a store by a Spark task, and the rows of its answer.
+# Each call yields its answer first, then pieces of content. An answer is JSON in a separate row, content is in the
+# following rows, and an error is a row, too.
 
 # One row: Spark Connect fills messages up to about this size.
 PIECE_BYTES = 4 << 20
 SCHEMA = "part int, data binary"
 _SCHEMA = pa.schema([("part", pa.int32()), ("data", pa.binary())])
-# The row with this part number holds the answer; parts 0, 1, ... are content.
+# Part number of the row with the answer; parts 0, 1, ... are content.
 _ANSWER = -1
-# The row with this part number holds the error of a call that failed.
+# Part number of the row with the error of a failed call.
 _FAILED = -2
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -90,7 +90,7 @@ def collect(store: Store, folder: str, done: list[str]) -> Answer:
 
 
 def write_artifact(store: Store, path: str, name: str) -> Answer:
-    """Write a file that the client has added to its session."""
+    """Write a file from an artifact of the client's session."""
     from pyspark import SparkFiles
 
     with open(SparkFiles.get(name), "rb") as source, store.open_output(path) as sink:
@@ -99,7 +99,7 @@ def write_artifact(store: Store, path: str, name: str) -> Answer:
 
 
 def make_private(store: Store) -> Answer:
-    """Make the store's folder so that no other user can look into it."""
+    """Make the store's folder private to this user."""
     folder = store.local_path("")
     assert folder is not None
     os.makedirs(os.path.dirname(folder), exist_ok=True)
@@ -109,7 +109,7 @@ def make_private(store: Store) -> Answer:
 
 
 def prove(store: Store, token: str, content: bytes, make: bool) -> Answer:
-    """Make the folder if `make` is True, and write a token into it if there is one."""
+    """Make the folder if `make` is True, and write the token, if any, into it."""
     if make:
         store.prove_writable()
     if token:
@@ -123,8 +123,8 @@ def prove(store: Store, token: str, content: bytes, make: bool) -> Answer:
 def answer(
     store: Store, call: Call, arguments: tuple[object, ...], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Make a call in a task; an error becomes a row."""
-    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+    """Run a call in a task; an error becomes a row."""
+    for _ in batches:  # a task with unread input costs Spark the Python worker
         pass
     part = _ANSWER
     try:
@@ -132,7 +132,7 @@ def answer(
             data = json.dumps({"value": value}).encode() if part == _ANSWER else bytes(value)
             yield _row(part, data)
             part += 1
-    except Exception as e:  # noqa: BLE001 - it is raised again by the client
+    except Exception as e:  # noqa: BLE001 - raised again by the client
         known = next((k.__name__ for k in type(e).__mro__ if k.__name__ in _ERRORS), "StoreError")
         text = (
             str(e) if isinstance(e, SparkhvdError) else f"{type(e).__name__}: {e} (on an executor)"
@@ -153,7 +153,7 @@ def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
         hide: masks secrets in the text of an error.
 
     Raises:
-        Exception: the call raised it: `StoreError`, or one of the other classes that travel by name.
+        Exception: raised by the call: `StoreError`, or one of the other classes sent by name.
     """
     parts = {row["part"]: bytes(row["data"]) for row in rows}
     if _FAILED in parts:
@@ -165,12 +165,12 @@ def parse(rows: Iterable[Row], hide: Callable[[str], str]) -> tuple[Any, bytes]:
 
 # One job: the server holds its rows until the client has them.
 JOB_BYTES = 64 << 20
-# Larger content goes as an artifact; a plan of more than 128 MiB is refused.
+# Larger content is sent as an artifact; a plan of more than 128 MiB is refused.
 CLOSURE_BYTES = 16 << 20
 
 
 class RemoteStore(Store):
-    """A store that this process reaches through tasks of its Spark Connect session."""
+    """Store that this process reaches through tasks of its Spark Connect session."""
 
     def __init__(self, direct: Store, spark: SparkSession, limit_s: float | None = None) -> None:
         """Prepare access; no task runs yet.
@@ -178,8 +178,8 @@ class RemoteStore(Store):
         Args:
             direct: the store as executors use it.
             spark: the Connect session.
-            limit_s: longest wait for one access in seconds; None means the session's `start_timeout`. Time in which a job
-                that this process has launched holds the slots does not count.
+            limit_s: longest wait for one access in seconds; None means the session's `start_timeout`. Time during which a job
+                of this process holds the slots does not count.
         """
         super().__init__(direct._place.address.full, direct._place.options)
         self._direct = direct
@@ -202,7 +202,7 @@ class RemoteStore(Store):
 
     @property
     def direct(self) -> Store:
-        """The store as executors use it."""
+        """Store as executors use it."""
         return self._direct
 
     @property
@@ -239,7 +239,7 @@ class RemoteStore(Store):
         return found
 
     def open_input(self, path: str) -> pa.NativeFile:
-        """Open a file for random access; a job brings 4 MiB around the bytes that are read."""
+        """Open a file for random access; a job fetches 4 MiB around the requested bytes."""
         size, first = self.ask(read, path, 0, PIECE_BYTES)
         file = _RemoteFile(
             lambda start, length: self.ask(read, path, start, length)[1],
@@ -291,7 +291,7 @@ class RemoteStore(Store):
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         self.ask(invoke, "delete", path)
 
     def delete_if_empty(self, path: str) -> None:
@@ -303,7 +303,7 @@ class RemoteStore(Store):
         self.ask(invoke, "delete_unfinished", path)
 
     def prove_writable(self) -> None:
-        """Make the folder where executors see it, and write and delete a file in it."""
+        """Make the folder on the executors' file system, and write and delete a file in it."""
         self.ask(prove, "", b"", True)
 
     def _send(self, path: str, file: IO[bytes]) -> None:
@@ -315,17 +315,17 @@ class RemoteStore(Store):
         with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as folder:
             with open(f"{folder}/{name}", "wb") as copy:
                 shutil.copyfileobj(file, copy, COPY_BYTES)
-            # Artifacts are known by their names, and stay until the session ends.
+            # Artifacts have unique names, and live until the session ends.
             self._spark.addArtifacts(f"{folder}/{name}", file=True)
         self.ask(write_artifact, path, name)
 
     def ask(self, call: Call, *arguments: object) -> tuple[Any, bytes]:
-        """Make a call on the store in a task; return its answer and its content.
+        """Run a call on the store in a task; return its answer and its content.
 
         Args:
-            call: a function of a module, called with the store and the arguments; it yields the answer, which JSON can
-                hold, then pieces of content as bytes.
-            *arguments: of the call; they travel in the task's closure.
+            call: a function of a module, called with the store and the arguments; it yields the answer as JSON
+                data, then pieces of content as bytes.
+            *arguments: of the call; part of the task's closure.
 
         Raises:
             StoreError: the task could not run, or had no slot or no answer for too long.
@@ -366,7 +366,7 @@ def _start_timeout(shim: SparkShim) -> float:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file that is read in blocks of 4 MiB; one block is kept."""
+    """File read in blocks of 4 MiB; one block is cached."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, first: bytes) -> None:
         self._fetch = fetch
@@ -395,11 +395,11 @@ class _RemoteFile(io.RawIOBase):
         while wanted:
             offset = self._position - self._start
             if not 0 <= offset < len(self._block):
-                # Whole blocks, so that what lies beside it is there for the next call.
+                # Whole blocks, so that neighbouring bytes are cached for the next call.
                 self._start = self._position - self._position % PIECE_BYTES
                 self._block = self._fetch(self._start, PIECE_BYTES)
                 if self._position - self._start >= len(self._block):
-                    break  # the file is shorter than it was
+                    break  # the file has become shorter
                 continue
             part = self._block[offset : offset + wanted]
             parts.append(part)
@@ -409,14 +409,14 @@ class _RemoteFile(io.RawIOBase):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Carry a `StoreError` from a Spark task to the driver; Spark itself keeps only text.
+# Transport a `StoreError` from a Spark task to the driver; Spark itself keeps only text.
 
 _EMBEDDED = re.compile(r"\[sparkhvd-store:([0-9a-f]+)\]")
 
 
 @contextlib.contextmanager
 def telling_the_driver() -> Iterator[None]:
-    """Add to a `StoreError` of the block, in a task, its message in a form that survives Spark's texts."""
+    """In a task, add to a `StoreError` of the block its message in a form that survives Spark's texts."""
     try:
         yield
     except StoreError as e:
@@ -426,7 +426,7 @@ def telling_the_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised_by_tasks(store: Store) -> Iterator[None]:
-    """Raise the `StoreError` of a task, on the driver, instead of the failure that it caused in the block."""
+    """On the driver, raise the `StoreError` of a task instead of the failure that it caused in the block."""
     try:
         yield
     except Exception as e:
@@ -436,5 +436,5 @@ def raised_by_tasks(store: Store) -> Iterator[None]:
         text, number = json.loads(bytes.fromhex(embedded[1]))
         error = StoreError(store.hide(text))
         error.errno = number
-        # Spark's own text is thousands of lines around this one.
+        # Spark's own text would add thousands of lines.
         raise error from None

@@ -1,10 +1,10 @@
-"""Write and read files where Spark resolves a path, from and into files of this host.
+"""Move files between this host and the path as Spark resolves it.
 
-Classic Spark: on this host's own file system a file is moved into its place; else the driver's JVM copies it, through
+Classic Spark: on this host's own file system a file is moved into place; else the driver's JVM copies it, through
 the file system of the path. No content passes through its heap or through an executor.
 
 Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
-writer puts the bytes of a string as they are and one separator after each row: rows are cut at newlines, or at zeros where
+writer writes the bytes of a string unchanged and one separator after each row: rows are cut at newlines, or at zeros if
 those are denser (weights that are all 0 have no newline), and torch and pickle ignore the last separator. The DataFrame
 API has no other writer of files that are not tables.
 """
@@ -39,9 +39,9 @@ _SEPARATORS = (b"\n", b"\0")
 
 @contextlib.contextmanager
 def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
-    """Make a folder on this host for files that `write_file` will put below `path`; deleted when the block ends.
+    """Make a staging folder on this host for `write_file` below `path`; deleted when the block ends.
 
-    If possible it is on the file system of `path`, so that nothing is copied.
+    If possible it is on the file system of `path`, to avoid a copy.
     """
     with contextlib.ExitStack() as stack:
         near = os.path.dirname(_local_path(spark, path))
@@ -59,7 +59,7 @@ def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
 
 
 def write_file(spark: SparkSession, folder: str, path: str) -> None:
-    """Make a file of this host the one file of a folder, which does not exist yet; the file may be gone afterwards.
+    """Write a file of this host as the only file of a new folder; the file may be moved away.
 
     Raises:
         InvalidArgumentError: it is larger than this kind of session can write.
@@ -81,7 +81,7 @@ def write_file(spark: SparkSession, folder: str, path: str) -> None:
             "torch.save(model.getModel().state_dict(), ...)."
         )
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
-        # Artifacts of a session are known by their names. As rows of the query they would pass through the server's heap.
+        # Artifacts have unique names. Rows of the query would pass through the server's heap.
         name = f"sparkhvd-{uuid.uuid4().hex}"
         separator = _separator(path)
         shutil.move(path, f"{scratch}/{name}")
@@ -94,7 +94,7 @@ def write_file(spark: SparkSession, folder: str, path: str) -> None:
 
 
 def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-    """Yield, in a task, the rows of a file that the client has added to its session."""
+    """In a task, yield the rows of a file added to the client's session."""
     import pyarrow as pa
     from pyspark import SparkFiles
 
@@ -106,10 +106,10 @@ def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> It
 
 @contextlib.contextmanager
 def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
-    """Copy the one file of a folder to this host and give its path; deleted when the block ends.
+    """Copy the only file of a folder to this host and yield its path; deleted when the block ends.
 
     Raises:
-        InvalidArgumentError: the folder holds none, or several.
+        InvalidArgumentError: the folder is empty, or has several files.
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
         path = f"{scratch}/content"
@@ -118,7 +118,7 @@ def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
         else:
             system, target = _hadoop(spark, folder)
             paths = [f.getPath() for f in system.listStatus(target)]
-            # Without the names that Spark itself does not read: _SUCCESS, checksums.
+            # Without names that Spark itself does not read: _SUCCESS, checksums.
             paths = [p for p in paths if p.getName()[:1] not in "_."]
             _expect_one(folder, len(paths))
             local = _jvm(spark).org.apache.hadoop.fs.Path(f"file://{path}")
@@ -139,7 +139,7 @@ def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
 
 
 def _local_path(spark: SparkSession, path: str) -> str:
-    """Return the path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
+    """Return the local path that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)
@@ -154,7 +154,7 @@ def _local_path(spark: SparkSession, path: str) -> str:
 
 
 def _separator(path: str) -> bytes:
-    """Choose the separator of a file's rows that makes the longest row shortest."""
+    """Choose the separator that minimizes the longest row of a file."""
     with _mapped(path) as data:
         longest = {s: max(end - start for start, end in _rows(data, s)) for s in _SEPARATORS}
     return min(_SEPARATORS, key=lambda separator: longest[separator])

@@ -4,12 +4,12 @@ Layout below the store's root:
 
     data/<key>/<owner>/          materialized data of one process of one application, with a lease file
     runs/<run_id>/               checkpoints/, logs/, attempts/, metrics.jsonl of one fit
-    elastic/<id>/                what a running `run_elastic` over Spark Connect leaves for its client
+    elastic/<id>/                files for the client of a running `run_elastic` over Spark Connect
     models/<sha256>              immutable files; no cleanup of data or runs touches them
 
-A file appears whole or not at all (`atomic.py`). An operation that the file system refuses is a `StoreError` that
-names the store; no message and no `repr` holds a password, key or token (`addresses.py`). Spark Connect clients that
-cannot reach the store: `connect.py`.
+A file appears complete or not at all (`atomic.py`). An operation refused by the file system is a `StoreError` that
+names the store; no message and no `repr` holds a password, key or token (`addresses.py`). Spark Connect clients
+without access to the store: `connect.py`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The file system behind a store: opened on first use, with its errors in the store's words.
+# File system behind a store, opened on first use, with errors that name the store.
 
-# Prefix of files that are still being written; listings leave them out.
+# Prefix of unfinished files; listings omit them.
 TEMPORARY = ".sparkhvd-tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreFilesystem:
-    """The folder of a store in its file system; every path is relative to it.
+    """Folder of a store in its file system; every path is relative to it.
 
     Attributes:
         address: the parsed URL.
@@ -112,7 +112,7 @@ class StoreFilesystem:
             return addresses.open_filesystem(self.address, self.options)
         except SparkhvdError:
             raise
-        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+        except Exception as e:  # noqa: BLE001 - fsspec drivers raise any exception
             raise self.error("opened", "", e) from self.cause(e)
 
     @property
@@ -128,7 +128,7 @@ class StoreFilesystem:
         """Return a path in the file system.
 
         Raises:
-            InvalidArgumentError: the path is absolute or leads out of the folder.
+            InvalidArgumentError: the path is absolute or outside the folder.
         """
         parts = path.split("/")
         if path.startswith("/") or "\\" in path or ".." in parts:
@@ -165,11 +165,11 @@ class StoreFilesystem:
             if self.cause(e) is not None:
                 raise
             raise type(e)(self.hide(str(e))) from None
-        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+        except Exception as e:  # noqa: BLE001 - fsspec drivers raise any exception
             raise self.error(doing, path, e) from self.cause(e)
 
     def error(self, doing: str, path: str, cause: Exception, staged_in: str = "") -> StoreError:
-        """Return the error for an operation that the file system refused.
+        """Return the error for an operation refused by the file system.
 
         Args:
             doing: participle for the message, as for `explained`.
@@ -188,10 +188,10 @@ class StoreFilesystem:
             if number in _FULL
             else "Look whether it is there and may be written from this host"
         )
-        # Before the first checkpoint, as when data are materialized, no training can be lost.
+        # Before the first checkpoint, as during materialization, no training can be lost.
         is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
         then = (
-            "; a fit with the same run_id goes on from the last checkpoint"
+            "; a fit with the same run_id resumes from the last checkpoint"
             if is_checkpoint
             else ", and try again"
         )
@@ -215,7 +215,7 @@ class StoreFilesystem:
     def hide(self, text: str) -> str:
         """Mask passwords, keys and tokens of the store in a text."""
         secrets = addresses.secrets_of(self.address.full, self.options)
-        for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+        for secret in sorted(secrets, key=len, reverse=True):  # one may be a prefix of another
             text = text.replace(secret, "***")
         return text
 
@@ -224,13 +224,13 @@ class StoreFilesystem:
 # List the files and folders of a store.
 
 Paths = list[str]  # a class with a method `list` needs another name for the type
-# Folders above a root that are looked at: deeper paths hardly exist, and each level costs a round trip.
+# Folders searched above a root: deeper paths are rare, and each level costs a round trip.
 _LEVELS = 16
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store: its path, its bytes, and when it changed in ns since 1970; 0 if unknown."""
+    """File of a store: its path, its bytes, and time of change in ns since 1970; 0 if unknown."""
 
     path: str
     size: int
@@ -274,9 +274,9 @@ def list_files(place: StoreFilesystem) -> tuple[StoredFile, ...]:
 
 
 def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
-    """List the files directly in folders of these names that lie beside or above the root, as "../name/file".
+    """List the files directly in folders of these names beside or above the root, as "../name/file".
 
-    Only the names are asked for: a folder above may have very many entries. A level that may not be read counts as one without them.
+    Only these names are accessed: a folder above may have very many entries. An unreadable level is skipped.
     """
     with place.explained("read", ""):
         fs, root = place.fs, place.root
@@ -287,31 +287,31 @@ def list_above(place: StoreFilesystem, names: Sequence[str]) -> Paths:
             for info in infos:
                 if info.type == pafs.FileType.Directory:
                     found += [i.path for i in fs.get_file_info(pafs.FileSelector(info.path))]
-        except Exception:  # noqa: BLE001, S112 - drivers of fsspec raise what they like
+        except Exception:  # noqa: BLE001, S112 - fsspec drivers raise any exception
             continue
     return sorted(posixpath.relpath(path, root) for path in found)
 
 
 def last_change(place: StoreFilesystem, path: str) -> float | None:
-    """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
+    """Return the time of the last change in a folder, in s since 1970; None if unknown."""
     infos = [place.info(path), *_infos(place, path, recursive=True)]
     times = [info.mtime_ns for info in infos if info.mtime_ns]
     return max(times) / 1e9 if times else None
 
 
 def data_directories(place: StoreFilesystem) -> Paths:
-    """List the folders `data/<key>/<owner>`; a key that may not be listed stands for its owners."""
+    """List the folders `data/<key>/<owner>`; an unreadable key replaces its owners."""
     directories = []
     for key in _folders(place, "data"):
         try:
             directories += _folders(place, key)
-        except StoreError:  # its user lets nobody list it
+        except StoreError:  # private to its user
             directories.append(key)
     return directories
 
 
 def unfinished_files(place: StoreFilesystem, path: str) -> Paths:
-    """List the files directly in a folder that were never finished."""
+    """List the unfinished files directly in a folder."""
     return [
         place.relative(info.path)
         for info in _infos(place, path)
@@ -320,7 +320,7 @@ def unfinished_files(place: StoreFilesystem, path: str) -> Paths:
 
 
 def _folders_above(place: StoreFilesystem, root: str) -> Paths:
-    """List the folders above a root, the nearest first; of a local root also those where links lead to."""
+    """List the folders above a root, the nearest first; for a local root also those that links point to."""
     folders: dict[str, None] = {}
     for path in (root, os.path.realpath(root)) if place.is_local else (root,):
         for _ in range(_LEVELS):
@@ -345,11 +345,11 @@ def _infos(place: StoreFilesystem, path: str, *, recursive: bool = False) -> lis
 
 
 # ----------------------------------------------------------------------------------------------------
-# Write and delete files of a store, by the means that its file system has (see `atomic`).
+# Write and delete files of a store by the methods of its file system (see `atomic`).
 
 
 class StoreWriter:
-    """Writes and deletes below the root of a store, which must exist."""
+    """Writer below the root of a store, which must exist."""
 
     def __init__(self, place: StoreFilesystem) -> None:
         self._place = place
@@ -368,7 +368,7 @@ class StoreWriter:
                 yield sink
         except SparkhvdError:
             raise
-        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+        except Exception as e:  # noqa: BLE001 - fsspec drivers raise any exception
             cause = e if sink is None or sink.is_whole else sink.error
             if cause is None:  # the caller's own
                 raise
@@ -399,7 +399,7 @@ class StoreWriter:
             atomic.make_folder(place.fs, folder)
 
     def _check_root(self) -> None:
-        """Refuse to write where the store's file system is no longer mounted: the folder there is another one."""
+        """Refuse to write if the store's file system is no longer mounted: the folder is then another."""
         place = self._place
         try:
             device = os.stat(f"{place.root}/.").st_dev  # the dot makes automounters mount
@@ -417,7 +417,7 @@ class StoreWriter:
             )
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         place = self._place
         full = place.full(path)
         with (
@@ -431,13 +431,13 @@ class StoreWriter:
                 elif kind != pafs.FileType.NotFound:
                     place.fs.delete_file(full)
             elif os.path.isdir(full) and not os.path.islink(full):
-                # Another process may delete or still write in it; what stays is swept later.
+                # Another process may delete or still write in it; a later sweep deletes the rest.
                 shutil.rmtree(full, ignore_errors=True)
             else:
                 Path(full).unlink()
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete an empty folder in one step, where the file system has such a step."""
+        """Delete an empty folder atomically, if the file system supports it."""
         place = self._place
         full = place.full(path)
         if place.is_local:
@@ -448,7 +448,7 @@ class StoreWriter:
 
 
 # ----------------------------------------------------------------------------------------------------
-# List runs and materialized data of a store with their sizes, and delete those that nobody uses.
+# List runs and materialized data of a store with their sizes, and delete unused ones.
 
 FINISHED_NAME = "finished.json"
 POINTER_NAME = "checkpoints/latest.json"
@@ -458,15 +458,15 @@ _WARM = re.compile(r"warm-(\d+)/")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run in a store.
+    """Run in a store.
 
     Attributes:
         run_id: its name.
-        state: "finished", "interrupted", "running" as far as that is known from here, or "report" if a report is all that is left.
+        state: "finished", "interrupted", "running" as far as known from here, or "report" if only a report is left.
         epochs: trained epochs of its newest checkpoint.
         num_bytes: of all its files.
         changed: time of the last change; None if unknown.
-        holder: the running fit: "process 12 on host a, since ..."; "" if there is none.
+        holder: the running fit: "process 12 on host a, since ...", or "".
     """
 
     run_id: str
@@ -483,7 +483,7 @@ class StoredData:
 
     Attributes:
         path: its folder, relative to the store.
-        state: "kept" until they are deleted, "in use" by the application that made them, or "abandoned".
+        state: "kept" until they are deleted, "in use" by their application, or "abandoned".
         num_bytes: of all its files.
         changed: time of the last change; None if unknown.
         application: the Spark application that made them; "" if unknown.
@@ -504,7 +504,7 @@ def list_runs(store: Store) -> tuple[StoredRun, ...]:
 
 def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     names = {f.path for f in files}
-    # Each fit with warm_start has a folder of its own in that of the run.
+    # Each fit with warm_start has its own folder in that of the run.
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
     holder = lock_owner(store, run_id) if HOLDER_NAME in names else None
@@ -530,7 +530,7 @@ def delete_run(store: Store, run_id: str) -> None:
     """Delete a run with all its files.
 
     Raises:
-        InvalidArgumentError: there is none of this name, or a fit holds it.
+        InvalidArgumentError: there is no such run, or a fit holds its lock.
         StoreError: it cannot be deleted.
     """
     known = [path.rpartition("/")[2] for path in store.list("runs")]
@@ -561,10 +561,10 @@ def list_data(store: Store) -> tuple[StoredData, ...]:
 
 
 def delete_data(store: Store, path: str) -> None:
-    """Delete materialized data that are kept or abandoned.
+    """Delete kept or abandoned materialized data.
 
     Raises:
-        InvalidArgumentError: `list_data` gives no such path, or the application that made them may use them.
+        InvalidArgumentError: `list_data` has no such path, or their application may use them.
         StoreError: they cannot be deleted.
     """
     if not (path.startswith("data/") and is_owners(path) and store.exists(path)):
@@ -585,7 +585,7 @@ def _delete(store: Store, path: str) -> None:
     store.delete(path)
     if store.exists(path) and store.list(path, recursive=True):
         raise StoreError(
-            f"{store.full_url(path)} cannot be deleted wholly. Let its owner delete it, or somebody who may."
+            f"{store.full_url(path)} cannot be deleted completely. Ask its owner, or a user with permission, to delete it."
         )
 
 
@@ -610,9 +610,9 @@ def _changed(files: Iterable[StoredFile]) -> datetime | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Delete data and runs that nobody needs any more; a warning names those that must stay.
+# Delete unused data and runs; a warning names the folders that could not be deleted.
 
-# Folders that a warning names.
+# Folders named by a warning.
 _NAMED = 20
 
 
@@ -621,10 +621,10 @@ class Cleaning:
 
     Args:
         store: to clean.
-        now: the moment to compare leases with, in s since 1970.
+        now: the time to compare leases with, in s since 1970.
 
     Attributes:
-        deleted: paths that are gone.
+        deleted: deleted paths.
         failed: paths that this user may not list, read or delete.
     """
 
@@ -643,19 +643,19 @@ class Cleaning:
                 self.failed.append(directory)
 
     def clean_runs(self) -> None:
-        """Delete the folders of all runs that no fit holds."""
+        """Delete the folders of all runs without a lock."""
         for folder in ("runs", "keras_runs"):
             for run in self._store.list(folder):
                 self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn about folders that stay, if any; `stacklevel` is that of `warnings.warn` from the caller."""
+        """Warn about remaining folders, if any; `stacklevel` is that of `warnings.warn` from the caller."""
         if not self.failed:
             return
         more = ", ..." if len(self.failed) > _NAMED else ""
         warnings.warn(
             f"Store.clean: {len(self.failed)} folders of {self._store.url} stay, because this user may not list, read or "
-            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Let their owners clean, or somebody who may.",
+            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Ask their owners, or a user with permission, to clean them.",
             stacklevel=stacklevel + 1,
         )
 
@@ -679,19 +679,19 @@ class Cleaning:
             pass
 
 
-# Most that one call of `collect` returns; the rest comes with the next one.
+# Size limit of one call of `collect`; the next call returns the rest.
 _COLLECT_BYTES = 8 << 20
 
 
 class Store:
-    """A folder, local or remote, that the driver and every executor can read and write.
+    """Folder, local or remote, that the driver and every executor can read and write.
 
-    Every path that a method takes is relative to the store and uses "/". A store pickles as its URL and
-    options; open file systems and files stay behind.
+    Paths in all methods are relative to the store and use "/". A store pickles as its URL and
+    options, without open file systems and files.
     """
 
-    # Gives a new store as the process of a Connect session reaches it: (session, store) -> store. The package sets it,
-    # because its stores stand above this class.
+    # Opens a new store as the process of a Connect session reaches it: (session, store) -> store. Set by the package,
+    # because its stores are defined above this class.
     _opened_through: ClassVar[Callable[[SparkSession, Store], Store]]
 
     def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
@@ -699,24 +699,23 @@ class Store:
         self._place = StoreFilesystem(url, storage_options or {})
         self._writer = StoreWriter(self._place)
         self.url = self._place.url  # without secrets
-        # The topmost folder that `create` has made, if any.
+        # Topmost folder made by `create`, if any.
         self._made = ""
-        # True if `create` made the folder for this very object: a Connect session that comes later makes its own.
+        # True if `create` made the folder for this object: a later Connect session makes its own.
         self._is_created = False
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Store:
-        """Open the store at a path or URL, creating the folder, and prove that it can be written.
+        """Open the store at a path or URL, creating the folder, and check that it can be written.
 
         Args:
             path_or_url: an absolute path ("/data/store", "/Volumes/main/default/store", "dbfs:/store") or a URL
                 ("file:///...", "s3://bucket/prefix", "gs://", "hdfs://", "abfss://", or any scheme of fsspec).
-            **storage_options: credentials and such, handed to the file system (pyarrow.fs where it knows the
-                scheme, else fsspec). They travel to the executors with the program. They never appear in `repr`,
-                in an error or in a saved model.
+            **storage_options: credentials and other options of the file system (pyarrow.fs if it knows the scheme, else fsspec).
+                They are sent to the executors with the program, and never appear in `repr`, in an error or in a saved model.
 
-        With an active Spark Connect session the folder is the one that the executors see. If this process does not
-        see the same one, nothing is made here, and every access becomes a small Spark task.
+        With an active Spark Connect session the folder is on the executors' file system. If this process does not
+        see it, nothing is made here, and every access becomes a small Spark task.
 
         Raises:
             InvalidArgumentError: the path is relative, the scheme unknown, or the place cannot be written.
@@ -773,7 +772,7 @@ class Store:
 
     @property
     def shares_files(self) -> bool:
-        """True if threads gain by reading one open file at the same time, because each read waits for a server.
+        """True if concurrent reads of one open file are faster, because each read waits for a server.
 
         False for drivers written in Python, whose files have one position.
         """
@@ -810,7 +809,7 @@ class Store:
                 return bytes(source.read())
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
-        """Delete files, then return paths and contents of others of a folder, sorted, as 8 MiB hold; one step, which may be a Spark task."""
+        """Delete files, then return paths and contents of others of a folder, sorted, up to 8 MiB, in one step, possibly a Spark task."""
         return _collect(self, folder, done)
 
     def open_input(self, path: str) -> pa.NativeFile:
@@ -835,11 +834,11 @@ class Store:
         return list_above(self._place, names)
 
     def last_change(self, path: str) -> float | None:
-        """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
+        """Return the time of the last change in a folder, in s since 1970; None if unknown."""
         return last_change(self._place, path)
 
     def data_directories(self) -> Paths:
-        """List the folders `data/<key>/<owner>`; a key that may not be listed stands for its owners."""
+        """List the folders `data/<key>/<owner>`; an unreadable key replaces its owners."""
         return data_directories(self._place)
 
     def local_path(self, path: str) -> str | None:
@@ -854,7 +853,7 @@ class Store:
         return f"{url.rstrip('/')}/{path}{mark}{query}"
 
     def seen_by(self, spark: SparkSession) -> Store:
-        """Return this store as the process of a session reaches it: itself, or through tasks of a Connect session."""
+        """Return this store as the process of a session reaches it: directly, or through tasks of a Connect session."""
         return Store._opened_through(spark, self)
 
     def waiting(self, limit_s: float) -> Store:
@@ -877,7 +876,7 @@ class Store:
     # -- writing -------------------------------------------------------------------------------------
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a whole file; readers see the old content or all of the new one."""
+        """Write a file atomically: readers see the old or the new content."""
         with self.open_output(path) as sink:
             sink.write(data)
 
@@ -886,13 +885,13 @@ class Store:
         """Open a file for sequential writing; it appears under its name when the block ends without error.
 
         Raises:
-            StoreError: the store refuses it: it is full, gone, unreachable or closed to this user.
+            StoreError: the store is full, gone, unreachable or closed to this user.
         """
         with self._writer.open(path) as sink:
             yield sink
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with its content; does nothing if there is none."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
         if not path.strip("/"):
             raise InvalidArgumentError(
                 "Store.delete('') would delete the whole store. Name a path in it."
@@ -900,14 +899,14 @@ class Store:
         self._writer.delete(path)
 
     def delete_if_empty(self, path: str) -> None:
-        """Delete an empty folder, in one step: a file that another process just put there stays.
+        """Delete an empty folder atomically: a file just added by another process is kept.
 
-        Does nothing where no such step exists, as on object stores, whose folders are names only, and on HDFS.
+        Does nothing on file systems without this operation, such as object stores, whose folders are only names, and HDFS.
         """
         self._writer.delete_if_empty(path)
 
     def delete_unfinished(self, path: str) -> None:
-        """Delete unfinished files of killed writers directly in a folder; no writer may use it now."""
+        """Delete unfinished files of killed writers directly in a folder, which must have no writers."""
         for unfinished in unfinished_files(self._place, path):
             self.delete(unfinished)
 
@@ -915,7 +914,7 @@ class Store:
         """Make the folder, and write and delete a file in it.
 
         Raises:
-            InvalidArgumentError: that is not possible.
+            InvalidArgumentError: that is impossible.
         """
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
         try:
@@ -927,7 +926,7 @@ class Store:
             self.delete(probe)
         except InvalidArgumentError:
             raise
-        except Exception as error:  # noqa: BLE001 - drivers of fsspec raise what they like
+        except Exception as error:  # noqa: BLE001 - fsspec drivers raise any exception
             raise _unwritable(self, error) from self._place.cause(error)
 
     def hide(self, text: str) -> str:
@@ -948,33 +947,33 @@ class Store:
         """Delete a run: its program, checkpoints, metrics and outcomes. Its models stay usable.
 
         Raises:
-            InvalidArgumentError: there is no such run, or a fit holds it: the message names host, process and start. A fit
-                on another machine counts as alive if it renews its file within 40 s.
+            InvalidArgumentError: there is no such run, or a fit owns its lock: the message names host, process and start. A fit
+                on another machine counts as alive if it renews its lock within 40 s.
             StoreError: it cannot be deleted.
         """
         delete_run(self, run_id)
 
     def delete_data(self, path: str) -> None:
-        """Delete materialized data that are kept or abandoned, `path` as `data()` gives it.
+        """Delete kept or abandoned materialized data, with a `path` from `data()`.
 
         Raises:
-            InvalidArgumentError: there are none, or the application that made them may use them.
+            InvalidArgumentError: there are no such data, or their application may use them.
             StoreError: they cannot be deleted.
         """
         delete_data(self, path)
 
     def clean(self, *, runs: bool = False, now: float | None = None) -> Paths:
-        """Delete all kept and abandoned data, and with `runs` all runs that no fit holds.
+        """Delete all kept and abandoned data, and with `runs` all runs without a lock.
 
-        Data that are not kept stay while the lease of their owner is alive. Kept data go in any case: call it when no fit
-        trains on them. Models stay. So do folders that this user may not list, read or delete; a warning names them.
+        Other data stay while the lease of their owner is alive. Kept data are always deleted: call it when no fit
+        trains on them. Models stay. So do folders that this user may not list, read or delete, with a warning.
 
         Args:
             runs: also delete finished and interrupted runs (checkpoints, metrics, outcomes); those cannot be continued.
-            now: the moment to compare the leases of data with; None means now.
+            now: the time to compare the leases of data with; None means now.
 
         Returns:
-            The paths that were deleted.
+            The deleted paths.
         """
         cleaning = Cleaning(self, time.time() if now is None else now)
         cleaning.clean_data()

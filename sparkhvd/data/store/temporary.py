@@ -1,8 +1,8 @@
-"""Temporary folders of this process, deleted when it ends, however it ends.
+"""Temporary folders of this process, deleted when it ends for any reason.
 
-A process that ends well deletes its folders. A killed process cannot: SIGKILL and, without a handler, SIGTERM run no
-Python. So each folder has a file that its process keeps locked, which the system unlocks when the process is gone; the
-next process of the same user on this machine that makes a folder deletes those whose lock is free.
+A process that exits normally deletes its folders. A killed process cannot: SIGKILL and, without a handler, SIGTERM run no
+Python. So each folder has a file locked by its process, which the system unlocks when the process is gone. The
+next process of the same user on this machine that makes a folder deletes those with a free lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "sparkhvd-store-"
-# A store lists no names with this prefix.
+# Stores do not list names with this prefix.
 _OWNER = ".sparkhvd-tmp-owner"
 _TRIES = 10
 
@@ -57,10 +57,10 @@ class TemporaryFolders:
             return folder in self._folders.values()
 
     def keep(self, folder: str, names: tuple[str, ...]) -> None:
-        """Leave a folder of this process, with what has these names in it, when the process ends; nobody else deletes it then."""
+        """Keep a folder of this process, with its entries of these names, when the process ends; no other process deletes it."""
         with self._mutex:
             self._kept[folder] = names
-        with contextlib.suppress(OSError):  # it has none on some file systems
+        with contextlib.suppress(OSError):  # some file systems have no lock file
             os.unlink(f"{folder}/{_OWNER}")
 
     def _remove(self, folder: str, pid: int) -> None:
@@ -84,11 +84,11 @@ def _make() -> str:
     for _ in range(_TRIES):
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         try:
-            if _lock(folder, os.O_CREAT) is not None:  # open until this process ends
+            if _lock(folder, os.O_CREAT) is not None:  # stays open until this process ends
                 return folder
         except FileNotFoundError:
-            continue  # a sweep came between the file and its lock
-        except OSError:  # a file system without locks: nobody sweeps what has no such file
+            continue  # swept between creation and locking
+        except OSError:  # a file system without locks: sweeps skip it
             with contextlib.suppress(OSError):
                 os.unlink(f"{folder}/{_OWNER}")
             return folder
@@ -98,7 +98,7 @@ def _make() -> str:
 
 
 def _sweep() -> None:
-    """Delete the folders of this user's processes that are gone."""
+    """Delete the folders of this user's ended processes."""
     if not hasattr(os, "getuid"):
         return
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
@@ -139,7 +139,7 @@ def _lock(folder: str, flags: int = 0) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Choose the store of a fit or a model that names none.
+# Choose the store of a fit or a model without one.
 
 STORE_CONF = "spark.sparkhvd.store"
 
@@ -150,7 +150,7 @@ _temporary = TemporaryFolders()
 def default_store(spark: SparkSession, given: object = None) -> Store:
     """Return the given store (also as a path or URL), else the conf's, else a temporary folder on a local master.
 
-    For a Spark Connect session that is the store as this client reaches it, see `connect`.
+    For a Spark Connect session it is the store as this client reaches it, see `connect`.
 
     Raises:
         InvalidArgumentError: no store is given and the master is not local; or the store cannot be written.
@@ -195,12 +195,12 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
 
 
 def is_temporary_store(store: Store) -> bool:
-    """Return True for a store that `default_store` has made for this process."""
+    """Return True for a store that `default_store` made for this process."""
     return _temporary.has(urlsplit(store.url).path)
 
 
 def keep_temporary_store(store: Store) -> None:
-    """Leave a store of `is_temporary_store` with its runs when this process ends."""
+    """Keep a store of `is_temporary_store` with its runs when this process ends."""
     _temporary.keep(urlsplit(store.url).path, ("runs", "keras_runs"))
 
 

@@ -4,12 +4,12 @@ Everything is checked before the first Spark job.
 
 Each module imports only those above it:
 
-    cluster           ranks, GPUs and settings that the session gives
+    cluster           ranks, GPUs and settings from the session
     cross_validation  fits that share their data
     inputs            data of a fit: sources, checked columns, prepared rows
     recorder          report of a fit
-    runs              runs of the store, and the fits that may resume them
-    status_line       how far the fits of this process are, in one line
+    runs              runs in the store, and which fits may resume them
+    status_line       progress of this process's fits in one line
     on_parquet        sources of `fit_on_parquet`
     progress          epochs, shown while the ranks train
     request           checked request of a fit

@@ -1,4 +1,4 @@
-"""Cluster of a fit: number of ranks, GPUs, and settings that the Spark conf may hold.
+"""Cluster of a fit: number of ranks, GPUs, and settings from the Spark conf.
 
 An argument wins over the conf (`spark.sparkhvd.<name>`), the conf over the environment, the environment over the
 default. Nothing here starts a job.
@@ -33,16 +33,16 @@ class Cluster:
     """Launch of a fit's ranks.
 
     Attributes:
-        num_proc: number of ranks, the largest one where it changes.
-        least: ranks without which there is no training, where their number changes; None where it does not.
+        num_proc: number of ranks; the maximum of an elastic job.
+        least: minimum of ranks of an elastic job; None for a fixed number.
         max_retries: relaunches after a lost process, executor or host.
         start_timeout: longest wait for task slots in seconds; None means the setting.
         verbose: 0 prints nothing on the driver.
         settings: of the engine.
-        slots: tasks that the configuration can run at once; None where nothing bounds them.
+        slots: tasks that the configuration can run at once; None if unbounded.
         use_gpu: the Param.
-        looks_for_gpu: a rank takes a GPU that torch sees, although nobody gave it one.
-        finds_gpu: and there are such GPUs.
+        looks_for_gpu: a rank uses a GPU that torch sees, even without an assigned GPU.
+        finds_gpu: torch sees such a GPU.
     """
 
     num_proc: int
@@ -63,7 +63,7 @@ class Cluster:
 
 
 def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool = True) -> Cluster:
-    """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
+    """Resolve everything that depends on the cluster; print the number of ranks if it was not given.
 
     Args:
         shim: of the session.
@@ -82,7 +82,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
     if takes_slots:
         preflight.check_conf(conf, is_barrier=least is None)
         preflight.check_databricks(shim.is_connect)
-    # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
+    # Whether Spark accepts the resource profile is known only when the ranks are launched.
     plan = decide.decide(conf, options.use_gpu, refused=decide.no_profiles())
     slots = decide.slots_of(conf, plan)
     looks = plan.mode == decide.GpuMode.FREE and placement.is_local(conf.get("spark.master", ""))
@@ -116,7 +116,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
         slots=slots.maximum,
         use_gpu=options.use_gpu,
         looks_for_gpu=looks,
-        # Over Connect the ranks are on another host.
+        # Over Connect the ranks run on another host.
         finds_gpu=may_find
         and not shim.is_connect
         and probe.count_beside(settings.values.cuda_library, {}) > 0,
@@ -124,20 +124,20 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
 
 
 def fixed_num_proc(options: FitOptions, who: str) -> int | None:
-    """Return the number of ranks of an estimator whose ranks do not change.
+    """Return the number of ranks of an estimator without elastic training.
 
     Raises:
         InvalidArgumentError: it is a range.
     """
     if isinstance(options.num_proc, tuple):
         raise InvalidArgumentError(
-            f"{who}: num_proc is {options.num_proc}; ranks come and go with TorchEstimator only. Give a number."
+            f"{who}: num_proc is {options.num_proc}; only TorchEstimator supports elastic training. Give a number."
         )
     return options.num_proc
 
 
 def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
-    """Return the least number of ranks (None where it does not change), and the number or the most of them.
+    """Return the minimum of ranks (None if fixed), and the number or the maximum.
 
     Raises:
         InvalidArgumentError: another Param contradicts it.
@@ -146,14 +146,14 @@ def _range_of_ranks(options: FitOptions) -> tuple[int | None, int | None]:
     if not isinstance(given, tuple):
         if options.elastic_batch is not None:
             raise InvalidArgumentError(
-                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for ranks that come and go: give "
+                f"elastic_batch is {options.elastic_batch!r}, and num_proc is {given}. It is for elastic training: give "
                 "num_proc=(least, most), or leave it out."
             )
         return None, given
     what = f"num_proc is {given}"
     if options.train_fn is not None:
         raise InvalidArgumentError(
-            f"{what}, and train_fn has a loop of its own, which does not follow ranks that come and go. Give num_proc a number, or "
+            f"{what}, and train_fn has its own loop, which does not support elastic training. Give num_proc a number, or "
             "call sparkhvd.runner.run_elastic with a function that uses hvd.elastic.run."
         )
     if options.timeline:
@@ -177,7 +177,7 @@ def _rows_in_conf() -> dict[str, ParamRow]:
 
 
 def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, Any]:
-    """Read the Params that the conf has and the caller has not given."""
+    """Read the Params set in the conf and not by the caller."""
     values: dict[str, Any] = {}
     for name, row in _rows_in_conf().items():
         key = CONF_PREFIX + name

@@ -1,4 +1,4 @@
-"""Models of several param maps, and the end of the data that their fits share."""
+"""Models of several param maps, and cleanup of the data that their fits share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ M = TypeVar("M")
 
 
 class FoldModels(Iterator[tuple[int, M]]):
-    """Iterator over pairs (index of the param map, model); several threads may take them, as a CrossValidator's do."""
+    """Iterator over pairs (index of the param map, model), safe for several threads as in a CrossValidator."""
 
     def __init__(self, models: Iterator[tuple[int, M]], num_models: int, scope: ReuseScope) -> None:
-        """Keep `scope` open until all `num_models` fits of `models` have ended, well or not."""
+        """Keep `scope` open until all `num_models` fits of `models` have ended or failed."""
         self._models = models
         self._left = num_models
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class FoldModels(Iterator[tuple[int, M]]):
 
 @contextlib.contextmanager
 def models_kept(models: dict[int, M]) -> Iterator[None]:
-    """Give an error inside the models that are there, as its attribute `models`: their training must not be lost."""
+    """Attach the finished models to an error in the block as its attribute `models`, so that their training is not lost."""
     try:
         yield
     except BaseException as e:

@@ -1,4 +1,4 @@
-"""Data of a fit: its sources by role, their columns checked before any job, and the prepared rows."""
+"""Data of a fit: its sources by role, columns checked before any job, and the prepared rows."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class FitSources:
 
     Attributes:
         training: rows to train on.
-        validation: rows to validate with, where they are a source of their own.
-        split: fraction or column that takes validation rows from the training rows; None if there is neither.
+        validation: rows to validate with, if they have their own source.
+        split: fraction or column that takes validation rows from the training rows, or None.
     """
 
     training: DataSource
@@ -47,19 +47,19 @@ class FitSources:
 
     @property
     def has_validation(self) -> bool:
-        """True if some rows validate."""
+        """True if the fit validates."""
         return self.validation is not None or bool(self.split)
 
 
 @dataclass(frozen=True)
 class FitData:
-    """The data of a fit.
+    """Data of a fit.
 
     Attributes:
         training: rows to train on.
         validation: rows of a validation source, or None.
         schema: of the training data, with shape and dtype of decoded columns.
-        transformed: columns as the user's transformations return them; None without these.
+        transformed: columns as the user's transformations return them; None without transformations.
         examples: collated columns for two rows, to try the model on.
     """
 
@@ -76,26 +76,26 @@ class FitData:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on preparing the data."""
+        """Seconds spent preparing the data."""
         return self.training.seconds + (self.validation.seconds if self.validation else 0.0)
 
     @property
     def is_other_each_time(self) -> bool:
-        """True if some values were computed for this fit by a plan that gives other values each time."""
+        """True if a nondeterministic plan computed some values for this fit."""
         return self.training.is_other_each_time or (
             self.validation is not None and self.validation.is_other_each_time
         )
 
     @property
     def skipped(self) -> dict[str, tuple[int, int]]:
-        """Rows that `handle_invalid` left out and rows in all, by "training" and "validation"."""
+        """Rows skipped by `handle_invalid` and rows in total, by "training" and "validation"."""
         manifests = {"training": self.manifest}
         if self.validation:
             manifests["validation"] = self.validation.manifest
         return {n: (m.num_skipped, m.num_skipped + m.num_rows) for n, m in manifests.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that a resumed fit must share with the run it continues."""
+        """Return the facts that a resumed fit must share with its run."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
         return {
             "rows": self.manifest.num_rows,
@@ -159,16 +159,16 @@ def check_inputs(
         functions: the user's decoders and collate functions.
         model_dtype: dtype of the model's parameters.
         class_labels: label columns that hold class indices.
-        keeps_types: a function of the user's gets the numbers before the model.
+        keeps_types: the user's function receives the numbers before the model.
 
     Raises:
-        InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` is none for
+        InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` does not fit
             these data.
     """
     _check_reader(options.reader, sources.training)
     sparse_cols = options.sparse_cols
     if sparse_cols is None and options.input_shapes is not None:
-        sparse_cols = []  # a shape is one of a dense tensor
+        sparse_cols = []  # a shape describes a dense tensor
     decisions: dict[str, Any] = {
         "feature_cols": options.feature_cols,
         "label_cols": options.label_cols,
@@ -220,16 +220,16 @@ def prepare_inputs(
         inputs: the Param.
 
     Raises:
-        InvalidArgumentError: the data cannot be used, see `materialize`; or a function of the user's fails.
+        InvalidArgumentError: the data cannot be used, see `materialize`, or a user function fails.
     """
     data = prepare_sources(sources, schema, target)
     training = data.training
     functions, transformations = program.functions, program.user.transformations
     if not functions.needs_example(data.schema) and not transformations:
         return data
-    # Opened once for both: on an object store every opening costs several round trips.
+    # Opened once for both: each open costs several round trips on an object store.
     with open_source(training.files or target.store, training.manifest) as rows:
-        seen, examples = _look(rows, data.schema, functions)
+        seen, examples = _read_examples(rows, data.schema, functions)
         transformed = None
         if transformations:
             transformed = transformed_by(
@@ -277,24 +277,24 @@ def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> No
             )
 
 
-def _look(
+def _read_examples(
     rows: Source, schema: DataSchema, functions: RowFunctions
 ) -> tuple[DataSchema, dict[str, Any]]:
-    """Return the schema after decoders, and examples of collated columns, both from the first row."""
+    """Return the schema after decoders and examples of collated columns, both from the first row."""
     names = functions.needs_example(schema)
     if not names:
         return schema, {}
     first = rows.read(names, rows.examples(1))
     decoded = functions.with_decoded(schema, first)
     columns = [c for c in decoded.columns if c.is_collated]
-    # Two rows, so that an output with one entry in all is told from one entry per row.
+    # Two rows tell an output of one entry in total from one entry per row.
     twice = np.zeros(2, np.int64)
     pair = functions.decode(columns, {c.name: first[c.name].take(twice) for c in columns})
     return decoded, functions.collate_batch(pair)
 
 
 def check_split(manifest: Manifest, split: float | str | None, full_step: int) -> None:
-    """Refuse data that leave nothing to train on or to validate with, before any rank starts.
+    """Reject data too small to train or validate, before any rank starts.
 
     Args:
         manifest: of the training data.
@@ -305,7 +305,7 @@ def check_split(manifest: Manifest, split: float | str | None, full_step: int) -
     if split and not isinstance(split, str):
         held_out = len(split_validation(total, split, 0)[1])
     if isinstance(split, str) and manifest.num_validation is None:
-        return  # nobody has counted: the ranks will see
+        return  # not counted: the ranks check it
     if split and held_out == 0:
         raise InvalidArgumentError(
             f"validation: column {split!r} marks none of {total:,} rows. A row with true, or a number above 0, is "

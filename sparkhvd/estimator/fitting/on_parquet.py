@@ -1,4 +1,4 @@
-"""Sources of `TorchEstimator.fit_on_parquet(path)`: its options checked, its files found, and petastorm's decoders."""
+"""Sources of `TorchEstimator.fit_on_parquet(path)`: options checked, files found, petastorm's decoders added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.params.generated import FitOptions
 
 
-# Where Horovod's estimator keeps the data of a store; an index follows after a dot.
+# Horovod's folder of training data in a store; an index follows after a dot.
 _HOROVOD_TRAINING = "intermediate_train_data"
 _HOROVOD_VALIDATION = "intermediate_val_data"
 
@@ -33,12 +33,12 @@ ParamMap = dict["Param[Any]", Any]
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Arguments of `fit_on_parquet` that name the places of data.
+    """Arguments of `fit_on_parquet` that locate data.
 
     Attributes:
-        path: the training data; None means those that Horovod's estimator wrote below the store.
+        path: the training data; None means the data that Horovod's estimator wrote below the store.
         validation_path: data to validate with, or None.
-        storage_options: credentials and such for both paths.
+        storage_options: credentials and other options for both paths.
         dataset_idx: Horovod's index of the data below the store, or None.
     """
 
@@ -52,10 +52,10 @@ def split_arguments(
     path: PathLike | Mapping[Any, Any] | Sequence[Any] | None,
     params: Mapping[Any, Any] | Sequence[Any] | None,
 ) -> tuple[PathLike | None, list[ParamMap], bool]:
-    """Return the path, the param maps and whether these came as a list; Horovod's call gives params first.
+    """Return the path, the param maps and whether they came as a list; Horovod's call passes params first.
 
     Raises:
-        InvalidArgumentError: params are given twice, or are none.
+        InvalidArgumentError: params are given twice or are not param maps.
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         if params is not None:
@@ -76,7 +76,7 @@ def split_arguments(
 def open_sources(
     options: FitOptions, places: DataPaths, spark: SparkSession
 ) -> tuple[FitSources, dict[str, Any] | None]:
-    """Find the files; return the sources of the fit, and its decoders, which petastorm's join.
+    """Find the files; return the sources of the fit and its decoders, including petastorm's.
 
     Args:
         options: of the fit.
@@ -84,7 +84,7 @@ def open_sources(
         spark: the session whose tasks become ranks.
 
     Raises:
-        InvalidArgumentError: a Param is about materialized data, two say the same, or there are no Parquet files.
+        InvalidArgumentError: a Param applies only to materialized data, two Params conflict, or there are no Parquet files.
     """
     _check_options(options, places)
     training_store, validation_store = _locate(options, places)
@@ -104,7 +104,7 @@ def open_sources(
 
 
 def _check_options(options: FitOptions, places: DataPaths) -> None:
-    """Refuse Params about materialized data, and two ways of saying which rows validate."""
+    """Reject Params of materialized data, and two choices of validation rows."""
     for name in ("data_key", "keep_data", "num_partitions", "group_col"):
         if getattr(options, name):
             raise InvalidArgumentError(
@@ -125,7 +125,7 @@ def _check_options(options: FitOptions, places: DataPaths) -> None:
 
 
 def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None]:
-    """Return the places of the training data and, if they are files of their own, the validation data."""
+    """Return the place of the training data, and of separate validation files if given."""
     index, validation_path = places.dataset_idx, places.validation_path
     storage = places.storage_options
     validation = store_of(validation_path, storage) if validation_path is not None else None
@@ -151,8 +151,8 @@ def _locate(options: FitOptions, places: DataPaths) -> tuple[Store, Store | None
 def reachable(spark: SparkSession, store: Store) -> Store:
     """Return the place of a data set as this process reaches it: directly, or through tasks of a Connect session.
 
-    A Connect client may see nothing there, or other files under the same name. Nothing is written to tell: it sees the
-    data if it lists the same files as an executor, with their sizes and times.
+    A Connect client may see no files there, or other files under the same name. It has direct access if it lists the same
+    files as an executor, with equal sizes and times. Nothing is written for this check.
     """
     if not is_connect(spark):
         return store
@@ -169,7 +169,7 @@ def reachable(spark: SparkSession, store: Store) -> Store:
 
 
 def _refuse_encoded(dataset: ParquetDataset, names: Sequence[str]) -> None:
-    """Refuse columns that petastorm has encoded, and say how they can be read."""
+    """Reject columns encoded by petastorm, and explain how to read them."""
     if UNISCHEMA_KEY not in dataset.metadata:
         return
     encoded = [

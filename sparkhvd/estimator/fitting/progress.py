@@ -1,6 +1,6 @@
-"""Live reports of epochs on the driver, which polls the run's metrics file while the ranks train.
+"""Live epoch reports on the driver, which polls the run's metrics file while the ranks train.
 
-Threads: one background thread polls; it prints and calls the user's function. Ownership: it alone reads the
+Threads: one background thread polls, prints and calls the user's function. Ownership: only this thread reads the
 metrics file. Shutdown: leaving the block stops it after a last read, so every epoch is reported exactly once.
 """
 
@@ -25,17 +25,17 @@ from sparkhvd.training.metrics import RESERVED
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
-# The same where a read costs a Spark task.
+# Interval if a read costs a Spark task.
 TASK_POLL_S = 2.0
-# A phase that takes longer is announced.
+# Phases longer than this are announced.
 _LATE_S = 5.0
-# Seconds between two lines on how far an epoch is, where they cannot replace each other.
+# Seconds between two lines of progress within an epoch, on streams without line replacement.
 _PLAIN_S = 10.0
-# A share of an epoch's time in which it waited for data, and a time, from which on its line says so.
+# Report waiting for data above this share of an epoch, in epochs longer than this.
 _MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0
-# Longest wait for a read that is under way when the training ends.
+# Longest wait for a running read after the training ends.
 _LAST_READ_S = 60.0
-# Fits of this process that train now.
+# Fits that train in this process now.
 _training: list[EpochReporter] = []
 _training_lock = threading.Lock()
 
@@ -47,7 +47,7 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
     }
     numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
     width = len(str(epochs))
-    rate = record.get("rows_per_s")  # a loop of the user's own may not say
+    rate = record.get("rows_per_s")  # a custom loop may not record it
     speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
     broken = sum(int(record.get(f"{part}broken_rows") or 0) for part in ("", "val_"))  # type: ignore[call-overload]
     left_out = f"  {broken:,} broken row{'s' * (broken != 1)} left out" if broken else ""
@@ -56,11 +56,12 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
 
 
 def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
-    """Format how far an epoch is: "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%  accuracy 0.9600".
+    """Format progress within an epoch: "epoch 2/10  step 120/1,500  loss 0.1234  12,345 rows/s  28 s left  waiting for rank 3 20%
+    accuracy 0.9600".
 
     Args:
         report: of rank 0, see `sparkhvd.training.profile`.
-        waits: rank -> share of the epoch's time in which it has waited for reduced gradients.
+        waits: rank -> share of the epoch spent waiting for reduced gradients.
     """
     means = dict(report["means"])
     loss = f"  loss {_short(means.pop('loss'))}" if "loss" in means else ""
@@ -76,7 +77,7 @@ def format_step(report: Mapping[str, Any], waits: Mapping[int, float]) -> str:
 
 
 def _why_slow(record: Mapping[str, object]) -> str:
-    """Return what an epoch waited for, as far as that was much: "  waited for data 40%, for rank 3 20%"."""
+    """Format the large waits of an epoch: "  waited for data 40%, for rank 3 20%"."""
     seconds = record.get("seconds")
     if not isinstance(seconds, (int, float)) or seconds < _LONG_EPOCH_S:
         return ""
@@ -94,7 +95,7 @@ def _why_slow(record: Mapping[str, object]) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a number with four decimals, or where these are none or too many with five digits: "0.1234", "1.5e-05", "1e+10"."""
+    """Format a number with four decimals, or with five digits if that shows zero or too many: "0.1234", "1.5e-05", "1e+10"."""
     if not isinstance(value, (int, float)):
         return str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.5g}"
@@ -106,7 +107,7 @@ def _is_finite(value: object) -> bool:
 
 @contextlib.contextmanager
 def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator[None]:
-    """Print a line on a phase of the fit that has not ended after some seconds; `verbose` 0 prints nothing."""
+    """Print a line if a phase of the fit takes longer than some seconds; `verbose` 0 prints nothing."""
     timer = threading.Timer(after_s, of_this_process.print, (text,))
     timer.daemon = True
     if verbose:
@@ -118,10 +119,10 @@ def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
-    """Print the rows that handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
+    """Print the rows skipped by handle_invalid: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
 
     Args:
-        skipped: by name of the rows, how many were left out, and how many there are with them.
+        skipped: by name of the rows, the number skipped and the total.
         verbose: 0 prints nothing.
     """
     for name, (count, total) in skipped.items():
@@ -132,7 +133,7 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
-    """Return the seconds between two reads; None, and a printed reason, where a read needs a task slot that the ranks hold."""
+    """Return the seconds between two reads; None, with a printed reason, if a read needs a task slot held by the ranks."""
     if store.is_seen:
         return POLL_S
     if slots is None or slots > num_proc:
@@ -164,13 +165,13 @@ class EpochReporter:
 
         Args:
             checkpoints: of the run.
-            epochs: number that the run will have.
+            epochs: number of epochs of the run.
             verbose: 0 prints nothing.
             progress: called with the record of each epoch, or None; may raise.
             fanout: loggers of the fit.
-            poll_s: seconds between two reads; None reads only when the training has ended.
-            name: put before the lines, in brackets, once another fit of this process trains at the same time.
-            label: the same, always: what distinguishes this fit from others of its estimator.
+            poll_s: seconds between two reads; None reads only after the training.
+            name: prefix in brackets while another fit of this process trains.
+            label: constant prefix that distinguishes this fit from others of its estimator.
         """
         self._checkpoints = checkpoints
         self._epochs = epochs
@@ -183,17 +184,17 @@ class EpochReporter:
         self._is_alone = True
         self._reported = 0
         self._said_at = time.monotonic()
-        # For the line on how far the fit is: of the epoch before, and the shares of waiting in this one, by rank.
+        # For the progress line: loss of the previous epoch, and shares of waiting in this epoch by rank.
         self._last_loss = ""
         self._waits: dict[int, float] = {}
         self._waits_of = 0
         self._warned: set[str] = set()
         self._stopping = threading.Event()
-        self._reading_since: float | None = None  # start of the read that is under way
+        self._reading_since: float | None = None  # start of the running read
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
-        # Epochs of an earlier fit that this one resumes are not news.
+        # Epochs of a resumed run were reported before.
         self._reported = self._checkpoints.latest_epoch()
         with _training_lock:
             _training.append(self)
@@ -208,7 +209,7 @@ class EpochReporter:
             _training.remove(self)
         self._stopping.set()
         of_this_process.remove(self)
-        # The user's function may take its time; a store that does not answer ends the wait.
+        # The user's function may be slow; an unresponsive store ends the wait.
         while self._thread.is_alive():
             began = self._reading_since
             if began is not None and time.monotonic() - began > _LAST_READ_S:
@@ -216,10 +217,10 @@ class EpochReporter:
             self._thread.join(0.05)
 
     def show_step(self, message: str) -> None:
-        """Show how far an epoch is: on a terminal or in a notebook in a line that the next one replaces, elsewhere in a line per 10 s.
+        """Show progress within an epoch: a replaceable line on a terminal or in a notebook, elsewhere one line per 10 s.
 
         Args:
-            message: of a rank, see `sparkhvd.training.profile`. Those of other ranks than 0 tell who waits for whom.
+            message: of a rank, see `sparkhvd.training.profile`. Messages of other ranks than 0 report who waits for whom.
         """
         report = json.loads(message)
         epoch = report["epoch"]
@@ -227,15 +228,15 @@ class EpochReporter:
             self._waits_of = epoch
             self._waits.clear()
         self._waits[report["rank"]] = report["waited"]
-        # An epoch's line may come earlier, because it comes another way.
+        # The epoch's own line may arrive first, through the store.
         is_late = self._stopping.is_set() or epoch <= self._reported
         if report["rank"] or not self._verbose or is_late:
             return
-        # An elastic fit may have lost the others within the epoch.
+        # An elastic fit may have lost the other ranks within the epoch.
         waits = {rank: share for rank, share in self._waits.items() if rank < report["size"]}
         text = format_step(report, waits)
         if of_this_process.show(self, f"{self._short_prefix}{text}", self._last_loss):
-            if self._stopping.is_set():  # meanwhile
+            if self._stopping.is_set():  # stopped meanwhile
                 of_this_process.remove(self)
             return
         if time.monotonic() - self._said_at >= _PLAIN_S:
@@ -244,25 +245,25 @@ class EpochReporter:
 
     @property
     def _prefix(self) -> str:
-        """The beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
+        """Prefix of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone."""
         shown = ": ".join(filter(None, ("" if self._is_alone else self._name, self._label)))
         return f"[{shown}] " if shown else ""
 
     @property
     def _short_prefix(self) -> str:
-        """The same in a line that fits share: the label is enough, and of a name what is behind its last "-"."""
+        """Prefix in a line shared by fits: the label, or the end of a name after its last "-"."""
         shown = self._label or ("" if self._is_alone else self._name.rpartition("-")[2])
         return f"[{shown}] " if shown else ""
 
     def ended(self, reason: str, epoch: int) -> None:
-        """Print the reason why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
+        """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
         if self._verbose and reason:
             of_this_process.print(
                 f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}"
             )
 
     def _check_losses(self, record: Mapping[str, object]) -> None:
-        """Warn of the first epoch whose loss is not finite, and of the first metric that is NaN."""
+        """Warn about the first epoch with a non-finite loss and about the first NaN metric."""
         losses = [name for name in ("loss", "val_loss") if not _is_finite(record.get(name, 0.0))]
         rate = record.get("lr")
         now = f" ({rate:g} now)" if isinstance(rate, float) else ""
@@ -303,7 +304,7 @@ class EpochReporter:
         try:
             history = self._checkpoints.history()
         except (OSError, ValueError):
-            return  # a store that cannot be read for a moment costs a line, not the training
+            return  # a temporary read error costs a line, not the training
         finally:
             self._reading_since = None
         for record in history[self._reported :]:
@@ -314,15 +315,15 @@ class EpochReporter:
                 self._fanout.load(self._checkpoints.profile())
 
     def _report(self, record: dict[str, Any]) -> None:
-        if "loss" in record:  # a loop of the user's own may not say
+        if "loss" in record:  # a custom loop may not record it
             self._last_loss = f"  loss {_short(record['loss'])} in epoch {record['epoch']}"
         if self._verbose:
             self._said_at = time.monotonic()
             of_this_process.print(f"{self._prefix}{format_epoch(record, self._epochs)}")
         with of_this_process.erased():
-            self._tell_others(record)
+            self._notify_user(record)
 
-    def _tell_others(self, record: dict[str, Any]) -> None:
+    def _notify_user(self, record: dict[str, Any]) -> None:
         self._check_losses(record)
         if self._fanout is not None:
             self._fanout.epoch(record)

@@ -1,7 +1,7 @@
-"""Report of a fit, collected while it runs, and written into the run's folder at its end.
+"""Report of a fit, collected while it runs and written into the run's folder at its end.
 
-Failure: whatever goes wrong here is a warning; no fit fails for its report. Nothing secret: values of variables are left out, and the
-store masks its passwords, keys and tokens in the whole document.
+Failure: every error here becomes a warning, so that no fit fails for its report. Secrets: values of variables are left out, and
+the store masks its passwords, keys and tokens in the whole document.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Recorder:
     """Facts of a fit for its report.
 
     Attributes:
-        document: what `write` has written; {} before.
-        is_trained: whether the ranks have ended well.
+        document: the document last written by `write`; {} before.
+        is_trained: whether the ranks have finished without an error.
     """
 
     def __init__(self) -> None:
-        """Begin: the fit starts now."""
+        """Start the clock of the fit."""
         self.document: Mapping[str, Any] = {}
         self.is_trained = False
         self._began = self._lap = time.time()
@@ -56,21 +56,21 @@ class Recorder:
         return found
 
     def lap(self, name: str) -> None:
-        """End a phase of the driver that began with the one before."""
+        """End a phase of the driver, which began at the previous lap."""
         now = time.time()
         self._phases.append((name, now - self._lap))
         self._lap = now
 
     def relaunched(self, cause: str) -> None:
-        """Note that ranks were lost and are launched again."""
+        """Record that ranks were lost and are launched again."""
         self._relaunches.append({"cause": cause, "seconds": time.time() - self._began})
 
     def ranks_changed(self, change: RankChange) -> None:
-        """Note that ranks have come or gone."""
+        """Record a change of the set of ranks."""
         self._changes.append((len(self._relaunches), change))
 
     def with_changes(self, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return records of epochs, each with the lines of the changes of ranks in it."""
+        """Return records of epochs, each with the lines of its rank changes."""
         places = self._places()
         lines: dict[int, list[str]] = {}
         for attempt, change in self._changes:
@@ -84,7 +84,7 @@ class Recorder:
         return records
 
     def _places(self) -> dict[tuple[int, int], dict[str, int]]:
-        """Return where in the training each set of ranks began, by attempt and generation."""
+        """Return the start position of each set of ranks, by attempt and generation."""
         return {(g["attempt"], g["generation"]): g for g in self._facts.get("generations", ())}
 
     def _rank_changes(self) -> list[dict[str, Any]]:
@@ -98,15 +98,15 @@ class Recorder:
         return found
 
     def settled(self, options: FitOptions, settings: Settings, store: Store) -> None:
-        """Note what the fit was given.
+        """Record the inputs of the fit.
 
         Args:
-            options: values of the Params, of which those that were set are shown.
+            options: values of the Params; only Params that were set are shown.
             settings: of the engine; those that differ from the defaults are shown.
             store: of the run, whose secrets are masked.
         """
         with _harmless(store):
-            values = vars(options)  # a subclass of the estimator may have Params that are not there
+            values = vars(options)  # a subclass may have other Params
             params = {name: values[name] for name in options.explicit if name in values}
             defaults = asdict(Settings())
             changed = {n: v for n, v in asdict(settings).items() if v != defaults[n]}
@@ -116,7 +116,7 @@ class Recorder:
             }
 
     def launched(self, report: JobReport[TrainResult], store: Store) -> None:
-        """Note how the ranks ended; the phase of the launch ends now."""
+        """Record how the ranks ended, and end the launch phase."""
         with _harmless(store):
             self._launched(report)
 
@@ -152,9 +152,9 @@ class Recorder:
         Args:
             store: of the run.
             run_dir: its folder.
-            history: records of the epochs; None: as far as the ranks have written them.
-            error: why the fit ended; None if it ended well.
-            is_kept: False: make the document alone.
+            history: records of the epochs; None reads the ranks' metrics file.
+            error: why the fit ended; None if it succeeded.
+            is_kept: False only builds the document.
         """
         with _harmless(store):
             data = self._make(store, run_dir, history, error)
@@ -163,7 +163,7 @@ class Recorder:
                 store.write_bytes(f"{run_dir}/{HTML_NAME}", render(self.document).encode())
 
     def write_failure(self, store: Store, run_dir: str, error: BaseException) -> None:
-        """Write the report of a fit that ends with an error, if this process sees the store and anything of the run stays."""
+        """Write the report of a failed fit if this process sees the store and the run is kept."""
         is_there = False
         with contextlib.suppress(Exception):  # the error of the fit says more
             is_there = store.is_seen and bool(store.list(run_dir))
@@ -196,7 +196,7 @@ class Recorder:
             "versions": _versions(),
             **self._facts,
         }
-        # Not the text of the JSON, in which a quote or a line break would be written another way.
+        # Mask before JSON, which writes quotes and line breaks in another way.
         data = dumps(_masked(document, store))
         self.document = loads(data, JSON_NAME)
         return data
@@ -204,7 +204,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _harmless(store: Store) -> Iterator[None]:
-    """Make a warning of what goes wrong in a block: no fit fails for its report."""
+    """Turn errors in a block into a warning: no fit fails for its report."""
     try:
         yield
     except Exception as e:  # noqa: BLE001 - see above
@@ -234,11 +234,11 @@ def _masked(value: Any, store: Store) -> Any:
 
 
 def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> dict[str, str]:
-    """Return values of Params as texts of a line, without secrets: of objects the class, of named secrets nothing.
+    """Return values of Params as short texts: objects by class, named secrets hidden.
 
     Args:
         params: values by name.
-        hide: masks secrets of the store; before a text is cut, which would leave the half of one.
+        hide: masks secrets of the store, before a text is cut in the middle of one.
     """
     return {name: short_repr(_safe(value, hide)) for name, value in params.items()}
 

@@ -57,9 +57,9 @@ class LoopOptions:
     """Fields of `TrainSpec` with these names.
 
     Attributes:
-        monitor: number of the history that tells the best epoch.
+        monitor: number of the history that selects the best epoch.
         return_best: return the best epoch's weights instead of the last one's.
-        early_stopping: when to end before the last epoch, or None.
+        early_stopping: when to stop before the last epoch, or None.
     """
 
     monitor: Monitor = Monitor()
@@ -67,7 +67,7 @@ class LoopOptions:
     early_stopping: EarlyStopping | None = None
 
     def describe(self, *, has_schedule: bool) -> dict[str, object]:
-        """Return the facts that a resumed fit must share: they decide which checkpoints stay, and what a schedule has looked at.
+        """Return the facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
 
         Args:
             has_schedule: True if the fit has a learning-rate scheduler.
@@ -82,12 +82,12 @@ class LoopOptions:
 def loop_options(
     options: FitOptions, *, model: nn.Module, metric_names: Sequence[str], has_validation: bool
 ) -> LoopOptions:
-    """Decide on the options of the training loop.
+    """Derive the options of the training loop.
 
     Args:
         options: of the fit.
         model: the module to train.
-        metric_names: of the fit's metrics, as they begin in the history.
+        metric_names: of the fit's metrics, as prefixes of history keys.
         has_validation: some rows validate.
 
     Raises:
@@ -110,11 +110,11 @@ def loop_options(
 
 @dataclass(frozen=True)
 class _HistoryKeys:
-    """Keys that the records of the history will have.
+    """Keys of the history's records.
 
     Attributes:
-        names: those known before the first epoch, or their beginnings.
-        is_open: True if user code may log others.
+        names: keys or prefixes known before the first epoch.
+        is_open: True if user code may log other keys.
     """
 
     names: tuple[str, ...]
@@ -131,8 +131,8 @@ class _HistoryKeys:
         return cls(names + validated, is_open=is_open)
 
     def check(self, param: str, name: str) -> None:
-        """Refuse a key that no record will have."""
-        # A metric with several values has a key for each, known when the first epoch has ended.
+        """Reject a key that no record will have."""
+        # A metric with several values has a key for each, known only after the first epoch.
         if (
             self.is_open
             or name in self.names
@@ -187,23 +187,23 @@ def _early_stopping(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss can compare them with the labels.
+# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss accepts them with the labels.
 
 Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
 
 
 class PairingCheck:
-    """Check of a fit that loss and metrics pair rows: once, as soon as the shapes of outputs and labels are known."""
+    """Check that loss and metrics pair rows, run once when the shapes of outputs and labels are known."""
 
     def __init__(
         self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
     ) -> None:
         self._losses, self._metrics = losses, metrics
-        # The ranks do it where nobody did before.
+        # The ranks check it if the driver could not.
         self.is_left = is_asked and bool(losses)
 
     def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        """Warn of functions that do not."""
+        """Warn about functions that do not pair rows."""
         if self.is_left:
             self.is_left = False
             if text := unpaired(self._losses, self._metrics, outputs, labels):
@@ -222,21 +222,21 @@ def try_model(
 ) -> tuple[int, ...] | None:
     """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
-    None where only ranks can tell, see `trial_outputs`.
+    Returns None if only ranks can find out, see `trial_outputs`.
 
     Args:
         model: of the user.
         inputs: binding of columns to its arguments.
         schema: columns whose shapes are known.
-        labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
-        examples: columns that are collated, for two rows.
+        labels: binding of the labels that the loss compares with the outputs; None if the user's code computes the loss.
+        examples: collated columns, for two rows.
         metrics: of the fit.
         precision: the Param.
-        compare: called with outputs and labels that fit each other.
+        compare: called with matching outputs and labels.
 
     Raises:
-        InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
-            output.
+        InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or metric
+            does not fit its output.
     """
     trial = in_mode(light_copy(model), is_training=False)
     names = [c.name for c in schema.labels]
@@ -257,7 +257,7 @@ def try_model(
         return fitted
     if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
         return fitted
-    # Some models return something else in training.
+    # Some models return other values in training.
     with torch.random.fork_rng(devices=[]):
         trained = run(in_mode(trial, is_training=True))
     if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:
@@ -266,7 +266,7 @@ def try_model(
 
 
 def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
-    """Make two rows of the labels; None if the shape of one is not known."""
+    """Make two rows of the labels; None if a shape is unknown."""
     if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
         return None
     return labels.apply({c.name: zeros(c) for c in schema.labels})
@@ -291,27 +291,27 @@ def _mismatch(
 
 @dataclass(frozen=True)
 class FitRequest:
-    """A fit whose arguments have been checked; no Spark job has run yet.
+    """Fit with checked arguments; no Spark job has run yet.
 
     Attributes:
         options: values of the Params.
         loop: options of the training loop that follow from several Params.
         sources: of the rows.
         shim: session whose tasks become ranks.
-        store: where everything goes.
-        cluster: how many ranks, and how they are started.
-        schema: the columns that take part.
+        store: of the run and its data.
+        cluster: number and launch of the ranks.
+        schema: the columns of the fit.
         program: the user's objects.
-        pickled: the program as the ranks get it.
+        pickled: the program as the ranks receive it.
         sha256: of that.
         pairs: check of losses and metrics.
-        links: per label, how probabilities follow from outputs.
+        links: per label, the link from outputs to probabilities.
         losses: per label, as the user gave it.
         loss_weights: per label.
         seed: of the run.
         run: in the store.
-        held: the hold on it; released by who got the request.
-        num_checkpoints: epochs whose checkpoints stay after the fit; 0: nothing of the run.
+        held: lock on the run; the receiver of the request releases it.
+        num_checkpoints: epochs whose checkpoints are kept after the fit; 0 deletes the run.
         short_steps: see `TrainSpec`.
     """
 
@@ -337,23 +337,23 @@ class FitRequest:
 
     @property
     def outlives_process(self) -> bool:
-        """True if somebody may need the run's name: it has been given one, is kept, or stays when this process is killed."""
+        """True if the run's name may be used later: it was given, the run is kept, or it remains after this process is killed."""
         is_kept = bool(self.options.run_id or self.num_checkpoints)
         return is_kept or not is_temporary_store(self.store)
 
     def tells_outputs(self, labels: Sequence[Column]) -> bool:
-        """Return True if `loss` tells the meaning of outputs: it trains the model, by labels of whole rows."""
+        """Return True if `loss` tells the meaning of outputs: it trains the model, on labels of whole rows."""
         return not self.program.user.computes_loss and all(map(is_of_row, labels))
 
 
 @dataclass(frozen=True)
 class _Losses:
-    """The losses of a fit, one per label.
+    """Losses of a fit, one per label.
 
     Attributes:
         given: as the user gave them.
-        used: as the training calls them; none where the user's code has its own.
-        is_sum: of each in use, whether it adds rows up.
+        used: as the training calls them; empty if the user's code computes the loss.
+        is_sum: per used loss, whether it sums over rows.
     """
 
     given: tuple[Any, ...]
@@ -374,7 +374,7 @@ def check_request(
     takes_slots: bool = True,
     short_steps: bool = False,
 ) -> FitRequest:
-    """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
+    """Check everything that can be checked before the first job: Params, columns, model, cluster, store and run.
 
     Args:
         options: of the fit.
@@ -416,7 +416,7 @@ def check_request(
         has_validation=sources.has_validation,
     )
     loss_weights = _loss_weights(options, len(labels))
-    unbuilt: Any = options.model  # a function makes the module in each rank
+    unbuilt: Any = options.model  # each rank calls the function that makes the module
     pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
     cluster = resolve_cluster(shim, options, takes_slots=takes_slots)
@@ -472,7 +472,7 @@ def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
 def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
     """Check the module and the user's code; return both."""
     model = check_model(build_model(options.model))
-    # Validation rows may come from files, which no Param names.
+    # Validation rows may come from files without a Param.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
     return model, user
@@ -492,7 +492,7 @@ def _check_optimizer(
 
 
 def overrides(options: FitOptions) -> Overrides:
-    """Select the values that replace those of the optimizer's groups."""
+    """Select the values that replace values of the optimizer's groups."""
     return Overrides(options.learning_rate, options.weight_decay, options.lr_scaling)
 
 
@@ -519,7 +519,7 @@ def _check_columns(
     functions: RowFunctions,
     pairs: PairingCheck,
 ) -> DataSchema:
-    """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
+    """Check the columns of the sources, and that model and loss fit columns of known shape."""
     named = zip(options.label_cols or [], losses.given, strict=True)
     schema = check_inputs(
         options,
@@ -530,7 +530,7 @@ def _check_columns(
         keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
-    if not user.transformations:  # else what the model gets is known when there are data
+    if not user.transformations:  # else the model's inputs are known only with data
         inputs = bind_features(options, model, user, schema)
         if not user.takes_rows:
             schema = replace(schema, features=inputs.with_casts(schema.features))
@@ -562,7 +562,7 @@ def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:
 def bind_features(
     options: FitOptions, model: torch.nn.Module, user: UserCode, schema: DataSchema
 ) -> InputBinding:
-    """Decide which columns become which argument of the model.
+    """Bind columns to the model's arguments.
 
     Raises:
         InvalidArgumentError: they do not fit, and the user's code does not feed the model.

@@ -1,14 +1,14 @@
-"""Runs in the store on the driver: new, unfinished or finished, and the fits that may resume them.
+"""Runs in the store on the driver: new, unfinished or finished, and which fits may resume them.
 
     runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
     runs/<run_id>/model.json   description of its model, see `saving/run_model.py`
-    runs/<run_id>/finished.json    written when the driver has got the model; the run is over
-    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/store/locks.py`
+    runs/<run_id>/finished.json    written when the driver has received the model: the run is finished
+    runs/<run_id>/holder.json      lock of a running fit, with its process, see `data/store/locks.py`
     runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
 
-`fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
-finished one is an error, or with `warm_start` the next `warm-<n>` begins (or goes on) from its weights.
-A run without a `run_id` is deleted when its model is there, all but its report and timeline, unless `keep_checkpoints` is given.
+`fit` with a `run_id` starts a new run, or resumes an unfinished run from its last checkpoint. A finished run is an
+error, or with `warm_start` the next `warm-<n>` starts (or resumes) from its weights.
+A run without a `run_id` is deleted after the fit, except its report and timeline, unless `keep_checkpoints` is given.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SEED = "seed.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """End of a run, whose model the driver has got.
+    """End of a run whose model the driver has received.
 
     Attributes:
         epoch: epoch of the model's weights.
-        widths: per label, elements of the output per row; () where nobody knows.
+        widths: per label, elements of the output per row; () if unknown.
         timings: seconds of the phases of its last fit.
     """
 
@@ -59,9 +59,9 @@ class Run:
     """Run in the store.
 
     Attributes:
-        store: where it is.
+        store: of the run.
         run_dir: its folder, relative to the store.
-        start_from: file with the weights that it starts from, relative to the store; "" for the model's own.
+        start_from: file with the initial weights, relative to the store; "" for the model's own.
     """
 
     store: Store
@@ -69,7 +69,7 @@ class Run:
     start_from: str = ""
 
     def seed(self, given: int | None) -> int:
-        """Choose the seed: the given one, else that of the run, else a new one; the run remembers it."""
+        """Choose the seed: the given, the run's or a new one. The run stores it."""
         seed = given
         if seed is None:
             for name in (_FINGERPRINT, _SEED):
@@ -81,7 +81,7 @@ class Run:
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """Return the contents of a file of the run; None if there is none, or a damaged one."""
+        """Return the contents of a file of the run; None if missing or damaged."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -91,11 +91,11 @@ class Run:
         self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
 
     def check(self, fingerprint: str, epochs: int) -> None:
-        """Refuse to resume with other data, params, model or optimizer than the run's checkpoints have.
+        """Reject other data, params, model or optimizer than those of the run's checkpoints.
 
         Args:
-            fingerprint: of this fit; the run remembers it.
-            epochs: number that this fit asks for.
+            fingerprint: of this fit; stored in the run.
+            epochs: number requested by this fit.
 
         Raises:
             InvalidArgumentError: they differ; the message lists how.
@@ -104,7 +104,7 @@ class Run:
             self._check_start(fingerprint)
         done = self.position()
         before = self._read(_FINGERPRINT)
-        if done != (0, 0) and before is not None:  # else the ranks find what differs
+        if done != (0, 0) and before is not None:  # else the ranks find differences
             problem = differences(json.dumps(before), fingerprint)
             if not problem and done > (epochs, 0):
                 problem = f"it has {done[0]} epochs, and epochs is {epochs}"
@@ -116,21 +116,21 @@ class Run:
         self._write(_FINGERPRINT, json.loads(fingerprint))
 
     def warn_of_other_data(self) -> None:
-        """Warn that the data of this fit are not those of the run's checkpoints, if it has one to go on from."""
+        """Warn if the data of this fit differ from those of the checkpoint to resume from."""
         done = self.position()
         if done != (0, 0):
             warnings.warn(
-                f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
-                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it anew. Write it to a table first "
+                f"{self.store.full_url(self.run_dir)} resumes after epoch {done[0]} with data that may differ from those before: the "
+                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it again. Write it to a table first "
                 "and fit that.",
                 stacklevel=2,
             )
 
     def _check_start(self, fingerprint: str) -> None:
-        """Refuse to start from the weights of another model."""
+        """Reject the initial weights of another model."""
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
         if before is None or "model" not in before:
-            return  # it is gone or damaged: the ranks find what does not fit
+            return  # missing or damaged: the ranks check whether it fits
         models = [json.dumps({"model": f["model"]}) for f in (before, json.loads(fingerprint))]
         if problem := differences(*models):
             raise InvalidArgumentError(
@@ -139,18 +139,18 @@ class Run:
             )
 
     def finish(self, finished: Finished, num_checkpoints: int) -> None:
-        """Note that the driver has the model, and delete the checkpoints that are not kept.
+        """Record that the driver has the model, and delete the other checkpoints.
 
         Args:
-            finished: the end of the run; the checkpoint of its epoch stays.
-            num_checkpoints: number of last epochs whose checkpoints stay, at least 1.
+            finished: the end of the run; the checkpoint of its epoch is kept.
+            num_checkpoints: number of last epochs whose checkpoints are kept, at least 1.
         """
         self._write(FINISHED_NAME, asdict(finished))
         with _warning_of_orphans():
             Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
 
     def finished(self) -> Finished | None:
-        """Return the end of a finished run; None if it has not finished.
+        """Return the end of a finished run, or None.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -168,7 +168,7 @@ class Run:
         return None
 
     def delete(self, keeps: Collection[str] = ()) -> None:
-        """Delete the run, whose model the driver has, but for the files with these names; Ctrl-C meanwhile is a warning, or the model would be lost."""
+        """Delete the run except files with these names. The driver has its model, so Ctrl-C becomes a warning instead of losing it."""
         with _warning_of_orphans():
             paths = self.store.list(self.run_dir)
             kept = [path for path in paths if path.rpartition("/")[2] in keeps]
@@ -181,11 +181,11 @@ class Run:
 
     @property
     def timeline_url(self) -> str:
-        """Where the timeline is, if there is one."""
+        """URL of the timeline, if there is one."""
         return self.store.full_url(f"{self.run_dir}/{TIMELINE_NAME}")
 
     def position(self) -> Position:
-        """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""
+        """Return (epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
         return Checkpoints(self.store, self.run_dir).latest_position()
 
     def progress(self, epochs: int) -> str:
@@ -196,12 +196,12 @@ class Run:
         return f"the checkpoint {position_text(position, epochs)}"
 
     def announce(self, epochs: int) -> None:
-        """Print the run and its store, and from where it goes on."""
+        """Print the run, its store and the position it starts from."""
         line = f"run {self.name!r} in {self.store.url}"
         if is_temporary_store(self.store):
             line += ", which goes with this process,"
         if (position := self.position()) != (0, 0):
-            line += f" goes on {position_text(position, epochs)}"
+            line += f" resumes {position_text(position, epochs)}"
         elif self.start_from:
             line += f" starts from the weights of {self.start_from}"
         sys.stdout.write(line.rstrip(",") + "\n")
@@ -221,16 +221,17 @@ class Run:
         verbose: int,
         is_trained: bool = False,
     ) -> None:
-        """Say in a note at the error, and after Ctrl-C on stderr, which weights are there, and how the run goes on.
+        """Add a note to the error, and after Ctrl-C on stderr, about the saved weights and how to resume the run.
 
-        A run without a `run_id` that has no checkpoint is deleted. A temporary store with the weights of a training that is over stays.
+        A run without a `run_id` and without a checkpoint is deleted. A temporary store with the weights of a finished training is
+        kept.
 
         Args:
             error: that ends the fit.
-            run_id: that was given.
+            run_id: as given.
             epochs: of the fit.
             verbose: 0 prints nothing.
-            is_trained: whether the ranks have ended well.
+            is_trained: whether the ranks have finished without an error.
         """
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if not self.store.is_seen:
@@ -246,7 +247,7 @@ class Run:
             with contextlib.suppress(OSError, SparkhvdError):  # what could not be written
                 is_over = self.finished() is not None
             if not is_over:
-                note += f"a fit with run_id={self.name!r} and store={self.store.url!r} goes on from there. "
+                note += f"a fit with run_id={self.name!r} and store={self.store.url!r} resumes from there. "
             trust = ", trust=True" if self._holds_code() else ""
             gives = f"TorchModel.from_run({self.store.url!r}, {self.name!r}{trust}) gives the model"
             note += f"{gives} so far." if not is_trained else f"{gives}."
@@ -263,14 +264,14 @@ class Run:
                 sys.stderr.flush()
 
     def _holds_code(self) -> bool:
-        """Return True if the run's description has classes or functions of the user's, which need trust."""
+        """Return True if the run's description holds the user's classes or functions, which need trust."""
         with contextlib.suppress(OSError, SparkhvdError):
             values = load_sealed(self.store.read_bytes(f"{self.run_dir}/{MODEL_NAME}"))
             return bool(values and values["code"])
         return False
 
     def _stays(self, is_trained: bool) -> str:
-        """Say how long the store stays; a temporary one, from now on, as long as the user wants it if the training is over."""
+        """Describe how long the store is kept; a temporary store with finished weights is kept from now on."""
         if not is_temporary_store(self.store):
             return "stays"
         if not is_trained:
@@ -279,7 +280,7 @@ class Run:
         return f"stays until you delete {urlsplit(self.store.url).path}"
 
     def finished_weights(self) -> str:
-        """Return the file with the weights of a finished run, relative to the store; "" if it has not finished.
+        """Return the file with the weights of a finished run, relative to the store; "" for an unfinished run.
 
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
@@ -300,7 +301,7 @@ def position_text(position: Position, epochs: int) -> str:
 
 @contextlib.contextmanager
 def _warning_of_orphans() -> Iterator[None]:
-    """Warn if files cannot be deleted: a store that fails at the very end costs disk space, and the model is there."""
+    """Warn if files cannot be deleted: the model is there, and orphans only cost disk space."""
     try:
         yield
     except StoreError as e:
@@ -313,7 +314,7 @@ def _warning_of_orphans() -> Iterator[None]:
 
 
 def new_run_id(uid: str) -> str:
-    """Make a name that no other fit has."""
+    """Make a unique run id."""
     return f"{uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
@@ -331,7 +332,7 @@ def check_run_id(run_id: str) -> str:
 
 
 class Folds:
-    """Run ids for several calls of `fitMultiple` with one run_id: a CrossValidator calls it once per fold."""
+    """Run ids for several calls of `fitMultiple` with one run_id, as a CrossValidator makes for its folds."""
 
     def __init__(self) -> None:
         """Start without folds."""
@@ -346,7 +347,7 @@ class Folds:
             return f"fold {self._num_calls}" if self._num_calls > 1 else ""
 
     def name(self, run_id: str, data: Hashable, index: int) -> str:
-        """Make the run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
+        """Make the run id of a param map: mine-0, mine-1; in the second fold mine-fold2-0, mine-fold2-1.
 
         Args:
             run_id: the estimator's or the param map's.
@@ -362,7 +363,7 @@ class Folds:
 
 
 def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
-    """Open the run to begin or to resume.
+    """Open the run to start or resume.
 
     Raises:
         InvalidArgumentError: the run has finished and `warm_start` is False.

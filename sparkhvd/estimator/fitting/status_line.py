@@ -1,7 +1,6 @@
-"""One line on how far the fits of this process are, which the next one replaces: on a terminal, or in a notebook.
+"""Progress of this process's fits in one replaceable line: on a terminal, or in a notebook.
 
-Threads: any number show and print; each draws the whole line, so that nobody draws over another's. Failure: a stream that is closed or full
-ends nothing.
+Threads: any number show and print; each draws the whole line under a lock. Failure: a closed or full stream ends nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any
 from sparkhvd.runner.launching import ERASE, write_to
 
 _BETWEEN = " | "
-# A fit's part of the line is not cut to less; fits beyond that are counted.
+# Minimum columns of a fit's part of the line; further fits are counted.
 _LEAST_COLUMNS = 24
 _USUAL_COLUMNS = 80
 
 
 class StatusLine:
-    """Line with the newest text of each fit, in the order in which they began; elsewhere than on a terminal or in a notebook there is none."""
+    """Line with the newest text of each fit, by start time; empty unless on a terminal or in a notebook."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,12 +31,12 @@ class StatusLine:
         self._display_id = ""
 
     def show(self, fit: object, text: str, detail: str = "") -> bool:
-        """Show a text in place of the fit's last one; return False where lines cannot be replaced.
+        """Replace the fit's text; return False if the stream cannot replace lines.
 
         Args:
-            fit: whose it is.
+            fit: owner of the text.
             text: one line; on a terminal cut to its width.
-            detail: of it, for a notebook, where it has no line above it.
+            detail: more of it, for a notebook without a line above.
         """
         in_notebook = _is_notebook()
         if not in_notebook and not _is_terminal():
@@ -48,13 +47,13 @@ class StatusLine:
         return True
 
     def remove(self, fit: object) -> None:
-        """Remove a fit's text, if there is one; the last one leaves nothing behind."""
+        """Remove a fit's text, if there is one; removing the last text erases the line."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts.pop(fit, None) is not None:
                 self._draw()
 
     def print(self, line: str) -> None:
-        """Print a line that stays; on a terminal above this one, and in place of Spark's progress bar, which is drawn anew."""
+        """Print a permanent line: on a terminal above this one, instead of Spark's progress bar, which Spark redraws."""
         with self._lock, contextlib.suppress(Exception):
             is_terminal = _is_terminal()
             write_to(sys.stdout, f"{ERASE}{line}\n" if is_terminal else f"{line}\n")
@@ -63,7 +62,7 @@ class StatusLine:
 
     @contextlib.contextmanager
     def erased(self) -> Iterator[None]:
-        """Take the line off a terminal while others print there: warnings, or the user's function."""
+        """Erase the line on a terminal while others print there: warnings, or the user's function."""
         with self._lock, contextlib.suppress(Exception):
             if self._texts and _is_terminal():
                 write_to(sys.stdout, ERASE)
@@ -87,23 +86,23 @@ class StatusLine:
         is_new = not self._display_id
         self._display_id = self._display_id or uuid.uuid4().hex
         display({"text/plain": text}, raw=True, display_id=self._display_id, update=not is_new)
-        if not text:  # the next fit has a place of its own, in its cell
+        if not text:  # the next fit has its own place, in its cell
             self._display_id = ""
 
 
 def _is_notebook() -> bool:
-    """Return True in a kernel of Jupyter."""
+    """Return True in a Jupyter kernel."""
     ipython: Any = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def _is_terminal() -> bool:
-    """Return True if lines can be replaced; programs put streams with fewer methods in the place of stdout."""
+    """Return True if lines can be replaced; a program's replacement of stdout may lack methods."""
     return sys.stdout is not None and getattr(sys.stdout, "isatty", lambda: False)()
 
 
 def _width() -> int:
-    """Return the columns that a line may fill; one more would wrap it."""
+    """Return the columns that a line may fill without wrapping."""
     columns = 0
     with contextlib.suppress(OSError, ValueError):  # a terminal of the program's own
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
@@ -111,7 +110,7 @@ def _width() -> int:
 
 
 def _joined(texts: Sequence[str], width: int) -> str:
-    """Join texts to one line of no more columns; those that find no room are counted: "epoch 1/2 ... | epoch 2/2 ...  (+3)"."""
+    """Join texts to one line of at most `width` columns and count the omitted texts: "epoch 1/2 ... | epoch 2/2 ...  (+3)"."""
     if not texts:
         return ""
     between = len(_BETWEEN)
@@ -122,7 +121,7 @@ def _joined(texts: Sequence[str], width: int) -> str:
 
 
 def _cut(text: str, columns: int) -> str:
-    """Return the beginning of a text that fills no more columns of a terminal."""
+    """Cut a text to at most so many columns of a terminal."""
     widths = [2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text]
     if sum(widths) <= columns:
         return text

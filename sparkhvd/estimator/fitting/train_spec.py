@@ -19,10 +19,10 @@ from sparkhvd.training.user_code.transformations import bind_transformed
 def build_train_spec(
     request: FitRequest, data: FitData
 ) -> tuple[TrainSpec, tuple[int, ...] | None]:
-    """Make the spec of the ranks, now that the shapes of the columns are known, and try the model on them.
+    """Build the spec of the ranks from the known column shapes, and try the model on them.
 
     Returns:
-        The spec, and the elements per row of the model's outputs; None where only ranks can tell these.
+        The spec, and the elements per row of the model's outputs; None if only ranks can find out.
     """
     options, program, transformed = request.options, request.program, data.transformed
     schema = data.schema if transformed is None else transformed
@@ -32,7 +32,7 @@ def build_train_spec(
     labels = bind_labels(schema, request.losses, options.label_shapes)
     compared = None if program.user.computes_loss else labels
     widths: tuple[int, ...] | None = None
-    # Then a model that does not take the columns as they are is no mistake.
+    # The user's code feeds the model, so a model that does not accept the columns as they are is no error.
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):
         if not program.user.changes_columns:
             widths = try_model(
@@ -105,7 +105,7 @@ def fingerprint(request: FitRequest, data: FitData) -> str:
         if request.cluster.least is None
         else request.cluster.ranks,
         "random_seed": request.seed,
-        # Decides whether rows are permuted at once or in windows.
+        # Decides between a full permutation of rows and a shuffle in windows.
         "shuffle_bytes": options.shuffle_bytes if options.shuffle else None,
     }
     return json.dumps(facts, sort_keys=True)

@@ -1,7 +1,7 @@
-"""Spark ML Params of the estimator and its model: a table with a row for each, and what follows from it.
+"""Spark ML Params of the estimator and its model, derived from a table with a row for each.
 
-To add one that the ranks get as it is: a row with `to_ranks=True` in the file of its group, a field of `TrainSpec`, and
-`python -m tools.keywords`; CONTRIBUTING.md has the whole recipe.
+To add a Param that is passed to the ranks unchanged: a row with `to_ranks=True` in the file of its group, a field of `TrainSpec`,
+and `python -m tools.keywords`; CONTRIBUTING.md has the whole recipe.
 
 Each module imports only those above it:
 

@@ -1,4 +1,4 @@
-"""Consequences of the table of Params: getters and setters, keyword arguments, checks, explanations, options."""
+"""Accessors, keyword arguments, checks, explanations and options, derived from the table of Params."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Arguments of Horovod's other estimators, which are unknown names here, with the hint that the error gives.
+# Arguments of Horovod's other estimators, unknown here, with a hint for the error.
 
 ELSEWHERE = {
     "num_gpus": "It is of horovod.spark.lightning; give num_proc.",
@@ -47,7 +47,7 @@ def camel_case(name: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
-# Of a Param that has none.
+# Row of a Param outside the table.
 _PLAIN = ParamRow(accepts="Any", holds="Any")
 
 
@@ -56,10 +56,10 @@ def _own_params(cls: type) -> list[TableParam]:
 
 
 def accessors(cls: T) -> T:
-    """Give a class `getX()` and `setX(value)` for each Param that it declares; `setX` returns the object.
+    """Add `getX()` and `setX(value)` for each Param that a class declares; `setX` returns the object.
 
-    Horovod's and Spark's names of these Params get theirs too; a name of Spark's is also an attribute that is the
-    Param. Where Spark has one column and the Param a list, Spark's getter gives the one column.
+    Horovod's and Spark's names of these Params get accessors too, and a Spark name is also an attribute that refers to the
+    Param. If Spark has one column and the Param a list, Spark's getter returns the one column.
     """
     for param in _own_params(cls):
         _accessors(cls, param, camel_case(param.name))
@@ -104,13 +104,13 @@ class TorchParams(Params):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # Defaults of a class that differ from those of the table.
+    # Defaults of a class that override the table's.
     _other_defaults: ClassVar[Mapping[str, object]] = {}
-    # True: files that this process has saved are loaded without a word on trust, see `saving.trust`.
+    # True: files saved by this process are loaded without trust, see `saving.trust`.
     _trusts_own_files: ClassVar[bool] = False
-    # Class of a store that a saved file names.
+    # Store class for a saved store.
     _store_class: ClassVar[type[StoreWithRuns]] = StoreWithRuns
-    # Params whose defaults count as if they were set.
+    # Params whose defaults count as set.
     _as_if_set: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class TorchParams(Params):
         self._setDefault(**{name: value for name, value in defaults.items() if value is not None})
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse the assignment of a Param, which Spark ML sets by a method, in any spelling."""
+        """Reject the assignment of a Param in any spelling; Spark ML sets it by a method."""
         is_attribute = name.startswith("_") or isinstance(value, Param) or hasattr(Params, name)
         if not is_attribute and (param := self._close_param(name)):
             raise AttributeError(
@@ -131,7 +131,7 @@ class TorchParams(Params):
 
     @classmethod
     def _close_param(cls, name: str) -> str:
-        """Find the Param that a name most likely means: "batchSize", "maxIter", "featurecols"; "" if none."""
+        """Find the Param that a misspelled name most likely means: "batchSize", "maxIter", "featurecols"; "" if no match."""
         names = {}
         for param, row in rows_of(cls).items():
             names.update({_plain(spelling): param for spelling in (param, *row.aliases)})
@@ -140,14 +140,14 @@ class TorchParams(Params):
 
     @classmethod
     def _row(cls, name: str) -> ParamRow:
-        """Return the row of a Param; that of one without effects for Params of a subclass of the user's."""
+        """Return the row of a Param; a row without effects for Params of user subclasses."""
         return getattr(getattr(cls, name, None), "row", _PLAIN)
 
     def _check_values(self) -> None:
-        """Check the values of the Params that are set, or have defaults.
+        """Check the values of the Params that are set or have defaults.
 
         Raises:
-            InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
+            InvalidArgumentError: a value is out of range, cannot be used here, or contradicts another.
         """
         for name, row in rows_of(type(self)).items():
             value = self._get(name)
@@ -159,7 +159,7 @@ class TorchParams(Params):
                 raise InvalidArgumentError(f"{name} is {value!r}; {problem}.")
 
     def _check_switch(self, name: str, target: str, value: object) -> None:
-        """Refuse a Param whose True contradicts the value of another; a default gives way."""
+        """Reject a Param whose True contradicts the value of another; it overrides a default."""
         other = self._get(target)
         if not self.hasDefault(target) and other not in (None, value):
             raise InvalidArgumentError(
@@ -167,7 +167,7 @@ class TorchParams(Params):
             )
 
     def _read_options(self, options: type[Options]) -> Options:
-        """Read the Params into a frozen dataclass whose fields have their names; a subclass may have others, too."""
+        """Read the Params into a frozen dataclass with fields of these names; other Params of a subclass are ignored."""
         known = {each.name for each in fields(options)}
         rows = rows_of(type(self)).items()
         values = {n: self._get(n) for n, row in rows if row.is_option and n in known}
@@ -240,23 +240,23 @@ class TorchParams(Params):
         return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
 
     def _set(self, **values: object) -> Any:
-        """Set Params; None clears one, also where it comes from a param map."""
+        """Set Params; None clears a Param, also in a param map."""
         for name in [name for name, value in values.items() if value is None]:
             self.clear(self.getParam(name))
         return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
-        """Return the value of a Param, or None if it has none."""
+        """Return the value of a Param, or None."""
         return self.getOrDefault(name) if self.isDefined(name) else None
 
 
 def _plain(name: str) -> str:
-    """Convert a name to what all its spellings share."""
+    """Normalize a name, so that all its spellings are equal."""
     return name.replace("_", "").lower()
 
 
 def with_signature(cls: T) -> T:
-    """Show a class's own keyword arguments and its Params by group, for `help()` and editors; names without effect are left out."""
+    """Set a signature of the class's own arguments and its Params by group, for `help()` and editors; names without effect are omitted."""
     shown = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
     order = {group: number for number, group in enumerate((*GROUPS, ""))}
     names = sorted(shown, key=lambda name: order[shown[name].group])

@@ -1,4 +1,4 @@
-"""Type converters of Params; Spark turns the TypeErrors that they raise into "Invalid param value given for param ..."."""
+"""Type converters of Params; Spark turns their TypeErrors into "Invalid param value given for param ..."."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Logger
 
 T = TypeVar("T")
-# Makes a Param's value of what a caller gives.
+# Converts a caller's value to the Param's value.
 Converter = Callable[[Any], object]
 
 
 def to_columns(value: object) -> list[str]:
-    """Convert one name, or names, to a list of names."""
+    """Convert a name or names to a list of names."""
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
 def to_shapes(value: object) -> Any:
-    """Convert shapes of one row per column, in order or by name."""
+    """Convert shapes of a row per column, by order or by name."""
     if isinstance(value, Mapping):
         return {name: [int(n) for n in shape] for name, shape in value.items()}
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -45,7 +45,7 @@ def to_inputs(value: object) -> dict[str, Any]:
 
 
 def to_dtypes(value: object) -> Any:
-    """Convert dtypes, in order or by column, to their names."""
+    """Convert dtypes, by order or by column, to their names."""
     from sparkhvd.data.columns.schema import dtype_name
 
     def name(dtype: object) -> str | None:
@@ -69,21 +69,21 @@ def to_mapping(value: object) -> dict[str, Any]:
 
 
 def to_whole(value: object) -> int:
-    """Convert a whole number; a bool or a text is none."""
-    if isinstance(value, (bool, str)):  # of a text Spark's own message shows no quotes
+    """Convert a whole number; a bool or a text is an error."""
+    if isinstance(value, (bool, str)):  # Spark's own message shows a text without quotes
         raise TypeError(f"expected a whole number, not {value!r}")
     return TypeConverters.toInt(value)
 
 
 def to_float(value: object) -> float:
-    """Convert a number; a bool or a text is none."""
+    """Convert a number; a bool or a text is an error."""
     if isinstance(value, (bool, str)):
         raise TypeError(f"expected a number, not {value!r}")
     return TypeConverters.toFloat(value)
 
 
 def to_ranks(value: object) -> int | tuple[int, int]:
-    """Convert a number of ranks, or the least and the most."""
+    """Convert a number of ranks, or the minimum and the maximum."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise TypeError("expected a whole number, or the least and the most")
@@ -92,7 +92,7 @@ def to_ranks(value: object) -> int | tuple[int, int]:
 
 
 def to_loggers(value: object) -> list[Logger]:
-    """Convert one logger, or several, to a list."""
+    """Convert one or several loggers to a list."""
     loggers = [value] if isinstance(value, Logger) else value
     if not isinstance(loggers, (list, tuple)) or not all(isinstance(e, Logger) for e in loggers):
         raise TypeError(
@@ -101,19 +101,19 @@ def to_loggers(value: object) -> list[Logger]:
     return list(loggers)
 
 
-# Steps of a timeline whose number is not given: tens of megabytes, which a browser still shows well.
+# Default number of steps of a timeline: tens of megabytes, which a browser still shows well.
 _TIMELINE_STEPS = 1000
 
 
 def to_timeline(value: object) -> int:
-    """Convert a number of steps; True is a default number."""
+    """Convert a number of steps; True is the default number."""
     if isinstance(value, bool):
         return _TIMELINE_STEPS if value else 0
     return to_whole(value)
 
 
 def to_thresholds(value: object) -> list[float]:
-    """Convert one threshold per class, as Spark ML has them."""
+    """Convert one threshold per class, as in Spark ML."""
     thresholds = TypeConverters.toListFloat(value)
     is_good = len(thresholds) > 1 and all(t >= 0 for t in thresholds) and thresholds.count(0) < 2
     if not is_good:
@@ -122,13 +122,13 @@ def to_thresholds(value: object) -> list[float]:
 
 
 def to_function(value: object) -> Callable[..., Any]:
-    """Require something callable."""
+    """Require a callable."""
     if not callable(value):
         raise TypeError("expected a function")
     return value
 
 
-# Names of `optimizer` and `loss`, and what they stand for in torch.
+# Names of `optimizer` and `loss`, and the torch classes and functions behind them.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -147,7 +147,7 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def _named(name: str, known: Mapping[str, T]) -> T:
-    """Return what a name stands for, in any case."""
+    """Look up a name, ignoring case."""
     if name.lower() not in known:
         raise TypeError(f"{name!r} is not one of {', '.join(map(repr, known))}")
     return known[name.lower()]
@@ -166,7 +166,7 @@ def to_losses(value: object) -> Any:
 
 
 def to_scheduler(value: object) -> Callable[..., Any]:
-    """Require a function that makes a scheduler; a scheduler itself holds another optimizer than that of a rank."""
+    """Require a function that makes a scheduler, because a scheduler object refers to an optimizer other than the rank's."""
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
         kind = type(value).__name__
         raise TypeError(
@@ -184,18 +184,20 @@ def to_stopping(value: object) -> dict[str, Any]:
 
 
 def any_value(value: object) -> Any:
-    """Take any value."""
+    """Accept any value."""
     return value
 
 
 def to_store(value: object) -> Any:
-    """Keep a store as given; a URL with a password becomes a `Store`, so that `explainParams` and a saved estimator do not show it."""
+    """Keep a store as given, but convert a URL with a password to a `Store`, so that `explainParams` and a saved estimator do not
+    show it.
+    """
     if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
         return Store(text)
     return value
 
 
-# Python types of the values that a converter takes, for type checkers.
+# Python types that a converter accepts, for type checkers.
 ACCEPTED: dict[Converter, str] = {
     to_columns: "str | Sequence[str]",
     to_shapes: "Sequence[Sequence[int]] | Mapping[str, Sequence[int]]",
@@ -214,7 +216,7 @@ ACCEPTED: dict[Converter, str] = {
     TypeConverters.toBoolean: "bool",
     TypeConverters.toListFloat: "Sequence[float]",
 }
-# Python types of the values that it makes, where they are others.
+# Python types of converted values, if different.
 CONVERTED: dict[Converter, str] = {
     to_columns: "list[str]",
     to_shapes: "list[list[int]] | dict[str, list[int]]",

@@ -1,4 +1,4 @@
-"""Params of the estimator and its model, by subject: launch, data, training, Horovod's other words, columns and outputs."""
+"""Params of the estimator and its model, by subject: launch, data, training, Horovod's other names, columns and outputs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ClusterParams(TorchParams):
 
     num_proc = cluster_param(
         to_ranks,
-        "number of ranks; default every GPU or task slot; (least, most) for ranks that come and go",
+        "number of ranks; default every GPU or task slot; (least, most) for elastic training",
         annotation="int | tuple[int, int]",
         aliases=("numTrainWorkers",),
         check=is_number_of_ranks,
@@ -69,7 +69,7 @@ class ClusterParams(TorchParams):
     )
     elastic_batch = cluster_param(
         TypeConverters.toString,
-        "'global': a batch of all ranks keeps least * batch_size rows while ranks come and go",
+        "'global': a batch of all ranks keeps least * batch_size rows when the number of ranks changes",
         check=one_of("global"),
         fingerprint=True,
     )
@@ -475,12 +475,12 @@ class TrainingParams(TorchParams):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Names taken for compatibility: second names of values of other Params, and Params of Horovod without effect.
+# Names accepted for compatibility: values of other Params under a second name, and Params of Horovod without effect.
 # Other names of a whole Param (`maxIter` for `epochs`) are in its own row.
 
 
 def _switch(target: str, value: object, doc: str, *, accessors: Sequence[str] = ()) -> TableParam:
-    """Make a Param whose True sets another Param to a value."""
+    """Declare a Param whose True sets another Param to a value."""
     return param(
         TypeConverters.toBoolean,
         doc,
@@ -491,13 +491,13 @@ def _switch(target: str, value: object, doc: str, *, accessors: Sequence[str] = 
 
 
 def _no_effect(instead: str, *, accessors: Sequence[str] = ()) -> TableParam:
-    """Make a Param of Horovod that has no effect."""
+    """Declare a Param of Horovod without effect."""
     return param(any_value, "no effect", no_effect=instead, accessors=accessors)
 
 
 @accessors
 class IgnoredParams(TorchParams):
-    """Params of Horovod without effect; setting one of these warns once per estimator and its copies."""
+    """Params of Horovod without effect; setting one warns once per estimator and its copies."""
 
     backend = _no_effect(
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
@@ -520,10 +520,10 @@ class IgnoredParams(TorchParams):
 
     def __init__(self) -> None:
         super().__init__()
-        self._warned: set[str] = set()  # a copy of the estimator has the same set
+        self._warned: set[str] = set()  # shared by copies of the estimator
 
     def _set(self, **values: object) -> Any:
-        """Set Params; warns about those without effect."""
+        """Set Params; warn about Params without effect."""
         for name, value in values.items():
             instead = self._row(name).no_effect
             if instead and value is not None and name not in self._warned:
@@ -534,12 +534,12 @@ class IgnoredParams(TorchParams):
 
 @accessors
 class CompatibilityParams(IgnoredParams):
-    """Params that are other words for values of others, are refused, or have no effect."""
+    """Params that are second names of values, are rejected, or have no effect."""
 
     restore_best = _switch("return_model", "best", "the same as return_model='best'")
     inmemory_cache_all = _switch(
         "shuffle_bytes",
-        1 << 62,  # more than any data have
+        1 << 62,  # more rows than any data set
         "keep all data in memory, whatever they take",
         accessors=("InMemoryCacheAll",),
     )
@@ -663,7 +663,7 @@ class PredictParams(TorchParams):
 
 
 # ----------------------------------------------------------------------------------------------------
-# All Params of a fit, and the parts of their values that others need: the ranks, the fingerprint, a `train_fn`.
+# All Params of a fit, and the subsets used by the ranks, the fingerprint and a `train_fn`.
 
 
 class TrainParams(
@@ -694,7 +694,7 @@ def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
 
 
 def rank_options(options: FitOptions) -> dict[str, Any]:
-    """Select the fields of `TrainSpec` that are Params as they are."""
+    """Select the Params that are fields of `TrainSpec` unchanged."""
     return {n: getattr(options, n) for n, row in rows_of(TrainParams).items() if row.to_ranks}
 
 
@@ -704,12 +704,12 @@ def fingerprint_options(options: FitOptions) -> dict[str, object]:
 
 
 def changed_options(options: FitOptions) -> dict[str, object]:
-    """Select the values that were set to something else than the default."""
+    """Select the values that differ from the defaults."""
     rows = {n: row for n, row in rows_of(TrainParams).items() if row.is_option}
     values = {n: getattr(options, n) for n in options.explicit & rows.keys()}
     return {n: value for n, value in values.items() if value != rows[n].default}
 
 
 def train_fn_effects() -> dict[str, str]:
-    """List the Params that a `train_fn` does not see, or sees by way of the optimizer."""
+    """List the Params that a `train_fn` does not see, or sees through the optimizer."""
     return {name: row.train_fn for name, row in rows_of(TrainParams).items() if row.train_fn}

@@ -1,7 +1,7 @@
-"""Table of Params: a row of facts for each, from which everything else about a Param follows.
+"""Table of Params: a row of facts for each.
 
-A row is one call of `param`. Keyword arguments with their types, getters and setters, Spark ML's and Horovod's other names, defaults, checks,
-`explainParams`, the options of a fit, its fingerprint and the values that the ranks get all follow from it.
+A row is one call of `param`. Keyword arguments with their types, getters and setters, Spark ML's and Horovod's other names,
+defaults, checks, `explainParams`, the options of a fit, its fingerprint and the values for the ranks are derived from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pyspark.ml.param import Param, Params
 
 from sparkhvd.estimator.params.converters import ACCEPTED, CONVERTED, Converter
 
-# Takes a value; returns what is wrong with it as the rest of a sentence, or "".
+# Checks a value; returns the error as the rest of a sentence, or "".
 Check = Callable[[Any], str]
 
 # Groups of keyword arguments, in the order of signatures.
 GROUPS = ("model", "data", "training", "cluster")
 
-# What a `train_fn` makes of a Param: it has no effect; it has one only if the estimator has an optimizer.
+# Effect of a `train_fn` on a Param: it is ignored, or it applies only to the estimator's optimizer.
 NOT_SEEN = "not seen"
 OF_THE_OPTIMIZER = "of the optimizer"
 
@@ -30,19 +30,19 @@ class ParamRow:
     """Facts of a Param besides its name, type converter and doc.
 
     Attributes:
-        accepts: Python type of the values that a caller may give, for type checkers.
+        accepts: Python type of accepted values, for type checkers.
         holds: Python type of the value after conversion.
-        default: its value where none is set; None: it has none.
-        group: one of `GROUPS`; "" for a name that is taken for compatibility.
+        default: its default value; None for no default.
+        group: one of `GROUPS`; "" for a name kept for compatibility.
         check: check of its value, on the driver before any job.
         fingerprint: two fits must have the same value so that one can resume the other.
-        to_ranks: the ranks get the value as it is, as the field of `TrainSpec` with this name.
-        in_conf: the session's conf may give it, as `spark.sparkhvd.<name>`.
+        to_ranks: passed to the ranks unchanged, as the field of `TrainSpec` with this name.
+        in_conf: the session's conf may set it, as `spark.sparkhvd.<name>`.
         train_fn: effect of a `train_fn` on it: `NOT_SEEN`, `OF_THE_OPTIMIZER`, or "" for the usual effect.
         aliases: Spark ML's and Horovod's names: keyword arguments, attributes (for a ParamGridBuilder) and accessors.
         accessors: Horovod's accessors whose names do not follow from the Param's: getX and setX for each.
-        stands_for: name and value of the Param that True of this one sets.
-        no_effect: for a Param of Horovod that has no effect: what to do instead.
+        stands_for: name and value of another Param that True of this one sets.
+        no_effect: for a Param of Horovod without effect: what to do instead.
         refused: for a Param of Horovod that is an error: the message after its name.
     """
 
@@ -77,12 +77,12 @@ class TableParam(Param[Any]):
 
 
 def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -> TableParam:
-    """Make a Param with its row; its name is that of the class's attribute.
+    """Declare a Param with its row; the class's attribute names it.
 
     Args:
-        convert: makes its value of what was given; raises TypeError.
+        convert: converts the given value; raises TypeError.
         doc: for `explainParams`.
-        annotation: its Python type where the converter has none.
+        annotation: its Python type if the converter has none.
         facts: the other fields of `ParamRow`.
     """
     made = TableParam(Params._dummy(), "", doc, typeConverter=convert)
@@ -92,7 +92,7 @@ def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -
 
 
 def rows_of(cls: type) -> dict[str, ParamRow]:
-    """Collect the rows of a class's Params by name, its bases' first; a subclass may have replaced one by a Param of its own."""
+    """Collect the rows of a class's Params by name, bases first; a subclass may have replaced a row by its own Param."""
     rows = {}
     for base in reversed(cls.__mro__):
         rows.update({v.name: v.row for v in vars(base).values() if isinstance(v, TableParam)})
@@ -100,17 +100,17 @@ def rows_of(cls: type) -> dict[str, ParamRow]:
 
 
 def at_least(least: float) -> Check:
-    """Make the check of a number that has a least value."""
+    """Make a check for a minimum."""
     return lambda value: "" if value >= least else f"it must be at least {least:g}"
 
 
 def above(bound: float) -> Check:
-    """Make the check of a number that must be more than a bound; NaN is not."""
+    """Make a check for a number above a bound; NaN fails."""
     return lambda value: "" if value > bound else f"it must be more than {bound:g}"
 
 
 def one_of(*choices: str) -> Check:
-    """Make the check of a choice."""
+    """Make a check for one of some choices."""
     listed = ", ".join(map(repr, choices))
     return lambda value: "" if value in choices else f"it must be one of {listed}"
 

@@ -1,6 +1,6 @@
 """Save and load estimators and models.
 
-What JSON and weights cannot hold is pickled, and a pickle runs only where somebody has said that its place is trusted.
+Values that do not fit into JSON and weights are pickled, and a pickle is loaded only from a trusted place.
 
 Each module imports only those above it:
 

@@ -1,8 +1,8 @@
-"""Values of Params as JSON and files; `decoding` reads them.
+"""Encode values of Params as JSON and files, and decode them.
 
-JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
-`torch.optim` and optimizers of these classes; and what belongs to this package. Reading them runs no code of the
-file. What has no name goes into a pickle, which does. That, and what decides where a fit writes, needs trust.
+JSON names objects of torch itself (modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
+`torch.optim` and optimizers of these classes) and of this package. Reading them runs no code of the
+file. Other objects go into a pickle, which runs code. Pickles, and values that decide where a fit writes, need trust.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# Ours, by the names that users know.
+# This package's classes, by their public names.
 COMPRESSIONS = {
     "none": Compression.none,
     "fp16": Compression.fp16,
@@ -47,18 +47,18 @@ COMPRESSIONS = {
 
 
 class Archive:
-    """Encoder of values as JSON, with the parts that JSON cannot hold: tensors by name, and values that need a pickle."""
+    """Encoder of values as JSON, plus the parts outside JSON: tensors by name, and pickled values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.code: dict[str, Any] = {}
-        # Prefixes of the names of a module's tensors, where these are not its name.
+        # Prefixes of tensor names, if other than the module's name.
         self.prefixes: dict[str, str] = {}
-        # The estimator's module, whose tensors a pickled optimizer names.
+        # The estimator's module, whose tensors a pickled optimizer refers to by name.
         self.module: nn.Module | None = None
 
     def pickles(self) -> dict[str, bytes]:
-        """Return the pickles of `code`, which name the module's tensors."""
+        """Return the pickles of `code`, which refer to the module's tensors by name."""
         return {name: self.pickled(value) for name, value in self.code.items()}
 
     def pickled(self, value: object) -> bytes:
@@ -67,7 +67,7 @@ class Archive:
         return architecture.dump_shell(module, value)
 
     def encode(self, name: str, value: object) -> object:
-        """Encode a value as JSON-able data; what has none goes to `code` under `name`."""
+        """Encode a value as JSON data; a value without a JSON form goes to `code` under `name`."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Store):
@@ -79,7 +79,7 @@ class Archive:
             return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
-        # Other mappings, such as a defaultdict, do more than hold entries.
+        # Other mappings, such as a defaultdict, have more than entries.
         if isinstance(value, dict) and type(value) in (dict, OrderedDict):
             return self._encode_dict(name, value)
         if isinstance(value, nn.Module):
@@ -105,7 +105,7 @@ class Archive:
         prefix = self.prefixes.get(name, f"{name}.")
         if not prefix or not self.prefixes:
             self.tensors.update({prefix + n: t for n, t in tensors.items()})
-        elif tensors:  # a model's file of weights holds nothing but its weights
+        elif tensors:  # a model's weights file holds only weights
             return self._pickled(name, module)
         description = architecture.describe(module)
         if description is not None:
@@ -117,7 +117,7 @@ class Archive:
         if reference is None or self.module is None:
             return self._pickled(name, optimizer)
         index = {id(p): i for i, p in enumerate(self.module.parameters())}
-        # New dicts: those of `state_dict` are the optimizer's own.
+        # New dicts: those of `state_dict` belong to the optimizer.
         state: dict[str, dict[str, Any]] = {}
         for number, entries in optimizer.state_dict()["state"].items():
             state[str(number)] = {}
@@ -147,7 +147,7 @@ class Archive:
 
 
 def _encode_known(value: object) -> dict[str, Any] | None:
-    """Encode a value of torch or of this package that has a name; None for others."""
+    """Encode a named value of torch or of this package; None for others."""
     if (reference := torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
@@ -162,7 +162,7 @@ def _encode_known(value: object) -> dict[str, Any] | None:
 
 
 def torch_name(value: object) -> str | None:
-    """Return the name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
+    """Return torch's public name of a value, for example "torch.optim.Adam", or None."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (
@@ -184,7 +184,7 @@ def _is_json(value: object) -> bool:
 
 
 def _mark_tuples(value: object) -> object:
-    """Mark tuples (such as Adam's betas) as {"tuple": [...]}, which survives JSON."""
+    """Mark tuples (such as Adam's betas) as {"tuple": [...]} to keep them through JSON."""
     if isinstance(value, tuple):
         return {"tuple": [_mark_tuples(v) for v in value]}
     if isinstance(value, list):
@@ -195,14 +195,14 @@ def _mark_tuples(value: object) -> object:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Values of Params from JSON and files, as `encoding` writes them.
+# Values of Params from JSON and files, as encoded above.
 
-# The first torch whose torch.load(..., weights_only=True) runs no code of a crafted file, as far as is known:
+# First torch whose torch.load(..., weights_only=True) is not known to run code of a crafted file:
 # CVE-2025-32434 (fixed in 2.6) and CVE-2026-24747.
 SAFE_TORCH = (2, 10)
-# Settings that name files which a fit writes.
+# Settings with the path of a file written by a fit.
 PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
-# Errors of reading JSON of others, besides our own.
+# Errors from malformed JSON, besides our own.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -230,10 +230,10 @@ class Decoder:
 
         Args:
             path: the saved directory.
-            spark: session that reads its files; also its conf may trust it.
-            trusted: the caller of `load` said so.
-            own_code: SHA-256 of pickles that are trusted with what JSON holds, because this process has saved both.
-            store_class: class of a store that is read.
+            spark: session that reads its files; its conf may also trust the path.
+            trusted: `load` was called with trust.
+            own_code: SHA-256 of trusted pickles, saved by this process together with their JSON.
+            store_class: class of decoded stores.
         """
         self.path = path
         self.spark = spark
@@ -248,7 +248,7 @@ class Decoder:
         self._raised_by_code: BaseException | None = None
 
     def decode(self, name: str, value: object) -> Any:
-        """Decode what `Archive.encode` wrote under this name.
+        """Decode an entry of `Archive.encode`.
 
         Raises:
             InvalidArgumentError: `Archive.encode` writes no such entry.
@@ -261,7 +261,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turn errors over parts of the file that are not as this package saves them into one error."""
+        """Turn errors from malformed parts of the file into one error."""
         try:
             yield
         except SparkhvdError:
@@ -299,7 +299,7 @@ class Decoder:
             result = self._store_class.from_description(**value)
         else:
             return self._plain(kind, content)
-        if name == "model" and isinstance(result, nn.Module):  # else a function that makes one
+        if name == "model" and isinstance(result, nn.Module):  # else a function builds it
             self.module = result
         return result
 
@@ -338,12 +338,12 @@ class Decoder:
             return weights.load(file)
 
     def _read_code(self, what: str) -> dict[str, bytes]:
-        """Read the pickles of what JSON cannot name, `what` among them; called where the file is trusted, or is perhaps an own one."""
+        """Read the pickles of values outside JSON, including `what`; called only for a file that is trusted or may be our own."""
         assert self.spark is not None
         with read_file(self.spark, f"{self.path}/code") as file:
             read = Path(file).read_bytes()
         if self._own_code:
-            # Where a client of Connect has saved, a separator stands behind the pickle, which ends where it ends.
+            # A Connect client appends a separator, which the pickle's own end marker ignores.
             saved = {read, read[:-1]} if is_connect(self.spark) else {read}
             digests = {hashlib.sha256(each).hexdigest() for each in saved}
             trusted = self.trusted or not digests.isdisjoint(self._own_code)
@@ -374,18 +374,18 @@ class Decoder:
     def _from_code(self, name: str, what: str) -> Any:
         if not self._own_code:
             check_trusted(self.path, what, self.spark, trusted=self.trusted)
-        # What refers to the module's parameters gets these, not copies.
+        # References to the module's parameters resolve to these, not to copies.
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
         try:
             if self._code is None:
                 self._code = self._read_code(what)
             return architecture.load_shell(self._code[name], tensors)
         except Exception as e:
-            self._raised_by_code = e  # the user's own, to be seen as it is
+            self._raised_by_code = e  # raise the user's own error unchanged
             raise
 
 
-# Kinds that JSON holds whole -> function that makes the value.
+# Kinds held entirely by JSON -> function that makes the value.
 _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex,
     "path": Path,
@@ -397,7 +397,7 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
 
 
 def shown_place(value: object) -> str:
-    """Return a saved store, path or URL as messages show it: without secrets."""
+    """Format a saved store, path or URL for messages, without secrets."""
     ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
     return without_secrets(value) if isinstance(value, str) else repr(value)
 

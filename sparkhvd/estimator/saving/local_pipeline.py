@@ -1,7 +1,7 @@
-"""A pipeline of one model in a folder of this host, for MLflow over Spark Connect.
+"""Pipeline of one model in a folder of this host, for MLflow over Spark Connect.
 
-MLflow lets Spark save a model and copies the files to this host with the driver's JVM, which a Connect client does not have.
-Models of `pyspark.ml.connect` it asks to write the files themselves; what they hold is loaded by the class in the metadata.
+MLflow lets Spark save a model and copies the files to this host through the driver's JVM, which a Connect client does not have.
+Models of `pyspark.ml.connect` write the files themselves; the class in the metadata loads them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class LocalPipeline(Model):
-    """Pipeline of one model, which writes itself without a JVM; `PipelineModel.load` reads it."""
+    """Pipeline of one model that writes itself without a JVM; `PipelineModel.load` reads it."""
 
     def __init__(self, model: TorchParams) -> None:
         super().__init__()
         self.model = model
 
     def saveToLocal(self, path: str) -> None:  # noqa: N802 - MLflow's name
-        """Write below a folder of this host, which does not exist, what `PipelineModel.save` writes where Spark resolves it."""
+        """Write the files of `PipelineModel.save` below a folder of this host, which must not exist."""
         spark = active_session()
         metadata = DefaultParamsWriter._get_metadata_to_save(
             PipelineModel([]),

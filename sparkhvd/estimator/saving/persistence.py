@@ -1,15 +1,15 @@
 """Save and load estimators and models, on classic Spark and on Spark Connect.
 
-A saved directory lies wholly where Spark resolves its path, because Spark writes and reads every part:
+A saved directory is entirely on the file system on which Spark resolves its path, because Spark writes and reads every part:
 
     metadata/     one line of JSON: class, uid, params, and for a model its columns, links and history
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
-    code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
+    code/         one file, a pickle; only for classes or functions without a JSON name. Needs trust.
 
-Values that name where a fit writes need trust, too: paths among an estimator's settings, and its store. An estimator that
-is not trusted is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
+Values that decide where a fit writes need trust, too: paths in an estimator's settings, and its store. Without trust an estimator
+is loaded without its store, with a warning. So is a model, which uses a store only to share large weights.
 
-`encoding.py` and `decoding.py` hold the values that JSON can name, `data.store.spark_files` brings files to where Spark resolves the path.
+`encoding.py` encodes values, `data.store.spark_files` moves files to the path as Spark resolves it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 1
-# Key of this package's part in the metadata line.
+# Key of this package's part of the metadata line.
 KEY = "sparkhvd"
 
 
@@ -65,7 +65,7 @@ class _Encoded:
 
 
 def write_metadata(folder: str, metadata: str) -> None:
-    """Write a line of metadata below a folder of this host, as Spark does where it resolves the folder."""
+    """Write a metadata line below a folder of this host in Spark's layout."""
     file = Path(folder, "metadata", "part-00000")
     file.parent.mkdir(parents=True)
     file.write_text(f"{metadata}\n", encoding="utf-8")
@@ -89,7 +89,7 @@ class _Writer(MLWriter):
         JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
 
     def save(self, path: str) -> None:
-        """Write everything below `path`; a failure to encode leaves an older save as it is."""
+        """Write everything below `path`; a failure to encode leaves an older save unchanged."""
         with self._encoded(path) as encoded:
             if self.shouldOverwrite:
                 self._handleOverwrite(path)
@@ -102,7 +102,7 @@ class _Writer(MLWriter):
 
     @contextlib.contextmanager
     def _encoded(self, path: str) -> Iterator[_Encoded]:
-        """Encode everything that is to be saved below `path`, in files of this host."""
+        """Encode all parts for `path` into files of this host."""
         archive = Archive()
         content = {"format_version": FORMAT_VERSION, **self._content(archive)}
         json.dumps(content)
@@ -119,7 +119,7 @@ class _Writer(MLWriter):
             OwnFiles.add(content, code)
 
     def save_on_this_host(self, path: str) -> None:
-        """Write everything below a folder of this host, which must not exist; Spark writes nothing."""
+        """Write everything below a folder of this host, which must not exist, without Spark."""
         with self._encoded(path) as encoded:
             metadata = DefaultParamsWriter._get_metadata_to_save(*self._metadata(encoded))
             for name, file in encoded.files.items():
@@ -134,14 +134,14 @@ class _Writer(MLWriter):
             write_file(self.sparkSession, f"{path}/{name}", file)
 
     def _metadata(self, encoded: _Encoded) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-        """Return the arguments of Spark's writer of metadata: instance, context, extra metadata and map of Params."""
-        # What Spark writes as plain JSON must hold no objects: the values are ours, in `content`.
+        """Return the arguments of Spark's metadata writer: instance, context, extra metadata and map of Params."""
+        # Spark writes plain JSON without objects: our values are in `content`.
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         return bare, ml_context(self.sparkSession), {KEY: encoded.content}, {}
 
     def _content(self, archive: Archive) -> dict[str, Any]:
-        """Encode the instance as JSON-able data. The module comes first: others refer to its tensors."""
+        """Encode the instance as JSON data, starting with the module: others refer to its tensors."""
         values = {p.name: v for p, v in self.instance._paramMap.items()}
         names = sorted(values, key=lambda name: (name != "model", name))
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
@@ -182,13 +182,13 @@ class ModelWriter(_Writer):
 
 
 def _loss_of(fitted: TrainedState, archive: Archive) -> dict[str, Any]:
-    """Encode a loss that has a state; others are in the user's program."""
+    """Encode a loss with state; other losses are in the user's program."""
     losses = fitted.loss if isinstance(fitted.loss, (list, tuple)) else [fitted.loss]
     return {"loss": archive.encode("loss", fitted.loss)} if LossState(losses) else {}
 
 
 class _Reader(MLReader[Any]):
-    """Reader of what `_Writer` wrote."""
+    """Reader of directories from `_Writer`."""
 
     def __init__(self, cls: type[Any], *, trusted: bool = False) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _Reader(MLReader[Any]):
         return instance
 
     def _is_wanted(self, name: str, value: object, path: str) -> bool:
-        """Return True if a Param is taken from the file: a store only from a trusted one."""
+        """Return True if a Param is loaded from the file: a store needs trust."""
         return (
             name != "store"
             or value is None
@@ -252,7 +252,7 @@ class EstimatorReader(_Reader):
         if not is_wanted:
             warnings.warn(
                 f"The estimator of {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
-                f"and nobody has said that the file is trusted. Give it one with setStore, or load it with trust=True, "
+                f"and the file is not trusted. Give it one with setStore, or load it with trust=True, "
                 f"inside `with sparkhvd.trust():`, or with {TRUST_CONF} set to a prefix of the path.",
                 stacklevel=2,
             )

@@ -1,9 +1,9 @@
-"""Model of a run in the store: its description, which the fit writes, with the weights of a checkpoint.
+"""Model of a run in the store: its description, written by the fit, plus the weights of a checkpoint.
 
     runs/<run_id>/model.json    columns, links and Params of the model, and its module without weights; code as pickles
 
-It is written before the ranks start, so a run that was interrupted has it too, and holds code only if JSON cannot name a class
-or function. Then it needs trust, as a saved model does.
+It is written before the ranks start, so that an interrupted run has it too. It holds code only for classes or functions without
+a JSON name, and then needs trust like a saved model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
         store: the run's store.
         run_dir: the run's folder.
         model: the `TorchModel` before the training.
-        epochs: number that the run will have.
+        epochs: number of epochs of the run.
     """
     archive = Archive()
     content = encode_model(model, archive)
@@ -53,7 +53,7 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
     for name, value in archive.code.items():
         try:
             pickled = archive.pickled(value)
-        except Exception:  # noqa: BLE001 - a Param that the ranks do not get, such as output_fn; the fit needs no pickle of it
+        except Exception:  # noqa: BLE001 - a Param unused by the ranks, such as output_fn; the fit needs no pickle of it
             continue
         code[name] = base64.b64encode(pickled).decode()
     values = {
@@ -69,18 +69,18 @@ def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int)
 def load_run_model(
     cls: type[M], store: Store, run_id: str, *, trusted: bool, spark: SparkSession | None
 ) -> M:
-    """Make the model of a run; the last one where fits with `warm_start` have gone on from it.
+    """Make the model of a run, or of its last continuation with `warm_start`.
 
     Args:
         cls: `TorchModel`.
         store: the run's store, as this process reaches it.
         run_id: name of the run.
         trusted: the caller trusts code of the run.
-        spark: session whose conf may name trusted path prefixes; None: there is none.
+        spark: session whose conf may name trusted path prefixes, or None.
 
     Raises:
         InvalidArgumentError: there is no such run, it has no checkpoint, or one of its files is damaged or missing.
-        UntrustedError: it holds code and nobody trusts it.
+        UntrustedError: it holds code and is not trusted.
     """
     run = _last_run(store, run_id)
     url = store.full_url(run.run_dir)
@@ -118,7 +118,7 @@ def load_run_model(
 
 
 class _RunDecoder(Decoder):
-    """Decoder of a run's model; the weights are those of a checkpoint, which it loads when they are asked for."""
+    """Decoder of a run's model, which loads the weights of a checkpoint on first use."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _RunDecoder(Decoder):
             except FileNotFoundError:
                 raise InvalidArgumentError(
                     f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
-                    "Restore it from a copy, or fit anew with another run_id."
+                    "Restore it from a copy, or fit again with another run_id."
                 ) from None
         else:
             newest = self._checkpoints.newest_whole()
@@ -175,7 +175,7 @@ class _RunDecoder(Decoder):
 
 
 def _last_run(store: Store, run_id: str) -> Run:
-    """Return the run, or the last of the fits from its weights that has anything.
+    """Return the run, or its last nonempty continuation.
 
     Raises:
         InvalidArgumentError: the store has no such run.
@@ -205,12 +205,12 @@ def _description(store: Store, run_dir: str) -> dict[str, Any]:
         raise InvalidArgumentError(
             f"{url} is not there: the fit ended before its ranks started, or well without keep_checkpoints, which leaves a report alone, or an older "
             "sparkhvd, which writes none, ran it. Fit "
-            "with this run_id to go on from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
+            "with this run_id to resume from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
         ) from None
     if values is None:
         raise InvalidArgumentError(
             f"{url} is damaged: it is not what was written. Restore it from a copy; of a run that has not finished a fit with "
-            "its run_id writes it anew."
+            "its run_id writes it again."
         )
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidArgumentError(

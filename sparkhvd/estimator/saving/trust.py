@@ -1,11 +1,11 @@
-"""Trust in saved files: those that may run code when they are loaded, or name the places where a fit writes.
+"""Trust in saved files that may run code when loaded, or decide where a fit writes.
 
-A file that holds classes or functions of the user is a program, and one that holds a store or the path of a log decides
-where data go and which files are replaced. It is loaded only when the caller says so: by
+A file with the user's classes or functions is a program. A file with a store or the path of a log decides
+where data go and which files are replaced. It is loaded only with explicit trust:
 `load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
 
-Programs of Horovod's do not say so. Classes with `_trusts_own_files` take what this process itself has saved, as long as it is byte for byte
-what it was: the process has run that code already.
+Programs written for Horovod have no such call. Classes with `_trusts_own_files` trust files that this process saved, if every
+byte is unchanged: the process has run that code already.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
 
 TRUST_CONF = "spark.sparkhvd.trust"
 
-# A ContextVar, so that trust in one thread is not trust in another.
+# A ContextVar limits trust to its thread.
 _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
 
 
 class OwnFiles:
     """Files that this process has saved, by their bytes."""
 
-    # Saves whose metadata are equal may differ in their code: two functions of one name, two modules of one class.
+    # Saves with equal metadata may differ in their code: two functions of one name, two modules of one class.
     _of_process: dict[str, set[str]] = {}
 
     @classmethod
     def add(cls, content: Mapping[str, Any], code: bytes) -> None:
-        """Add a save: its part of the metadata, which JSON can hold, and its pickles."""
+        """Add a save: its part of the metadata, as JSON data, and its pickles."""
         digests = cls._of_process.setdefault(_digest_of(content), set())
         digests.add(hashlib.sha256(code).hexdigest())
 
     @classmethod
     def digests_of_code(cls, content: Mapping[str, Any]) -> frozenset[str]:
-        """Return the SHA-256, in hex, of the pickles of the saves with this metadata; none if this process has made no such save."""
+        """Return the SHA-256, in hex, of the pickles of this process's saves with this metadata."""
         return frozenset(cls._of_process.get(_digest_of(content), ()))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    # As they are after a round through JSON, which has texts for keys.
+    # Normalized by a round trip through JSON, whose keys are texts.
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def trust() -> Iterator[None]:
-    """Let everything that is loaded inside the block run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
+    """Trust everything loaded inside the block to run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
     token = _is_trusted.set(True)
     try:
         yield
@@ -79,13 +79,13 @@ def check_trusted(
     trusted: bool = False,
     why: str = "loading it runs code from that file",
 ) -> None:
-    """Refuse what only a trusted file may do.
+    """Reject an action that needs a trusted file.
 
     Args:
         path: the saved directory.
-        what: name of the class or function that would have to be loaded, or the value that would be used.
-        spark: session whose conf may name trusted path prefixes; None: there is none.
-        trusted: the caller of `load` said so.
+        what: name of the class or function to load, or the value to use.
+        spark: session whose conf may name trusted path prefixes, or None.
+        trusted: `load` was called with trust.
         why: its effect, for the message.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Transform in Spark's Python workers: Arrow batches in, the same with output columns out.
+"""Transform in Spark's Python workers: reads Arrow batches and adds output columns.
 
-The driver matches columns and decides on outputs before Spark runs anything. `gpu`, `computation` and `worker` are what the workers load: they
-import nothing of pyspark.
+The driver matches columns and decides on outputs before Spark runs anything. Workers load only `worker`, which
+does not import pyspark.
 
 Each module imports only those above it:
 
-    binding  the columns of a module that no fit has trained
+    binding  the columns of a module without a fit
     worker   the loop over batches
     outputs  the columns to add
     single   one row on the driver

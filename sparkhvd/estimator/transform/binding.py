@@ -1,4 +1,4 @@
-"""Binding of a module that no fit has trained: its columns follow from the Params and the DataFrame's types; decided on the driver."""
+"""Bind a module to columns on the driver: from its training, or from the Params and the DataFrame's types."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Columns of a DataFrame matched to those that the model was trained with; checked on the driver.
+# Columns of a DataFrame matched to the training columns; checked on the driver.
 
 Function = TypeVar("Function")
 
-# Spark's types that it sends to no Python function, whatever the function does with them.
+# Types that Spark cannot send to a Python function, even unused.
 _NOT_SENT = ("CalendarIntervalType", "YearMonthIntervalType", "NullType", "VariantType")
-# Kinds that can stand for each other have one layout: an array may stand for a vector.
+# Kinds with the same layout are interchangeable: an array may replace a vector.
 _LAYOUTS = {"vector": "rows", "array": "rows", "sparse": "rows"}
 
 
@@ -56,10 +56,10 @@ def source_names(fitted: TrainedState, options: PredictOptions) -> list[str]:
 def match_columns(
     fitted: TrainedState, options: PredictOptions, schema: StructType
 ) -> tuple[Column, ...]:
-    """Describe the training columns as a DataFrame with this schema has them: an array may stand for a vector.
+    """Describe the training columns in a DataFrame with this schema: an array may replace a vector.
 
     Raises:
-        InvalidArgumentError: a column is missing, or cannot be what the model was trained with.
+        InvalidArgumentError: a column is missing, or has a type that does not fit its training column.
     """
     sources = source_names(fitted, options)
     pairs = list(zip(sources, fitted.columns, strict=True))
@@ -91,7 +91,7 @@ def match_columns(
 def _policy(
     options: PredictOptions, pairs: Sequence[tuple[str, Column]]
 ) -> str | Mapping[str, str | float]:
-    """Return `handle_invalid` by the names of this DataFrame; entries may have those of the training. Labels are left out."""
+    """Return `handle_invalid` by this DataFrame's names, without labels; entries may use the training's names."""
     policy = options.handle_invalid or "error"
     if not isinstance(policy, Mapping):
         return policy
@@ -123,7 +123,7 @@ def _check_type(column: Column, trained: Column, field: StructField) -> None:
 def _check_untransformed(
     pairs: Sequence[tuple[str, Column]], options: PredictOptions, schema: StructType
 ) -> None:
-    """Refuse encoded values where training transformed what a decoder gave."""
+    """Reject encoded values of columns that training transformed after a decoder."""
     decoders = options.decoders or {}
     fields = {field.name: field for field in schema.fields}
     for name, trained in pairs:
@@ -142,10 +142,10 @@ def _check_untransformed(
 
 
 def functions_of(fitted: TrainedState, options: PredictOptions) -> RowFunctions:
-    """Select the user's functions for the training columns, by the names of these.
+    """Select the user's functions by the names of the training columns.
 
     Raises:
-        InvalidArgumentError: one that the training had is missing.
+        InvalidArgumentError: a function of the training is missing.
     """
     return RowFunctions(
         _select("decoders", options.decoders, [c.name for c in fitted.columns if c.has_decoder]),
@@ -169,7 +169,7 @@ def _select(
 
 
 def check_passing(schema: StructType) -> None:
-    """Refuse columns that cannot pass through a Python function, also where the model does not look at them."""
+    """Reject columns that cannot pass through a Python function, even if the model does not read them."""
     for column in schema.fields:
         if any(type(part).__name__ in _NOT_SENT for part in _parts(column.dataType)):
             raise InvalidArgumentError(
@@ -179,7 +179,7 @@ def check_passing(schema: StructType) -> None:
 
 
 def warn_of_large_rows(fitted: TrainedState, options: PredictOptions, df: DataFrame) -> None:
-    """Warn where rows are so large that Spark's Arrow batches may not hold them."""
+    """Warn if rows may be too large for Spark's Arrow batches."""
     pairs = zip(source_names(fitted, options), fitted.columns, strict=True)
     kinds = ("array", "vector")
     known = {n: c.num_elements for n, c in pairs if c.kind in kinds and c.shape is not None}
@@ -200,12 +200,12 @@ def _layout(column: Column) -> str:
 
 
 def _kind(column: Column, trained: Column) -> str:
-    """Return the kind by which values are read: their own, but sparse for a vector that was sparse in training."""
+    """Return the kind for reading values: their own, except sparse for a vector that was sparse in training."""
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
 def width_of(field: StructField) -> int | None:
-    """Return the elements per row of a vector, where Spark ML wrote them down."""
+    """Return the elements per row of a vector from Spark ML's metadata, or None."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if not isinstance(field.dataType, VectorUDT) or not isinstance(attributes, Mapping):
         return None
@@ -219,7 +219,7 @@ Shape = tuple[int, ...]
 
 
 def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the links from outputs to probabilities: as named, or of the losses; the identity where neither is known.
+    """Return the links from outputs to probabilities: as named, or from the losses; identity if unknown.
 
     Raises:
         InvalidArgumentError: both are given, or a name is unknown.
@@ -260,16 +260,16 @@ def described(
 def bind_module(
     fitted: TrainedState, options: PredictOptions, schema: StructType
 ) -> tuple[TrainedState, PredictOptions]:
-    """Bind a module without columns to those of a DataFrame with this schema, by the rules of a fit.
+    """Bind a module without a fit to the columns of a DataFrame with this schema, by the rules of a fit.
 
-    A type does not tell how many elements an array has, or what shape a decoder gives: `input_shapes` does, or a vector's metadata.
+    A type does not give the length of an array or the shape of decoded values: `input_shapes` or a vector's metadata does.
 
     Returns:
         The module with its columns, labels, links and widths, and the Params with decoders that give these shapes.
 
     Raises:
-        InvalidArgumentError: a column is missing, of a type that cannot become a tensor or of unknown width, or the module does
-            not take the columns.
+        InvalidArgumentError: a column is missing, has a type without a tensor form or an unknown width, or the module does
+            not accept the columns.
     """
     if not options.feature_cols and options.inputs:
         options = replace(options, feature_cols=columns_in(options.inputs))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-# Params with Spark ML's names of columns: what each column holds, in the order of the columns.
+# Params with Spark ML's column names: the content of each column, in column order.
 OUTPUT_PARAMS = {
     "rawPredictionCol": "raw",
     "probabilityCol": "probability",
@@ -26,14 +26,14 @@ OUTPUT_PARAMS = {
 def output_columns(
     fitted: TrainedState, options: PredictOptions, df: DataFrame
 ) -> tuple[Output, ...]:
-    """Decide on the columns to add; errors are those of `named_outputs`, and a name that exists already."""
+    """Select the columns to add; errors as in `named_outputs`, or a name that exists already."""
     outputs = named_outputs(fitted, options)
     _check_new(outputs, df)
     return outputs
 
 
 def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...]:
-    """Decide on the columns to add, whatever DataFrame they are added to.
+    """Select the columns to add to any DataFrame.
 
     Raises:
         InvalidArgumentError: there are too many or too few names, or a kind cannot be computed.
@@ -55,7 +55,7 @@ def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output
 
 
 def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
-    """Refuse names that the DataFrame has already, or that are given twice."""
+    """Reject names that the DataFrame already has, and duplicates."""
     conf = df.sparkSession.conf
     minds_case = (conf.get("spark.sql.caseSensitive", "false") or "").lower() == "true"
     existing = {n if minds_case else n.lower(): n for n in df.columns}
@@ -71,13 +71,13 @@ def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
 
 
 def _left_out(output: Output) -> str:
-    """Write the argument that leaves a column out."""
+    """Format the argument that omits a column."""
     names = [param for param, kind in OUTPUT_PARAMS.items() if kind == output.kind]
     return f"{names[0]}=''" if names else "outputCols with '' in its place"
 
 
 def _spark_outputs(fitted: TrainedState, options: PredictOptions) -> list[Output]:
-    """List the columns that Spark ML's own names ask for; by their defaults, those whose meaning is known."""
+    """List the columns under Spark ML's own names; by default those of known meaning."""
     known = _known_kinds(fitted, options)
     outputs = []
     for param, kind in OUTPUT_PARAMS.items():
@@ -113,7 +113,7 @@ def _check_meaning(param: str, kind: str, fitted: TrainedState, options: Predict
 
 
 def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
-    """Count the elements of a vector, or the classes of a prediction; 0: only the user's function knows, or it is a value."""
+    """Count the elements of a vector, or the classes of a prediction; 0 for a value, or if only the user's function knows."""
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths
@@ -122,10 +122,10 @@ def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
 
 
 def _known_kinds(fitted: TrainedState, options: PredictOptions) -> tuple[str, ...]:
-    """List the kinds of columns whose meaning follows from the loss: those that are added without being asked for."""
+    """List the kinds of columns that the loss defines; these are added by default."""
     if len(fitted.widths) > 1:
         return ()
     link = fitted.links[0]
-    # A function makes probabilities of classes; of a value it may make anything.
+    # A function returns probabilities of classes, but anything for a value.
     is_known = options.output_fn is None or link != labels.VALUE
     return labels.known_kinds(link, fitted.widths[0]) if is_known else ()

@@ -29,12 +29,12 @@ from sparkhvd.training.to_device import Mover
 Array = npt.NDArray[np.float64]
 Row: TypeAlias = Vector | Sequence[float] | npt.NDArray[Any]
 
-# Kinds of columns whose row is so many numbers.
+# Kinds of columns with a fixed count of numbers per row.
 _NUMBERS = ("scalar", "array", "vector", "sparse")
 
 
 def num_features(fitted: TrainedState) -> int:
-    """Count the numbers of a row that the model reads; -1 if they are not known, or not all are numbers."""
+    """Count the numbers of a row that the model reads; -1 if unknown or not all numbers."""
     if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
         return -1
     return sum(c.num_elements for c in fitted.columns)
@@ -43,7 +43,7 @@ def num_features(fitted: TrainedState) -> int:
 def bind_row(
     fitted: TrainedState, options: PredictOptions, value: Row
 ) -> tuple[TrainedState, PredictOptions]:
-    """Bind a module that no fit has trained to the columns of a row: one vector, or one number each."""
+    """Bind a module without a fit to the columns of a row: one vector, or one number each."""
     names = options.feature_cols or []
     if fitted.columns:
         return fitted, options
@@ -61,11 +61,11 @@ def predict_one(fitted: TrainedState, options: PredictOptions, output: Output, v
         fitted: the trained module with its columns.
         options: as for `transform`.
         output: the column.
-        value: the row's numbers; those of several feature columns one after the other, as a VectorAssembler puts them.
+        value: the row's numbers, concatenated over feature columns as by a VectorAssembler.
 
     Raises:
-        InvalidArgumentError: it has another number of numbers than the model reads, or one that cannot be used; or the model
-            reads what a vector of numbers cannot stand for.
+        InvalidArgumentError: the count of numbers is wrong, a number cannot be used, or the model reads columns that a vector
+            of numbers cannot represent.
     """
     names = source_names(fitted, options)
     fields, arrays = [], []
@@ -108,7 +108,7 @@ def _numbers(value: Row) -> Array:
 
 
 def _split(fitted: TrainedState, value: Row) -> list[Array]:
-    """Share the numbers of a row out among the feature columns."""
+    """Split the numbers of a row by feature column."""
     for column in fitted.columns:
         if not _is_numbers(column):
             raise InvalidArgumentError(
@@ -126,7 +126,7 @@ def _split(fitted: TrainedState, value: Row) -> list[Array]:
 
 
 def _typed(column: Column, part: Array) -> tuple[DataType, pa.Array]:
-    """Give a column's part of the row the type that a DataFrame would have, in Spark and in Arrow."""
+    """Convert a column's part of the row to its Spark and Arrow types in a DataFrame."""
     shape = column.shape or ()
     if column.kind == "scalar":
         return DoubleType(), pa.array(part)

@@ -1,4 +1,4 @@
-"""Spark stage of a transform: the function that runs in Spark's workers, and the DataFrame with its outputs."""
+"""Spark stage of a transform: the function for Spark's workers, and the DataFrame with its outputs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     """Add the output columns of a spec to a DataFrame; starts no Spark job.
 
-    Where tasks can have a share of a GPU and get none by themselves, the stage asks Spark for it.
+    The stage requests a share of a GPU from Spark if tasks can have one and do not get one by default.
     """
     is_vector = vector_columns(df.schema)
-    # Pickled here, so that a large model is not written to a file with each call; see `payload`.
+    # Pickled here, so that a large model is not written to a file on each call; see `payload`.
     shim = SparkShim(df.sparkSession)
     carried = kept_carried(shim, dumps(spec))
     fields = [
         *df.schema.fields,
         *(_field(output, nullable=spec.functions.skips) for output in spec.outputs),
     ]
-    # Spark looks up what it sends and receives by name, and stumbles over dots and names that are there twice.
+    # Spark looks up columns by name when it sends and receives them, and fails on dots and duplicate names.
     plain = [f"c{i}" for i in range(len(fields))]
     schema = StructType(
         [
@@ -53,7 +53,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
 
 
 def _field(output: Output, *, nullable: bool) -> StructField:
-    """Describe an output column, with the attributes by which Spark ML's stages know its width or classes."""
+    """Describe an output column, with the attributes that tell Spark ML's stages its width or classes."""
     attributes: dict[str, object] = {}
     if output.size and output.is_vector:
         attributes = {"num_attrs": output.size}
@@ -67,9 +67,9 @@ def _field(output: Output, *, nullable: bool) -> StructField:
 def _task(
     spec: bytes | Broadcast[bytes], is_vector: Sequence[bool]
 ) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
-    """Return the function for `mapInArrow`, by whose name Spark's UI knows the step.
+    """Return the function for `mapInArrow`; Spark's UI shows its name.
 
-    It refers to plain data alone, so that it can look at its process before it imports torch.
+    It refers only to plain data, so that it can check its process before it imports torch.
     """
     is_as_horovod = as_horovod.is_installed()
 

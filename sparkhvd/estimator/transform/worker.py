@@ -1,6 +1,6 @@
-"""Python worker of `TorchModel.transform`: Arrow batches in, the same with output columns out.
+"""Python worker of `TorchModel.transform`: reads Arrow batches and adds output columns.
 
-Loaded in every worker, so it imports nothing of pyspark.
+Loaded in every worker, so it does not import pyspark.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # ----------------------------------------------------------------------------------------------------
 # Output columns of a transform, as tensors.
-# Loaded in every worker, so it imports nothing of pyspark.
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Output:
         kind: "output", "prediction", "probability" or "raw".
         label: index of the model's output in the column.
         is_vector: an ML vector; else a double.
-        size: elements of the vector, or classes of the prediction; 0: not known, or a value.
+        size: elements of the vector, or classes of the prediction; 0 if unknown or a value.
     """
 
     name: str
@@ -82,10 +81,10 @@ class Computation:
         inputs: columns of each argument of the model.
         links: per label, the link from outputs to probabilities.
         outputs: columns to add, in order.
-        output_fn: the user's probabilities from an output, or None.
+        output_fn: the user's function from an output to probabilities, or None.
         functions: the user's decoders and collate functions.
         thresholds: of the classes, or None.
-        precision: the Param: `forward` computes as in validation.
+        precision: the Param; `forward` computes as in validation.
     """
 
     columns: tuple[Column, ...]
@@ -127,29 +126,28 @@ def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------
 # Device of a Python worker in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
-# The worker is Spark's, and serves other tasks later, so CUDA_VISIBLE_DEVICES stays as it is: the address of a GPU is its
-# number in the process. Every process that uses a GPU takes a few hundred MB of it, so on a host only so many tasks compute
-# on one at a time; the others wait for a lock file, which the kernel frees when its holders end, whatever the reason.
-#
-# Where one stage has several models, each has a worker of its own in the same task, and one feeds the other. They hold one
-# lock together: if each waited for its own, tasks whose first models have all of them would wait for each other for ever.
+# The worker belongs to Spark and later runs other tasks, so CUDA_VISIBLE_DEVICES is not changed: the address of a GPU is its
+# number in the process. Every process on a GPU uses a few hundred MB of it, so a host limits the tasks that compute
+# on a GPU at a time. The others wait for a lock file, which the kernel releases whenever its owners exit.
+# If a stage has several models, each has its own worker in the same task, and one feeds the other. They share one
+# lock: if each waited for its own, tasks whose first models hold all locks would deadlock.
 
-# Tasks of a host that compute on one GPU at a time; more would only share its time and take its memory.
+# Tasks of a host that compute on one GPU at a time; more would only share its time and use its memory.
 TASKS_PER_GPU = 4
-# The longest wait for them. They are alive, or their locks were free; so this is for tasks that never end, and longer than
-# a partition may take to compute: who waits for one that is large must not fail.
+# Longest wait for a lock. Lock owners are alive, so this only catches tasks that never end. It exceeds the time
+# of any partition, because waiting for a large partition must not fail.
 WAIT_S = 24 * 3600.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class TaskGpus:
-    """GPUs that Spark gave a task.
+    """GPUs assigned to a task by Spark.
 
     Attributes:
         addresses: addresses of the GPUs.
         partition: number of the task's partition.
-        name: the same in all workers of the task, and in no other task of this host; "" outside a task.
+        name: equal in all workers of the task, different in other tasks of this host; "" outside a task.
     """
 
     addresses: tuple[str, ...] = ()
@@ -161,14 +159,14 @@ NO_GPUS = TaskGpus()
 
 
 def task_gpus() -> TaskGpus:
-    """Return the GPUs that Spark gave the task which runs in this worker."""
+    """Return the GPUs that Spark assigned to the task of this worker."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
     if task is None:
         return TaskGpus()
     gpu = task.resources().get("gpu")
-    # Applications count tasks from 0 each; the parent of a worker is its executor's, and the same for all its workers.
+    # Each application counts tasks from 0. The parent of all workers is their executor's process.
     name = f"{os.getppid()}-{task.taskAttemptId()}"
     return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
 
@@ -177,11 +175,11 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
     """Choose the device of this task.
 
     Args:
-        use_gpu: the Param; None is a GPU where Spark gave the task one, and torch is built for any.
+        use_gpu: the Param; None uses a GPU if Spark assigned one and torch supports GPUs.
         task: its GPUs.
 
     Raises:
-        InvalidArgumentError: it is to be a GPU, and this process sees none, or not the one that Spark gave the task.
+        InvalidArgumentError: a GPU is required, and this process sees none or not the assigned one.
     """
     if use_gpu is False or (use_gpu is None and not task.addresses):
         return torch.device("cpu")
@@ -217,7 +215,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """Find the number that torch gives the GPU with an address: the address itself, or that of the GPU with this UUID."""
+    """Find torch's number of the GPU with an address: the address itself, or the GPU with this UUID."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
@@ -228,7 +226,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU, as torch counts; "" where this torch does not say."""
+    """Return the UUID of a GPU by torch's number; "" if this torch does not provide it."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -241,17 +239,17 @@ def held(
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Hold one of the `limit` places of tasks of this host that compute on a device inside the block; the CPU has no limit.
+    """Hold one of the `limit` slots per host for computing on a device inside the block; the CPU has no limit.
 
     Args:
         device: device of this process.
-        task: its name, see `TaskGpus`; "" is a task of its own.
+        task: its name, see `TaskGpus`; "" is a separate task.
         limit: number of tasks.
         wait_s: the longest wait.
         folder: folder of the lock files.
 
     Raises:
-        TimeoutError: the others did not end in `wait_s` seconds.
+        TimeoutError: no slot was released in `wait_s` seconds.
     """
     if device.type == "cpu":
         yield
@@ -259,7 +257,7 @@ def held(
     folder = folder or Path(tempfile.gettempdir(), f"sparkhvd-gpus-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     deadline = time.monotonic() + wait_s
-    # By its own name: in containers with a GPU each and one folder for temporary files, each GPU is number 0.
+    # Lock by UUID: containers with a GPU each may share a folder for temporary files, and each calls its GPU number 0.
     gpu = _uuid(device.index) or str(device.index)
     paths = [folder / f"{gpu}-{number}.lock" for number in range(limit)]
     while (lock := _lock(paths, task)) is None:
@@ -276,10 +274,10 @@ def held(
 
 
 def _lock(paths: Sequence[Path], task: str) -> int | None:
-    """Lock one of these files for a task: the one that another worker of it holds, else a free one, else none."""
+    """Lock one file for a task: the file held by another worker of the task, else a free file. None if all are taken."""
     for choose in (_join, _begin) if task else (_begin,):
         for path in paths:
-            # The folder for temporary files is everybody's: no link of another user's is followed.
+            # All users share the folder for temporary files: do not follow another user's link.
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 if choose(lock, task.encode()):
@@ -294,17 +292,17 @@ def _lock(paths: Sequence[Path], task: str) -> int | None:
 
 
 def _join(lock: int, task: bytes) -> bool:
-    """Lock a file that is this task's already."""
+    """Lock a file that this task already owns."""
     import fcntl  # absent on Windows, where a Connect client imports this file
 
     if _owner(lock) != task:
         return False
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return _owner(lock) == task  # another may have begun between
+    return _owner(lock) == task  # another task may have begun in between
 
 
 def _begin(lock: int, task: bytes) -> bool:
-    """Lock a free file, and make it this task's."""
+    """Lock a free file for this task."""
     import fcntl  # as above
 
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,7 +310,7 @@ def _begin(lock: int, task: bytes) -> bool:
     if not task:
         return True
     os.pwrite(lock, task, 0)
-    # Linux takes the one away before it gives the other; who comes between is the owner then.
+    # Linux releases the exclusive lock before it grants the shared one; a task in between becomes the owner.
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return _owner(lock) == task
 
@@ -323,7 +321,7 @@ def _owner(lock: int) -> bytes:
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
-# Models that a worker keeps: a pipeline has few stages with a model, and workers live long.
+# Models kept by a worker: a pipeline has few stages with a model, and workers live long.
 KEPT_MODELS = 3
 # Entries of the padded rows of one call.
 MAX_ENTRIES = 8192
@@ -350,7 +348,7 @@ class PredictSpec(Computation):
 
 
 class ModelCache:
-    """Cache of the models that this process used last."""
+    """Cache of the most recently used models of this process."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -375,7 +373,7 @@ _cache = ModelCache(KEPT_MODELS)
 
 
 def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
-    """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
+    """Return the driver's spec from the bytes sent with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
 
@@ -383,7 +381,7 @@ def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
 def predict(
     spec: PredictSpec, batches: Iterator[pa.RecordBatch], task: TaskGpus = NO_GPUS
 ) -> Iterator[pa.RecordBatch]:
-    """Add the output columns to every batch; all other columns pass as they came. They are named c0, c1, ..."""
+    """Add the output columns to every batch; other columns are unchanged. Columns are named c0, c1, ..."""
     filled = (batch for batch in batches if batch.num_rows)
     first = next(filled, None)
     if first is None:  # no rows, no model
@@ -404,7 +402,7 @@ def _predicted(
         batch, columns = features(spec, batch)
         if not batch.num_rows:
             continue
-        # As in validation: `forward` may use gradients inside. Other tasks of Spark use this process after this one.
+        # As in validation: `forward` may use gradients inside. Other Spark tasks use this process afterwards.
         with torch.no_grad(), as_on_driver(spec.torch_settings):
             parts = [
                 usable(
@@ -422,7 +420,7 @@ def _predicted(
 
 
 def rows_at_once(columns: Sequence[Column]) -> int:
-    """Compute the rows per call of the model: fewer where decoded rows are large."""
+    """Compute the rows per call of the model: fewer if decoded rows are large."""
     widths = [
         math.prod(c.row_shape) * c.row_dtype.itemsize
         for c in columns
@@ -434,7 +432,7 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 def usable(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of some rows as `run`; return with them which rows a decoder leaves out, whose outputs are 0."""
+    """Compute the output columns of some rows like `run`, with a mask of rows skipped by a decoder, whose outputs are 0."""
     num_rows = len(next(iter(columns.values())))
     decoded = spec.functions.decode_usable(spec.columns, columns)
     missing = np.zeros(num_rows, np.bool_)
@@ -458,7 +456,7 @@ def _zeros(num_rows: int, width: int, output: Output) -> np.ndarray[Any, Any]:
 
 
 def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Join the values of parts; where all rows of one are left out, its width may not be known."""
+    """Join the values of parts; the width of a part is unknown if all its rows are skipped."""
     width = max(each.shape[-1] for each in values) if values[0].ndim > 1 else 0
     return np.concatenate(
         [
@@ -473,8 +471,7 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64.
 
-    Rows that are padded to the longest of a batch are put in batches of about equal length first: what is padded costs as much as
-    what is not.
+    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as data.
     """
     decoded = spec.functions.decode(spec.columns, columns)
     return _computed(spec, model, decoded, len(next(iter(columns.values()))), move)
@@ -483,7 +480,7 @@ def run(
 def _computed(
     spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of rows that are decoded."""
+    """Compute the output columns of decoded rows."""
     lengths = [v.lengths for v in decoded.values() if isinstance(v, Ragged)]
     if not lengths:
         return _outputs(spec, model, decoded, num_rows, move)
@@ -497,7 +494,7 @@ def _computed(
 
 
 def groups_by_length(lengths: Rows) -> list[Rows]:
-    """Divide rows into groups of about equal length, the longest first; one padded has up to `MAX_ENTRIES`, or is one row."""
+    """Divide rows into groups of similar length, the longest first; a padded group has at most `MAX_ENTRIES`, or is one row."""
     order = np.argsort(-lengths, kind="stable")
     groups, start = [], 0
     while start < len(order):
@@ -514,7 +511,7 @@ def _taken(values: Any, rows: Rows) -> Any:
 def _outputs(
     spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of rows that are decoded, in one call of the model."""
+    """Compute the output columns of decoded rows in one call of the model."""
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
     with autocast(spec.precision, move.device):
         result = model(*arguments, **keywords)
@@ -535,17 +532,17 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
 
 
 def features(spec: Computation, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:
-    """Leave out the rows that `handle_invalid` skips; return the rest of the batch, and its feature columns by name.
+    """Drop the rows skipped by `handle_invalid`; return the remaining batch and its feature columns by name.
 
     Raises:
-        InvalidArgumentError: a value cannot be used; the message says how many rows.
+        InvalidArgumentError: a value cannot be used; the message counts the rows.
     """
     pairs = list(zip(spec.columns, spec.sources, strict=True))
     usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
     masks = [mask for mask in usable if mask is not None]
     if masks:
         batch = batch.filter(pa.array(np.logical_and.reduce(masks)))
-    if not batch.num_rows:  # of no rows nobody can tell how wide they are
+    if not batch.num_rows:  # the width of no rows is unknown
         return batch, {}
     return batch, {
         c.name: feature(batch.column(source), c, spec.names[source]) for c, source in pairs
@@ -556,12 +553,12 @@ def feature(array: pa.Array, column: Column, source: str) -> Values:
     """Convert a feature column to (rows, *shape), or to rows of any length.
 
     Raises:
-        InvalidArgumentError: a value cannot be used; the message says how many rows.
+        InvalidArgumentError: a value cannot be used; the message counts the rows.
     """
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     values, found = column_to_numpy(array, column)
-    # Of rows that only a function of the user's sees, the shape need not be known.
+    # The shape may be unknown if only a user function sees the rows.
     if values is None or (len(values) and column.shape not in (None, row_shape(values))):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
     return values
@@ -599,7 +596,7 @@ def to_arrow(
 
     Args:
         values: (rows,) or (rows, width).
-        missing: rows that become null; None means none.
+        missing: mask of rows that become null, or None.
     """
     if values.ndim == 1:
         return numpy_to_array(values) if missing is None else pa.array(values, mask=missing)

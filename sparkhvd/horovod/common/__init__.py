@@ -2,7 +2,7 @@
 
 Each module imports only those above it:
 
-    elastic     names of a training whose ranks change
+    elastic     names of elastic training
     exceptions  errors that programs catch
-    util        what was built, by Horovod's names
+    util        built features, by Horovod's names
 """

@@ -7,4 +7,4 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Versions of two parts differ; nothing raises it, because there is one part."""
+    """Error for two parts of different versions; never raised, because there is only one part."""

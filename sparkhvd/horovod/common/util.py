@@ -1,4 +1,4 @@
-"""Horovod's `horovod.common.util`: questions about what was built, and about numbers of ranks."""
+"""Horovod's `horovod.common.util`: built features, and checks of numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.runner`: a function on processes of this host or of several, and the command line.
+"""Horovod's `horovod.runner`: a function on processes of this or several hosts, and the command line.
 
 Each module imports only those above it:
 
@@ -21,7 +21,7 @@ from sparkhvd.runner.host_names import Host, parse_hosts, read_hostfile
 __all__ = ["run", "run_commandline"]
 
 R = TypeVar("R")
-# Each asks for a number of ranks that changes.
+# Arguments that select elastic training.
 _ELASTIC = (
     *("min_num_proc", "max_num_proc", "min_np", "max_np"),
     *("slots", "reset_limit", "cooldown_range", "host_discovery_script"),
@@ -59,14 +59,14 @@ def run(
 ) -> list[R]:
     """Call `func(*args, **kwargs)` on processes; return the results by rank.
 
-    The arguments are those of `horovod.run`, in its order: without `hosts` and `hostfile` this is `sparkhvd.run_local`, with one of
-    them `sparkhvd.run_hosts`; those say what each is for. `np` is the old name of `num_proc`, `network_interface` of
+    The arguments are those of `horovod.run`, in its order. Without `hosts` and `hostfile` this is `sparkhvd.run_local`, with one
+    of them `sparkhvd.run_hosts`, whose documentation explains each. `np` is the old name of `num_proc`, `network_interface` of
     `network_interfaces`. `disable_cache` has no effect: nothing about hosts is cached.
 
-    With a number that is the least or the most, with `slots`, `reset_limit`, `cooldown_range` or `host_discovery_script` ranks come and go
-    (docs/elastic.md): on this host, or on those that are named, as `sparkhvdrun --min-np` does. A process that dies is replaced, and the results
-    are those of the last generation. `slots` are this host's, or those of a host that the script prints without. Without a largest number it is
-    that of all slots where hosts are named.
+    A minimum or maximum, `slots`, `reset_limit`, `cooldown_range` or `host_discovery_script` selects elastic training
+    (docs/elastic.md), on this host or on the named hosts, as `sparkhvdrun --min-np` does. A process that dies is replaced, and
+    the results are those of the last generation. `slots` are this host's, or those of a host that the script prints without
+    slots. The default maximum is all slots if hosts are named.
 
     Raises:
         PreflightError: hosts cannot run their ranks, or the discovery script fails.
@@ -88,7 +88,7 @@ def run(
             "horovod.run: use_gloo and use_mpi exclude each other. Give neither: there is one transport."
         )
     ranks = num_proc if np is None else np
-    if is_elastic and np is None and num_proc == 1:  # not given: the least
+    if is_elastic and np is None and num_proc == 1:  # default: the minimum
         ranks = min_num_proc or min_np or 1
     interfaces = network_interfaces if network_interface is None else network_interface
     shown: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 Each module imports only those above it:
 
-    common     backends and stores, and what the estimators share
-    conf       settings of Spark for these, which nothing here needs
-    elastic    a function on ranks that come and go
+    common     backends and stores, and shared parts of the estimators
+    conf       Horovod's settings of Spark, not needed here
+    elastic    a function on the ranks of an elastic job
     task       the GPU of a rank
     keras      the estimator of models of Keras 3
     lightning  the estimator of LightningModules
@@ -43,10 +43,10 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on ranks that come and go; return the results by rank.
+    """Call `fn(*args, **kwargs)` on the ranks of an elastic job; return the results by rank.
 
-    The arguments are those of `horovod.spark.run_elastic`, in its order, and of `sparkhvd.runner.run_elastic`, which says what each is for. `min_np`
-    and `max_np` are the old names of `min_num_proc` and `max_num_proc`.
+    The arguments are those of `horovod.spark.run_elastic`, in its order, and of `sparkhvd.runner.run_elastic`, whose
+    documentation explains each. `min_np` and `max_np` are the old names of `min_num_proc` and `max_num_proc`.
 
     Raises:
         Exception: as `sparkhvd.runner.run_elastic`.

@@ -1,6 +1,6 @@
-"""Horovod's `horovod.spark.conf`: pairs for `SparkConf.setAll()`, which jobs whose ranks change need with Horovod.
+"""Horovod's `horovod.spark.conf`: pairs for `SparkConf.setAll()`, required by Horovod's elastic jobs.
 
-Nothing here needs them: a rank that dies is replaced in its task. Names of Spark's settings are those since Spark 3.1.
+Not needed here: a rank that dies is replaced in its task. The names are Spark's since 3.1.
 """
 
 from typing import NoReturn
@@ -19,7 +19,7 @@ SPARK_CONF_BLACKLIST_ENABLED = ("spark.excludeOnFailure.enabled", "true")
 def __getattr__(name: str) -> NoReturn:
     if name.startswith(
         "SPARK_CONF_"
-    ):  # `from ... import` would drop the sentence of an AttributeError
+    ):  # `from ... import` would drop the message of an AttributeError
         raise ImportError(
             f"horovod.spark.conf.{name} is not in sparkhvd: no setting of Spark is needed for ranks that change. Leave it out, or give its "
             "name and value to SparkConf.set().",

@@ -8,10 +8,11 @@ __all__ = ["get_available_devices"]
 
 
 def get_available_devices() -> list[str]:
-    """Return the number of the GPU of this rank, as CUDA counts in this process, in a list; in another task of Spark's those of the task's GPUs.
+    """Return this rank's GPU number as a list of one text, in this process's CUDA numbering; in another Spark task the task's
+    GPUs.
 
-    Empty if there is none. A rank's is the number that `sparkhvd.torch.init()` makes the current one: where a process sees the GPUs of all ranks
-    of its host, that is its local rank, whatever address Spark has for the GPU.
+    Empty without a GPU. A rank's number is the current device of `sparkhvd.torch.init()`: if a process sees the GPUs of all ranks
+    of its host, it is the local rank, for any address of the GPU in Spark.
     """
     if (rank := topology.context()) is not None:
         return [] if rank.gpu is None else [str(rank.gpu)]

@@ -1,13 +1,14 @@
-"""Loggers: where the numbers of a fit go besides its report. MLflow and TensorBoard are here; a subclass of `Logger` is any other.
+"""Loggers: destinations of a fit's numbers besides its report. MLflow and TensorBoard are included; others subclass `Logger`.
 
-Everything runs on the driver, in a thread of its own for each fit and logger: no logger can slow down a training, or end one. Failure: what a server
-does not take is tried again until it is there, after the end of the fit for `patience_s` more seconds; then a warning counts what is lost. What a
-server refuses is a warning at once. Nothing here knows a store or its credentials: texts are masked before they come.
+Everything runs on the driver, in a separate thread for each fit and logger: no logger can slow down or end a training. Failure: a
+delivery that fails is retried until the server is available, after the end of the fit for at most `patience_s` seconds; then a
+warning counts the losses. A refusal by the server is a warning at once. Nothing here has access to a store or its credentials:
+texts are masked before.
 
 Each module imports only those above it:
 
-    base         interface: a logger, and where one fit's numbers go
+    base         interface: a logger, and the sink of one fit
     mlflow       MLflow
     tensorboard  TensorBoard
-    fanout       loggers of one fit, or of one call of `run`, fed with what the driver gets anyway: records of epochs, the report, the model
+    fanout       loggers of one fit or one call of `run`, fed from the driver's own data
 """

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
-    """A number of a fit.
+    """Number of a fit.
 
     Attributes:
         name: key of the record of an epoch, or `system/<node>/<name>`.
         value: may be NaN or infinite.
-        step: epoch, counted from 1; seconds since the start of the training for what the system is asked.
+        step: epoch, counted from 1; seconds since the start of the training for system metrics.
         time: seconds since 1970.
     """
 
@@ -31,14 +31,14 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit that begins.
+    """Fit at its start.
 
     Attributes:
         run_id: name of its run in the store.
         params: texts by name, without secrets.
         tags: the same, of facts that are no Params.
-        label: what distinguishes it from others of its estimator: "fold 2, batch_size=64"; "" for one alone.
-        epochs_done: of an interrupted run that it goes on with.
+        label: what distinguishes it from others of its estimator: "fold 2, batch_size=64"; "" for a fit alone.
+        epochs_done: of an interrupted run that it resumes.
     """
 
     run_id: str
@@ -49,7 +49,7 @@ class Fit:
 
 
 class Sink:
-    """Place of one fit's numbers; its methods run in one background thread, in order, and may fail: then they are called again.
+    """Destination of one fit's numbers. Its methods run in one background thread, in order, and are retried after an error.
 
     Attributes:
         place: in words, for messages.
@@ -58,7 +58,7 @@ class Sink:
     place = "the logger"
 
     def start(self) -> None:
-        """Open the place; first of all calls."""
+        """Open the destination; the first call."""
 
     def log(self, metrics: Sequence[Metric]) -> None:
         """Write numbers, at most 1,000."""
@@ -68,11 +68,11 @@ class Sink:
         """Write the trained `TorchModel`."""
 
     def finish(self, state: str, files: Mapping[str, bytes]) -> None:
-        """End the fit; last of all calls.
+        """End the fit; the last call.
 
         Args:
             state: "finished", "failed" or "interrupted".
-            files: report of the fit by name; {} if there is none.
+            files: report of the fit by name, possibly {}.
         """
 
     def is_refused(self, error: Exception) -> bool:
@@ -81,33 +81,35 @@ class Sink:
 
 
 class Logger(abc.ABC):
-    """Logger of fits: give `TorchEstimator(loggers=[...])` an instance of a subclass. It holds nothing of a fit, and can be copied and pickled.
+    """Logger of fits: give `TorchEstimator(loggers=[...])` an instance of a subclass. It holds no state of a fit, and can be
+    copied and pickled.
 
     Attributes:
-        patience_s: seconds that a fit waits at its end for numbers that are not delivered yet.
+        patience_s: seconds that a fit waits at its end for undelivered numbers.
     """
 
     patience_s: float = 60.0
 
     def bound(self) -> Logger:
-        """Return this logger with what belongs to the calling thread, for fits of a grid in other threads."""
+        """Return this logger with the state of the calling thread, for fits of a grid in other threads."""
         return self
 
     @abc.abstractmethod
     def begin(self, fit: Fit) -> Sink:
-        """Make the place of a fit's numbers, in the thread that calls `fit`; asks no server."""
+        """Make the sink of a fit in the thread that calls `fit`, without contacting a server."""
 
 
 # ----------------------------------------------------------------------------------------------------
 # Delivery of a fit's numbers to a sink, in the background.
-# Threads: one per fit and sink; `put` and `call` come from any other and never wait. Ownership: the thread alone calls the sink. Shutdown: `close`
-# waits for what is left, at most `patience_s`; a call that does not return by then goes on in a daemon thread.
+# Threads: one per fit and sink; `put` and `call` are called from any other and never wait. Ownership: only the thread calls the
+# sink. Shutdown: `close`
+# waits for the rest, at most `patience_s`; a call that does not return by then continues in a daemon thread.
 
-# Numbers of one call; MLflow takes no more.
+# Numbers per call; the limit of MLflow.
 _MOST = 1000
 # Seconds before another try: doubled from the first to the second.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-# Longest wait for calls that do not fail, such as the upload of a model, beyond the patience.
+# Longest wait for calls without an error, such as the upload of a model, beyond the patience.
 _LONGEST_CALL_S = 1800.0
 
 # Calls a sink's method.
@@ -125,7 +127,7 @@ class Delivery:
         """Begin; the first call is the sink's `start`.
 
         Args:
-            sink: takes them.
+            sink: receives them.
             patience_s: longest wait of `close`.
             say: shows a line to the user.
         """
@@ -150,10 +152,10 @@ class Delivery:
             self._changed.notify()
 
     def close(self, patience_s: float | None = None) -> None:
-        """Wait until everything is delivered; warn of what is lost.
+        """Wait until everything is delivered; warn about losses.
 
         Args:
-            patience_s: another longest wait for a sink that does not answer.
+            patience_s: another longest wait for an unresponsive sink.
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         began = time.monotonic()
@@ -179,7 +181,7 @@ class Delivery:
             )
 
     def abandon(self) -> None:
-        """End without a word; nothing happens after `close`."""
+        """End silently; does nothing after `close`."""
         with self._changed:
             self._is_closing = self._is_over = True
             self._changed.notify()
@@ -191,22 +193,22 @@ class Delivery:
         while part := self._next():
             try:
                 self._deliver(part)
-            except Exception as e:  # noqa: BLE001 - a logger ends nothing
+            except Exception as e:  # noqa: BLE001 - a logger error ends nothing
                 if not self._sink.is_refused(e):
-                    self._note_down(e)
+                    self._record_down(e)
                     self._pause(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     continue
                 self._refused(part, e)
             else:
-                self._note_up()
+                self._record_up()
             pause_s = _FIRST_PAUSE_S
             with self._changed:
                 for _ in part:
                     self._queue.popleft()
 
     def _next(self) -> list[Metric | Call]:
-        """Wait for the first of the queue: one call, or numbers; nothing at the end."""
+        """Wait for the head of the queue: one call, or numbers; empty at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if self._is_over or not self._queue:
@@ -225,21 +227,21 @@ class Delivery:
                 each(self._sink)
 
     def _pause(self, pause_s: float) -> None:
-        """Wait before another try; once the fit waits, not as long."""
+        """Wait before another try, shorter once the fit waits."""
         with self._changed:
             if not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, pause_s)
             else:
                 self._changed.wait_for(lambda: self._is_over, _FIRST_PAUSE_S)
 
-    def _note_down(self, error: Exception) -> None:
+    def _record_down(self, error: Exception) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
             self._log(
-                f"{self._sink.place} does not answer ({_first_line(error)}). The training goes on; what there is to log waits."
+                f"{self._sink.place} does not answer ({_first_line(error)}). Training continues; undelivered numbers are kept."
             )
 
-    def _note_up(self) -> None:
+    def _record_up(self) -> None:
         if self._down_since is not None:
             self._down_since = None
             self._log(f"{self._sink.place} answers again; what has waited is logged.")
@@ -254,7 +256,7 @@ class Delivery:
 
 
 class _Nowhere(Sink):
-    """Takes the rest of a fit whose beginning was refused."""
+    """Discards the rest of a fit whose start was refused."""
 
     def start(self) -> None:
         pass

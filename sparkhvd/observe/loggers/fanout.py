@@ -1,6 +1,6 @@
-"""Loggers of one fit, or of one call of `run`, fed with what the driver gets anyway: records of epochs, the report, the model.
+"""Loggers of one fit or one call of `run`, fed from the driver's own data: records of epochs, the report, the model.
 
-Failure: nothing here ends a fit; what goes wrong is a warning.
+Failure: every error is a warning; nothing here ends a fit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _PATIENCE_OF_A_USER_S = 5.0
 
 
 class LoggerFanout:
-    """Loggers that follow one fit; a context manager."""
+    """Loggers of one fit; a context manager."""
 
     def __init__(
         self, loggers: Sequence[Logger], fit: Callable[[], Fit], say: Callable[[str], object]
     ) -> None:
-        """Begin to follow a fit.
+        """Attach loggers to a fit.
 
         Args:
             loggers: those of the estimator; MLflow's autologging adds one.
-            fit: gives what is known of the fit, if there is a logger.
+            fit: describes the fit, called if there is a logger.
             say: shows a line to the user.
         """
         self._deliveries: list[Delivery] = []
-        self._known_until: dict[int, float] = {}  # by rank, the time of the last sample of its load
+        self._known_until: dict[int, float] = {}  # by rank, the time of the last load sample
         self._began = math.inf
         self._epoch = self._load_epoch = 0  # of the last record, and of the last known load
         known: Fit | None = None
@@ -61,19 +61,19 @@ class LoggerFanout:
 
     @property
     def has_loggers(self) -> bool:
-        """True if anybody follows."""
+        """True if there is a logger."""
         return bool(self._deliveries)
 
     @property
     def is_behind(self) -> bool:
-        """True if a logger lacks the load of the ranks in epochs that have ended."""
+        """True if a logger lacks the load of the ranks in finished epochs."""
         return bool(self._deliveries) and self._load_epoch < self._epoch
 
     def load(self, profile: Mapping[str, Any]) -> None:
-        """Log the samples of the ranks' load that are newer than those of the last call.
+        """Log the ranks' load samples since the last call.
 
         Args:
-            profile: of the training, as far as it is known; see `Profile.state`.
+            profile: of the training so far; see `Profile.state`.
         """
         if epochs := profile.get("epochs"):
             self._load_epoch = epochs[-1]["epoch"] + profile["every"] - 1
@@ -97,13 +97,13 @@ class LoggerFanout:
             each.put(found)
 
     def finished(self, model: object, document: Mapping[str, Any]) -> None:
-        """Log model and report, None or {} where there is none, and wait until everything is logged."""
+        """Log model and report, or None and {}, and wait until everything is logged."""
         for each in self._deliveries if model is not None else ():
             each.call(lambda sink: sink.log_model(model))
         self._end("finished", document, None)
 
     def failed(self, error: BaseException, document: Mapping[str, Any]) -> None:
-        """Log the end of a fit without a model, and wait until it is logged; after Ctrl-C not for long."""
+        """Log the end of a fit without a model, and wait until it is logged; after Ctrl-C only briefly."""
         is_interrupt = isinstance(error, KeyboardInterrupt)
         patience_s = _PATIENCE_OF_A_USER_S if is_interrupt else None
         self._end("interrupted" if is_interrupt else "failed", document, patience_s)
@@ -112,7 +112,7 @@ class LoggerFanout:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End without a word, if nobody has told the end: an error has come between the training and that."""
+        """End silently if no end was logged, because of an error after the training."""
         for each in self._deliveries:
             each.abandon()
 
@@ -130,7 +130,7 @@ class LoggerFanout:
 
 
 def bound(loggers: Sequence[Logger]) -> list[Logger]:
-    """Return loggers with what belongs to the calling thread, for fits in other threads."""
+    """Return loggers with the state of the calling thread, for fits in other threads."""
     try:
         return [logger.bound() for logger in (*loggers, *_of_autolog(loggers))]
     except Exception as e:  # noqa: BLE001 - of a package, or of the user's logger
@@ -139,7 +139,7 @@ def bound(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def _of_autolog(loggers: Sequence[Logger]) -> Sequence[Logger]:
-    """Return the logger of MLflow's autologging, if that is on and none of the estimator's is MLflow's."""
+    """Return the logger of MLflow's autologging, if that is on and the estimator has no MLflow logger."""
     if any(isinstance(logger, MLflowLogger) for logger in loggers):
         return ()
     try:

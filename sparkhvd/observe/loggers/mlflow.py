@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 # Names of the model in the flavours.
 SPARK_NAME, PYTORCH_NAME = "model", "pytorch-model"
-# Tag by which a run that goes on is found again.
+# Tag that identifies the run of a resumed fit.
 _RUN_TAG = "sparkhvd.run_id"
 # Limits of MLflow's servers.
 _MOST_PARAMS, _LONGEST_TEXT = 100, 500
-# What MLflow has in no name.
+# Characters that MLflow rejects in names.
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]", re.ASCII)
-# Seconds in which a server answers whether it is there.
+# Seconds for the server to answer an availability check.
 _ANSWER_S = 5.0
 
 
 class MLflowLogger(Logger):
-    """Logs to MLflow: into the run that is active where `fit` is called, or one of its own.
+    """Logs to MLflow: into the run active at the call of `fit`, or a new run.
 
-    A fit of a grid or of folds has a run of its own, below the active one.
+    A fit of a grid or of folds has its own run, below the active one.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class MLflowLogger(Logger):
         log_model: bool = True,
         patience_s: float = 60.0,
     ) -> None:
-        """Log by MLflow's settings, or those that are given.
+        """Log with MLflow's settings, or the given ones.
 
         Args:
-            experiment: name of the experiment, made if there is none; default MLflow's active one.
-            tracking_uri: of the server; default `mlflow.get_tracking_uri()` where `fit` is called.
+            experiment: name of the experiment, created if missing; default MLflow's active one.
+            tracking_uri: of the server; default `mlflow.get_tracking_uri()` at the call of `fit`.
             run_name: default the name of the run in the store.
             run_id: of a run of MLflow to log into.
             tags: of the run.
             log_model: also log the model.
-            patience_s: seconds that a fit waits at its end for a server that does not answer.
+            patience_s: seconds that a fit waits at its end for an unresponsive server.
 
         Raises:
             InvalidArgumentError: the package mlflow is missing.
@@ -77,13 +77,13 @@ class MLflowLogger(Logger):
         return f"MLflowLogger({self.experiment!r})" if self.experiment else "MLflowLogger()"
 
     def bound(self) -> Self:
-        """Return a copy whose runs are below the run that is active here."""
+        """Return a copy whose runs are below the active run."""
         that = copy.copy(self)
         that._parent = self._parent or self._active()
         return that
 
     def _active(self) -> str:
-        """Return the run that is active in this thread, if the logger would use it; else ""."""
+        """Return this thread's active run, if the logger would use it; else ""."""
         import mlflow
 
         is_elsewhere = self.run_id or self.tracking_uri or self.experiment
@@ -91,7 +91,7 @@ class MLflowLogger(Logger):
         return "" if active is None else str(active.info.run_id)
 
     def begin(self, fit: Fit) -> Sink:
-        """Choose the run: what is active belongs to the calling thread."""
+        """Choose the run here, because the active run belongs to the calling thread."""
         import mlflow
 
         active = self._parent or self._active()
@@ -102,7 +102,7 @@ class MLflowLogger(Logger):
 
     @classmethod
     def of_autolog(cls) -> Self | None:
-        """Return what `mlflow.pyspark.ml.autolog()` asks for; None if it is off, or no run is active."""
+        """Return the logger for `mlflow.pyspark.ml.autolog()`; None if it is off, or no run is active."""
         if "mlflow.pyspark.ml" not in sys.modules:
             return None
         import mlflow
@@ -115,14 +115,14 @@ class MLflowLogger(Logger):
 
 
 class _Run(Sink):
-    """Run of MLflow, as it gets one fit's numbers."""
+    """Run of MLflow that receives one fit's numbers."""
 
     def __init__(
         self, logger: MLflowLogger, fit: Fit, *, uri: str, run_id: str, parent: str
     ) -> None:
         address = urlsplit(uri)
         self._server = uri if address.scheme in ("http", "https") else ""
-        # Without a user's name and password.
+        # Without user name and password.
         host = address.netloc.rpartition("@")[2]
         self.place = f"MLflow at {host}" if self._server else "MLflow"
         self._logger, self._fit, self._uri = logger, fit, uri
@@ -131,7 +131,7 @@ class _Run(Sink):
         self._logged_models: set[str] = set()
 
     def start(self) -> None:
-        """Find or make the run, and log what is known at its start."""
+        """Find or make the run, and log the facts known at the start."""
         self._ask()
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunTag
@@ -172,7 +172,7 @@ class _Run(Sink):
             return str(found.experiment_id)
 
     def _interrupted(self) -> str:
-        """Return the run of MLflow that an interrupted fit has begun; "" if there is none."""
+        """Return the run of MLflow started by an interrupted fit, or ""."""
         if not self._fit.epochs_done:
             return ""
         wanted = f"tags.`{_RUN_TAG}` = '{self._fit.run_id}'"
@@ -253,7 +253,7 @@ class _Run(Sink):
             self._client.set_terminated(self._run_id, ends.get(state, "FAILED"))
 
     def _ask(self) -> None:
-        """Ask whether the server is there: MLflow's own calls try for minutes.
+        """Check that the server is available: MLflow's own calls retry for minutes.
 
         Raises:
             ConnectionError: it is not.
@@ -266,12 +266,12 @@ class _Run(Sink):
         try:
             requests.get(f"{self._server.rstrip('/')}/health", timeout=_ANSWER_S)
         except requests.exceptions.SSLError:
-            return  # it is; MLflow has its own settings of certificates
+            return  # it is available; MLflow has its own settings of certificates
         except gone as e:
             raise ConnectionError(type(e).__name__) from None
 
     def is_refused(self, error: Exception) -> bool:
-        """Return True for what a server answers in words, but for an error of its own."""
+        """Return True for an answer of the server, except a server error."""
         if isinstance(error, (ConnectionError, TimeoutError)):
             return False
         status = getattr(error, "get_http_status_code", None)

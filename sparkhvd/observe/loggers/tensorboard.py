@@ -15,7 +15,7 @@ class TensorBoardLogger(Logger):
     """Writes the numbers of each epoch for TensorBoard, into a folder per run below `log_dir`."""
 
     def __init__(self, log_dir: str | os.PathLike[str] = "runs") -> None:
-        """Write below a folder that the driver sees.
+        """Write below a folder visible to the driver.
 
         Args:
             log_dir: of all fits; each has a folder with the name of its run.

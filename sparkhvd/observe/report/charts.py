@@ -1,4 +1,4 @@
-"""Charts as SVG, whose colours are those of the page's style: `--c0` and so on."""
+"""Charts as SVG, using the colours of the page's style: `--c0` and so on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ NUM_COLOURS = 8
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 34
 _HALF_LETTER = 3.3
-# Quotient of the largest and the smallest value from which on an axis is logarithmic.
+# Ratio of the largest to the smallest value above which an axis is logarithmic.
 _LOGARITHMIC = 100.0
-# With more points no markers, whose circles would cover the line.
+# No markers beyond this many points, because they would cover the line.
 _MOST_MARKERS = 60
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: `ys[i]` at `xs[i]`; a value that is not finite is a gap."""
+    """Line of a chart: `ys[i]` at `xs[i]`; a non-finite value is a gap."""
 
     name: str
     xs: Sequence[float]
@@ -58,7 +58,7 @@ def is_logarithmic(values: Iterable[float]) -> bool:
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`, at most `count` or so."""
+    """Return about `count` round numbers from `low` to `high`."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -66,7 +66,7 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _frame(label: str, axis: str, content: str) -> str:
-    """Return the SVG of a chart; `label` is read out in its place."""
+    """Return the SVG of a chart; screen readers read `label`."""
     bottom = f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(axis)}</text>'
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{content}{bottom}</svg>'
 
@@ -79,19 +79,19 @@ def _horizontal(y: float, text: str) -> str:
 
 
 def _below(x: float, text: str) -> str:
-    x = min(x, _WIDTH - _HALF_LETTER * len(text))  # whole at the right edge
+    x = min(x, _WIDTH - _HALF_LETTER * len(text))  # keep it inside the right edge
     return f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - 19}" text-anchor="middle">{escape(text)}</text>'
 
 
 def lines(
     label: str, series: Sequence[Series], *, from_zero: bool = False, axis: str = "epoch"
 ) -> str:
-    """Draw lines over epochs, or what `axis` names, with a legend where there are several; "" without a finite value.
+    """Draw lines over epochs or another `axis`, with a legend for several lines; "" without a finite value.
 
     Positive values of more than two orders of magnitude have a logarithmic axis.
 
     Args:
-        label: what is drawn.
+        label: describes the chart.
         series: at most 8 lines.
         from_zero: begin the vertical axis at 0.
         axis: what the horizontal axis counts.
@@ -119,7 +119,7 @@ def lines(
     ticks = _ticks(low, high)
     if is_log:
         ticks = [10.0**tick for tick in ticks if tick == int(tick)]
-    # As many digits as tell two ticks apart.
+    # Enough digits to distinguish two ticks.
     most = max((abs(tick) for tick in ticks), default=0.0)
     step = ticks[1] - ticks[0] if len(ticks) > 1 and not is_log else most
     digits = math.floor(math.log10(most)) - math.floor(math.log10(step)) + 1 if step else 1
@@ -160,7 +160,7 @@ def histogram(label: str, counts: Sequence[float], edges: Sequence[float]) -> st
     """Draw counts between durations in seconds, on a logarithmic axis; "" without a count.
 
     Args:
-        label: what is drawn.
+        label: describes the chart.
         counts: of the bins.
         edges: one more than `counts`.
     """
@@ -215,7 +215,7 @@ def bars(names: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[flo
 
 
 def waterfall(parts: Sequence[tuple[str, float]]) -> str:
-    """Draw parts that follow each other, in seconds, a row for each; "" if all are 0."""
+    """Draw consecutive parts in seconds, a row for each; "" if all are 0."""
     whole = sum(seconds for _, seconds in parts)
     if not whole > 0:
         return ""

@@ -12,7 +12,7 @@ _MISSING = "-"
 
 
 def compare(first: Document, second: Document) -> str:
-    """Return what distinguishes two runs, as text: one table per subject, and no table where nothing differs."""
+    """Return the differences of two runs as text: one table per subject with differences."""
     names = [str(each.get("run_id") or "") for each in (first, second)]
     tables = (
         ("settings that differ", _different(first, second)),
@@ -37,7 +37,7 @@ def _different(first: Document, second: Document) -> list[list[str]]:
 def _row(
     name: str, values: Sequence[object], form: Callable[[float], str] = format_number
 ) -> list[str]:
-    """Return a row: both numbers, and the second as a change of the first; None for what a run lacks."""
+    """Return a row: both numbers, and the relative change; None for a missing value."""
     shown = [form(number(v)) if is_number(v) else _MISSING for v in values]
     first, second = map(number, values)
     if math.isfinite(first) and math.isfinite(second) and first:

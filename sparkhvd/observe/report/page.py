@@ -1,4 +1,4 @@
-"""Page of a report: `render` makes HTML of a document, and of nothing else."""
+"""Page of a report: `render` makes HTML only from a document."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sparkhvd.observe.report.charts import (
 #     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
 #     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
-#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of ranks that come and go: how long after
+#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
 #                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
 #     params, settings, versions     texts by name; those that were given, or differ from the default
 #
@@ -44,7 +44,7 @@ Document: TypeAlias = "Mapping[str, Any]"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 _FORMAT = 1
 _NOT_FINITE = ("nan", "inf", "-inf")
-# Entries of an epoch's record that say how it went, not what was learned.
+# Entries of an epoch's record about its execution, not its results.
 OF_EPOCH = (
     "epoch",
     "seconds",
@@ -80,10 +80,10 @@ def _plain(value: object) -> object:
 
 
 def loads(data: bytes, place: str) -> dict[str, Any]:
-    """Return the document that `dumps` wrote.
+    """Return the document of `dumps`.
 
     Raises:
-        InvalidArgumentError: it is none, or of a newer format; `place` names it.
+        InvalidArgumentError: it is no document, or of a newer format; `place` names it.
     """
     try:
         values = json.loads(data)
@@ -105,7 +105,7 @@ def is_number(value: object) -> TypeGuard[float | str]:
 
 
 def number(value: object) -> float:
-    """Return a number of a document; NaN for a text or nothing."""
+    """Return a number of a document; NaN for a text or None."""
     return float(value) if is_number(value) else math.nan
 
 
@@ -127,7 +127,7 @@ _TITLES = {
 
 
 def load_charts(document: Document) -> list[tuple[str, str]]:
-    """Return title and chart of each number that is known; of many ranks the first ones."""
+    """Return title and chart of each known number; only the first of many ranks."""
     ranks = list(document.get("load") or ())[:NUM_COLOURS]
     began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
     charts = []
@@ -146,7 +146,7 @@ def load_charts(document: Document) -> list[tuple[str, str]]:
     return charts
 
 
-# Epochs and ranks that a table or chart shows of more.
+# Limits of epochs and ranks shown in a table or chart.
 _MOST_EPOCHS, _MOST_RANKS = 40, 16
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--fg:#1b1b1a;--dim:#63625d;--line:#dedcd6;--card:#f3f2ee;--bad:#b3261e;
@@ -182,7 +182,7 @@ _HEAD = (
 
 
 def render(document: Document) -> str:
-    """Return the page of a document; what the document lacks, the page lacks."""
+    """Return the page of a document, omitting missing parts."""
     name = escape(str(document.get("run_id") or "fit"))
     sections = (
         _header(document),
@@ -216,7 +216,7 @@ def _section(title: str, content: str, kind: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; numbers stand at the right, as `format_number` shows them."""
+    """Return a table; numbers are right-aligned and formatted by `format_number`."""
     body = list(rows)
     if not body:
         return ""
@@ -239,16 +239,16 @@ def _history(document: Document) -> list[Mapping[str, Any]]:
 
 
 def measures(document: Document) -> list[str]:
-    """Return the names of losses, metrics and logged numbers in the history, those of validation rows too, finite or not."""
+    """Return the names of losses, metrics and logged numbers in the history, including validation, finite or not."""
     history = _history(document)
     names = dict.fromkeys(name for record in history for name in record if name not in OF_EPOCH)
     return [name for name in names if any(is_number(r.get(name)) for r in history)]
 
 
 def paired(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Pair the names of training and validation of the same measure, by the measure's name; "" for one that is not there.
+    """Pair the training and validation names of the same measure, by the measure's name; "" for a missing one.
 
-    `val_loss` is beside `loss`, or beside `train_loss` as modules of Lightning log it.
+    `val_loss` pairs with `loss`, or with `train_loss` as logged by Lightning modules.
     """
     known = {"", *names}
     found: dict[str, tuple[str, str]] = {}
@@ -325,7 +325,7 @@ def _throughput(document: Document) -> str:
         [rows / seconds if seconds > 0 else math.nan for rows, seconds in zip(*both, strict=True)]
         for both in ((e["rows"], e["seconds"]) for e in kept)
     ]
-    num_ranks = max(map(len, rates), default=0)  # they may come and go
+    num_ranks = max(map(len, rates), default=0)  # elastic jobs vary
     if num_ranks > NUM_COLOURS:
         found = [("fastest rank", max), ("slowest rank", min)]
         series = [Series(name, epochs, [choose(row) for row in rates]) for name, choose in found]
@@ -353,7 +353,7 @@ def _throughput(document: Document) -> str:
 
 
 def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
-    """Return the upper end of the bin that holds a quantile."""
+    """Return the upper edge of the bin that holds a quantile."""
     seen, wanted = 0.0, share * sum(counts)
     for count, edge in zip(counts, edges[1:], strict=True):
         seen += count
@@ -365,7 +365,7 @@ def _quantile(counts: Sequence[float], edges: Sequence[float], share: float) -> 
 def _split_time(epochs: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     """Return the seconds that each rank computed, waited for data, waited for other ranks, and for gradients: (ranks, 4).
 
-    The rank that waits least for reduced gradients waits for their bytes alone; what others wait longer, they wait for it.
+    The rank that waits least for reduced gradients waits only for their bytes; the others' extra wait is for this rank.
     """
     split = [[0.0] * 4 for _ in range(max((len(epoch["rows"]) for epoch in epochs), default=0))]
     for epoch in epochs:
@@ -383,7 +383,7 @@ def _waits(document: Document) -> str:
     split = _split_time(document.get("epochs") or ())
     if not split or not any(map(sum, split)):
         return ""
-    # Those that the others waited for come first.
+    # Stragglers first.
     order = sorted(range(len(split)), key=lambda rank: split[rank][2])
     shown = order[:_MOST_RANKS]
     slowest = order[0]

@@ -1,17 +1,17 @@
 """Write checkpoints, and resume from them exactly.
 
-A checkpoint is a file and a pointer that is written last, so a reader sees the old one or the new one. Each file carries a SHA-256;
-where the newest one is damaged the one before is used, with a warning.
+A checkpoint is a file plus a pointer written last, so a reader sees either the old or the new checkpoint. Each file carries a
+SHA-256. If the newest file is damaged, the previous one is used, with a warning.
 
-Threads: one on rank 0 writes while training goes on; the next checkpoint, and the end of training, wait for it. Trust: everything is read by
-`weights_only=True`.
+Threads: one thread on rank 0 writes while training continues; the next checkpoint and the end of training wait for it. Trust: all
+files are read with `weights_only=True`.
 
 Each module imports only those above it:
 
-    changes     changes of model and optimizer that no state dict holds
+    changes     changes of model and optimizer outside state dicts
     frozen      parameters that no step changes
     checkpoint  a checkpoint and its file
     files       a run's files and the pointer
-    resume      the state that a checkpoint holds
-    saver       writes while training goes on
+    resume      the state of a checkpoint, collected and restored
+    saver       writes while training continues
 """

@@ -1,7 +1,8 @@
-"""Changes of model, losses and optimizer during a run that no state dict of torch holds.
+"""Changes of model, losses and optimizer during a run, outside torch's state dicts.
 
-Which parameters are trained, by which group, modules in which mode, attributes with which values. A checkpoint holds them as differences from the program,
-by name. A run that resumes builds what the program has, so that gradients are divided as in an undisturbed run, and then makes the same changes.
+These are the trained parameters, their groups, modes of modules, and values of attributes. A checkpoint holds them by name, as
+differences from the program. A resumed run builds the program's objects, so that gradients are bucketed as in an uninterrupted
+run, and then repeats the changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sparkhvd.training.user_code.watch import Watch
 
 
 class Changes:
-    """Changes since the program was built, which the constructor takes as it is.
+    """Changes since the program was built, recorded from construction on.
 
     Attributes:
         attributes: of modules, parameters, losses and the optimizer.
@@ -49,11 +50,11 @@ class Changes:
         """Return the changes: plain values by name.
 
         Args:
-            watch: of callbacks; None without any.
-            attributes: changes of attributes, of each rank, or of this one alone.
+            watch: of callbacks, or None.
+            attributes: changes of attributes, of each rank or only of this rank.
 
         Raises:
-            InvalidArgumentError: an option of a group cannot be kept, or one of its parameters.
+            InvalidArgumentError: an option or a parameter of a group cannot be saved.
         """
         groups = self._grouped()
         for number, group in enumerate(self._param_groups):
@@ -80,7 +81,7 @@ class Changes:
         }
 
     def for_result(self, watch: Watch | None) -> dict[str, Any]:
-        """Return the part of `state_dict` that the model of a run gets, of this rank."""
+        """Return this rank's part of `state_dict` for the model of a run."""
         return {
             "requires_grad": self._changed_flags(),
             "attributes": [self.own_attributes(watch)],
@@ -99,7 +100,7 @@ class Changes:
         return self.attributes.changes(watch.attributes if watch is not None else ())
 
     def load_flags(self, state: Mapping[str, Any]) -> None:
-        """Set which parameters are trained, as `state_dict` has found it."""
+        """Set which parameters are trained, from `state_dict`."""
         flags = {**self._flags, **state["requires_grad"]}
         for name in self._flags:
             parameter = self._parameters[name]
@@ -107,7 +108,7 @@ class Changes:
                 parameter.requires_grad_(flags[name])
 
     def load_attributes(self, state: Mapping[str, Any], watch: Watch | None) -> None:
-        """Set this rank's attributes as `state_dict` has found them; rank 0's if it has none of this rank."""
+        """Set this rank's attributes from `state_dict`; rank 0's if it has no entry for this rank."""
         of_ranks, rank = state["attributes"], hvd.rank()
         own = rank == 0 or len(of_ranks) == hvd.size()
         entries = of_ranks[rank if own else 0]
@@ -116,11 +117,11 @@ class Changes:
             watch.attributes |= {(entry[0], entry[1][0][1]) for entry in entries if entry[1]}
 
     def set_modes(self, state: Mapping[str, Any], *, all_of: bool) -> None:
-        """Put each module by itself in the mode that `state_dict` has found.
+        """Set the mode of each module from `state_dict`.
 
         Args:
             state: of `state_dict`.
-            all_of: also the model's, which an epoch that begins puts in training mode.
+            all_of: include the model itself, which the start of an epoch puts in training mode.
         """
         names = set(state["evaluating"])
         for name, module in _modules(self._model, self._others).items():
@@ -128,9 +129,9 @@ class Changes:
                 module.training = name not in names
 
     def regroup(self, groups: list[list[str]] | None) -> None:
-        """Divide the parameters into groups by name, None for those of the program; all ranks must call it.
+        """Divide the parameters into groups by name, None for the program's groups; all ranks must call it.
 
-        State is not changed; options are to be loaded afterwards.
+        State is not changed; options must be loaded afterwards.
         """
         wanted = groups or self._groups
         if self._optimizer is None or wanted == self._grouped():
@@ -144,7 +145,7 @@ class Changes:
         for names in wanted:
             parameters = [self._parameters[name] for name in names]
             new = [p for p in parameters if p not in known]
-            if new:  # whose gradients are reduced from now on
+            if new:  # their gradients are reduced from now on
                 self._optimizer.add_param_group({"params": new})
                 known.update(new)
         param_groups = self._param_groups
@@ -156,7 +157,7 @@ class Changes:
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
-        # Of a distributed optimizer not the property, which would wait.
+        # Bypass the property of a distributed optimizer, which would wait.
         groups: list[dict[str, Any]] = []
         return groups if self._optimizer is None else self._optimizer.__dict__["param_groups"]
 
@@ -178,26 +179,26 @@ class Changes:
 
 
 def set_changes(model: nn.Module, others: LossState, state: Mapping[str, Any]) -> None:
-    """Set flags and attributes of copies of a run's model and losses as rank 0 had them.
+    """Set flags and attributes on copies of a run's model and losses, from rank 0's.
 
     Args:
         model: copy of the program's model.
-        others: of its losses; names that are not there are passed over.
-        state: of `Changes.state_dict`; {} of a checkpoint that has none.
+        others: of its losses; unknown names are skipped.
+        state: of `Changes.state_dict`; {} for a checkpoint without changes.
     """
     parameters = _parameters(model, others)
     for name, requires_grad in state.get("requires_grad", {}).items():
         if name in parameters:
             parameters[name].requires_grad_(requires_grad)
     of_ranks = state.get("attributes", [])
-    # A layer that a callback has replaced is the program's in the copy.
+    # The copy has the program's layer in place of a layer that a callback replaced.
     replaced = set(state.get("replaced", []))
     entries = [entry for of_0 in of_ranks[:1] for entry in of_0 if entry[0] not in replaced]
     set_attributes(_owners(model, others), entries)
 
 
 def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `Changes.state_dict` that `set_changes` uses."""
+    """Return the part of `Changes.state_dict` for `set_changes`."""
     return {
         "requires_grad": state.get("requires_grad", {}),
         "attributes": state.get("attributes", [])[:1],
@@ -206,7 +207,7 @@ def of_rank_0(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_losses(state: Mapping[str, Any]) -> bool:
-    """Return True if flags or attributes of losses are in the part of `of_rank_0`."""
+    """Return True if the part of `of_rank_0` has flags or attributes of losses."""
     part = of_rank_0(state)
     names = [*part["requires_grad"], *(entry[0] for each in part["attributes"] for entry in each)]
     return any(name.removeprefix("parameter ").startswith(".") for name in names)
@@ -223,7 +224,7 @@ def _parameters(model: nn.Module, others: LossState) -> dict[str, Tensor]:
 
 
 def _owners(model: nn.Module, others: LossState) -> dict[str, object]:
-    """Return everything whose attributes are looked at, by name."""
+    """Return all objects with watched attributes, by name."""
     holders = {f".{name}": holder for name, holder in others.holders()}
     parameters = {f"parameter {n}": p for n, p in _parameters(model, others).items()}
     return {**_modules(model, others), **holders, **parameters}

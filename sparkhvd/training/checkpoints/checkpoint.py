@@ -1,7 +1,7 @@
-"""A checkpoint, and the format of its file.
+"""Checkpoint and its file format.
 
-`torch.load(..., weights_only=True)` reads the file. It ends with the SHA-256 of the bytes before, which torch.load passes
-over; `read_checkpoint` compares it first.
+`torch.load(..., weights_only=True)` reads the file. It ends with the SHA-256 of the bytes before, which torch.load
+ignores and `read_checkpoint` compares first.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
 # ----------------------------------------------------------------------------------------------------
-# Buffers of a module, saved or not, and the extra state of modules that have one.
-# Training changes them on every rank. Between epochs all ranks take rank 0's; a checkpoint inside an epoch
-# holds each rank's own.
-#
-# A buffer may change its shape while training, or exist on some ranks only: a cache that `forward` fills.
+# Buffers of a module, saved or not, and the extra state of modules.
+# Training changes them on every rank. Between epochs all ranks use rank 0's; a checkpoint inside an epoch holds each rank's own.
+# A buffer may change its shape while training, or exist on some ranks only, such as a cache filled by `forward`.
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the model's state dict leaves out (`persistent=False`), by name."""
+    """Return the buffers excluded from the model's state dict (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
-    """Give buffers these values, whatever shape they have now; None empties one."""
+    """Set buffers to these values of any shape; None empties one."""
     with torch.no_grad():
         for name, value in values.items():
             path, _, leaf = name.rpartition(".")
@@ -67,7 +65,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def extra_states(model: nn.Module) -> State:
-    """Return the extra states of the modules that have one, by the name of the module; tensors on the CPU."""
+    """Return the extra states of modules by module name; tensors on the CPU."""
     return {
         name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()
@@ -82,12 +80,11 @@ def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
 
 
 def broadcast_module_state(model: nn.Module) -> None:
-    """Give all ranks rank 0's buffers and extra states; all ranks must call it.
+    """Broadcast rank 0's buffers and extra states; all ranks must call it.
 
-    Running statistics are then of rank 0's rows, in validation and checkpoint alike.
+    Running statistics then come from rank 0's rows, in validation and in the checkpoint.
 
-    Cost: one broadcast of the buffers' bytes, and one of a small object where there is something that may differ
-    in more than values.
+    Cost: one broadcast of the buffers' bytes, and one of a small object if more than values may differ.
     """
     if _may_differ(model):
         _make_alike(model)
@@ -106,7 +103,7 @@ def _may_differ(model: nn.Module) -> bool:
 
 
 def _make_alike(model: nn.Module) -> None:
-    """Give this rank's unsaved buffers rank 0's shapes, and its modules rank 0's extra states."""
+    """Set this rank's unsaved buffers to rank 0's shapes, and its modules to rank 0's extra states."""
     buffers = unsaved_buffers(model)
     shapes = {n: (v.shape, v.dtype) for n, v in buffers.items()}
     states = (shapes, extra_states(model)) if hvd.rank() == 0 else None
@@ -124,8 +121,8 @@ def _make_alike(model: nn.Module) -> None:
 
 # ----------------------------------------------------------------------------------------------------
 # Each rank's own state inside an epoch: random numbers, sums of the loss, running statistics.
-# Between epochs all ranks are alike. A checkpoint of a step holds this state for every rank, so that a run that
-# resumes from it draws the same numbers, reports the same means and normalizes with the same statistics.
+# Between epochs the ranks have equal state. A checkpoint of a step holds this state for every rank, so that a resumed
+# run draws the same numbers, reports the same means and normalizes with the same statistics.
 
 
 class RngState(TypedDict):
@@ -160,11 +157,11 @@ def gather_rank_states(
     """Gather every rank's own state, by rank; all ranks must call it.
 
     Args:
-        model: its buffers are compared over ranks; those that differ from rank 0's are part of the result.
-        totals: the rank's sums of the epoch so far: tensors and plain values; None where a `train_fn` has its own.
-        seconds: that the epoch has taken so far on this rank.
-        others: this rank's state of losses and metrics, as far as ranks may differ.
-        stop_reason: of a callback of this rank that has asked to stop after the epoch; "" if none has.
+        model: its buffers are compared over ranks; the result includes those that differ from rank 0's.
+        totals: the rank's sums of the epoch so far: tensors and plain values; None for a `train_fn`.
+        seconds: duration of the epoch so far on this rank.
+        others: this rank's state of losses and metrics that may differ between ranks.
+        stop_reason: reason given by this rank's callback for stopping after the epoch, or "".
 
     Cost: a digest of every buffer, one allgather of about 15 KB per rank, and one of the buffers that differ.
     """
@@ -186,7 +183,7 @@ def gather_rank_states(
     changed = {n for n in names if any(d.get(n) != reference.get(n) for _, d in ranks)}
     differing: list[dict[str, Tensor | None]] = [{}] * len(ranks)
     if changed:
-        # One that a rank does not have is None there.
+        # A buffer missing on this rank is None.
         values = {n: buffers[n].detach().cpu() if n in buffers else None for n in changed}
         sent = {} if hvd.rank() == 0 else values
         differing = hvd.allgather_object(sent, name="checkpoint.buffers")
@@ -200,7 +197,7 @@ def load_rng(state: RngState) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, following = state["random"]
     random.setstate((version, tuple(words), following))
-    # A run on a GPU may resume on a machine without.
+    # A run on a GPU may resume on a machine without a GPU.
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
@@ -231,41 +228,42 @@ def _digest(value: Tensor) -> bytes:
 
 
 FORMAT_VERSION = 6
-# Version 3 had all parameters in it, version 4 nothing of `final`, `others` and `changes`; 5 was in no release.
+# Version 3 had all parameters in it, version 4 lacked `final`, `others` and `changes`; 5 was in no release.
 _READ_VERSIONS = (3, 4, FORMAT_VERSION)
 # The last line of a checkpoint.
 _SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
-# (epochs, steps) that are done.
+# Completed (epochs, steps).
 Position = tuple[int, int]
 
 
 class DamagedError(InvalidArgumentError):
-    """A checkpoint has other bytes than were written; the message names the file."""
+    """Raised for a checkpoint whose bytes do not match its hash; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `epoch` epochs and `step` steps of the next.
+    """State after `epoch` epochs and `step` steps of the next.
 
     Attributes:
-        epoch: epochs that are done.
-        model: the model's state dict, in its file without what `frozen` names.
+        epoch: completed epochs.
+        model: the model's state dict, in its file without the parameters in `frozen`.
         optimizer: the optimizer's state dict.
         scheduler: the scheduler's state dict, or None.
         history: the records of these epochs.
-        fingerprint: of the run; a run that resumes from here must share it.
+        fingerprint: of the run; a resuming run must share it.
         scaler: the loss scaler's state dict, or None.
-        callbacks: the states of the user's callbacks and why they stop the training, or None.
-        step: steps that are done of the epoch that runs; 0 between epochs.
-        buffers: the model's buffers that its state dict leaves out.
-        ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, where all ranks are alike.
-        compression: the state of the compression of gradients, see `gather_compression`.
-        kept: states of the objects that a `train_fn` keeps, by name.
-        frozen: the parameters that are in a file of their own, see `FrozenParameters`; None if there are none.
-        final: what `on_train_end` has changed: entries of "model" and "others", all "buffers" and "changes"; a run that resumes calls it again.
-        others: state of losses and metrics, see `Others`.
-        changes: of model and optimizer since they were built, see `Changes`; {} if it is not known.
+        callbacks: the states of the user's callbacks and their reason to stop, or None.
+        step: completed steps of the running epoch; 0 between epochs.
+        buffers: the model's buffers outside its state dict.
+        ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, when all ranks are equal.
+        compression: the state of the gradient compression, see `gather_compression`.
+        kept: states of the objects kept by a `train_fn`, by name.
+        frozen: the parameters in a separate file, see `FrozenParameters`, or None.
+        final: changes by `on_train_end`: entries of "model" and "others", all "buffers" and "changes"; a resumed run calls it
+        again.
+        others: state of losses and metrics, see `LossState`.
+        changes: of model and optimizer since they were built, see `Changes`; {} if unknown.
     """
 
     epoch: int
@@ -288,12 +286,12 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """(epochs, steps) that are done."""
+        """Completed (epochs, steps)."""
         return self.epoch, self.step
 
     @property
     def result(self) -> Checkpoint:
-        """The checkpoint for the model of the run, after `on_train_end`."""
+        """Checkpoint for the model of the run, after `on_train_end`."""
         if not self.final:
             return self
         model = {**self.model, **self.final["model"]}
@@ -309,15 +307,15 @@ def write_checkpoint(checkpoint: Checkpoint, sink: IO[bytes] | io.RawIOBase) -> 
 
 
 def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Checkpoint:
-    """Read a checkpoint from an open file, after its hash was compared.
+    """Check the hash of a checkpoint and read it from an open file.
 
     Args:
         file: seekable.
         url: of the file, for errors.
-        is_mapped: leave all tensors but the model's in the file, which may be deleted afterwards.
+        is_mapped: leave all tensors except the model's in the file, which may be deleted afterwards.
 
     Raises:
-        DamagedError: it has other bytes than were written.
+        DamagedError: the bytes do not match the hash.
         InvalidArgumentError: it has another format version.
     """
     check_seal(file, url)
@@ -331,10 +329,10 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
 
 
 def check_seal(file: IO[bytes], url: str) -> None:
-    """Compare the whole file with its hash, and go back to its beginning.
+    """Compare the whole file with its hash, and seek back to the start.
 
     Raises:
-        DamagedError: it has other bytes than were written.
+        DamagedError: the bytes do not match the hash.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _SEAL_BYTES))
@@ -353,7 +351,7 @@ def check_seal(file: IO[bytes], url: str) -> None:
 
 
 def _mapped(file: IO[bytes]) -> dict[str, Any]:
-    """Load a checkpoint whose tensors, but for the model's, stay in the file."""
+    """Load a checkpoint, leaving all tensors except the model's in the file."""
     try:
         values: dict[str, Any] = torch.load(
             f"/proc/self/fd/{file.fileno()}", weights_only=True, mmap=True
@@ -363,7 +361,7 @@ def _mapped(file: IO[bytes]) -> dict[str, Any]:
         RuntimeError,
     ):  # not every system has such names, nor every file system mappings
         return dict(torch.load(file, weights_only=True))
-    # Out of the mapping, and tied tensors as one: a file that is deleted on NFS takes mapped pages with it.
+    # Copied out of the mapping, with tied tensors kept tied: a file deleted on NFS invalidates its mapped pages.
     for name in {"model", "final", "buffers", "changes"} & values.keys():
         values[name] = copy.deepcopy(values[name])
     return values

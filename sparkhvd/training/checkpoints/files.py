@@ -1,16 +1,16 @@
-"""The checkpoints of a run in the store: files, a pointer that is written last, and metrics.
+"""Checkpoints of a run in the store: files, a pointer written last, and metrics.
 
     runs/<run_id>/checkpoints/epoch-<k>.pt             after k epochs
     runs/<run_id>/checkpoints/epoch-<k>-step-<s>.pt    after k epochs and s steps of the next
-    runs/<run_id>/checkpoints/frozen-<sha256>.pt       parameters that no step changes, of all of these
-    runs/<run_id>/checkpoints/latest.json              the pointer to the newest
+    runs/<run_id>/checkpoints/frozen-<sha256>.pt       parameters that no step changes, shared by all of these
+    runs/<run_id>/checkpoints/latest.json              pointer to the newest checkpoint
     runs/<run_id>/metrics.jsonl                        one JSON line per epoch
-    runs/<run_id>/profile.json                         where their time went
-    runs/<run_id>/attempts/writer                      the attempt that writes them: the last that began
+    runs/<run_id>/profile.json                         times of the epochs
+    runs/<run_id>/attempts/writer                      the newest attempt, which alone may write
 
-At the end of an epoch all ranks hold the same state, and random numbers are seeded anew from (seed, epoch, rank).
-Inside an epoch every rank has generators, sums of the loss and running statistics of its own: a file of a step
-holds those of each rank. The newest file that is whole counts.
+At the end of an epoch all ranks hold the same state, and random numbers are reseeded from (seed, epoch, rank).
+Inside an epoch every rank has its own generators, loss sums and running statistics, and the file of a step
+holds them for each rank. The newest complete file is used.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.weights import PIECE_BYTES
 from sparkhvd.training.types import History, Value
 
-# Chooses one of several epochs.
+# Selects one of several epochs.
 Choice = Callable[[Collection[int]], int]
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """Checkpoints of one run."""
 
     def __init__(self, store: Store, run_dir: str) -> None:
-        """Name the run's folder in the store; nothing is read or written yet."""
+        """Name the run's folder in the store without reading or writing."""
         self._store = store
         self._folder = f"{run_dir}/checkpoints"
         self._metrics = f"{run_dir}/metrics.jsonl"
         self._profile = f"{run_dir}/profile.json"
         self._writer = f"{run_dir}/attempts/writer"
         self._token = secrets.token_hex(16).encode()
-        # Files in the folder, by position; None until the first is written.
+        # Files in the folder, by position; None until the first write.
         self._files: set[Position] | None = None
         self._previous: Position | None = None
-        # The one that `latest` returned.
+        # Position returned by `latest`.
         self._resumed: Position | None = None
-        # The files that `latest` passed over, and the training that is repeated therefore; "" if none.
+        # Files skipped by `latest` and the training repeated therefore, or "".
         self.warning = ""
 
     def path(self, epoch: int, step: int = 0) -> str:
@@ -77,17 +77,17 @@ class Checkpoints:
     def save(
         self, checkpoint: Checkpoint, *, keep: Choice | None = None, num_epochs: int = 1
     ) -> None:
-        """Write a checkpoint, then the pointer to it, then the metrics; delete older ones but the last.
+        """Write a checkpoint, then the pointer to it, then the metrics; delete older checkpoints except the previous one.
 
-        A process that is killed in here leaves a checkpoint that can be read: this one, or the one before.
+        If the process is killed meanwhile, a readable checkpoint remains: this one, or the one before.
 
         Args:
             checkpoint: the state to write.
-            keep: chooses of the saved epochs the one whose file stays besides the last two.
-            num_epochs: so many epochs' files stay, the last ones.
+            keep: selects a saved epoch whose file is kept besides the last two.
+            num_epochs: number of last epochs whose files are kept.
 
         Raises:
-            InvalidArgumentError: another has begun to write checkpoints of this run: a fit with the same run_id.
+            InvalidArgumentError: another fit with the same run_id has begun to write checkpoints of this run.
         """
         if self._files is None:
             self._take_over()
@@ -101,7 +101,7 @@ class Checkpoints:
         self._store.write_bytes(f"{self._folder}/latest.json", pointer)
         if not checkpoint.step:
             self.write_history(checkpoint.history)
-        # Two stay: a reader that has just seen the old pointer must still find its file.
+        # Keep two: a reader of the old pointer must still find its file.
         stay = {checkpoint.position, self._previous}
         if keep is not None:
             stay.add((keep(self.saved_epochs()), 0))
@@ -109,7 +109,7 @@ class Checkpoints:
         self._previous = checkpoint.position
 
     def finish(self, epoch: int, num_epochs: int) -> None:
-        """Delete all checkpoints but that of `epoch` and of the last `num_epochs`, at least 1; none is written any more."""
+        """Delete all checkpoints except that of `epoch` and of the last `num_epochs`, at least 1; no more are written."""
         self._files = self._positions()
         self._keep({(epoch, 0), *self._last(num_epochs)})
 
@@ -123,21 +123,21 @@ class Checkpoints:
             self._files.remove(position)
 
     def _take_over(self) -> None:
-        """Take over from earlier attempts: claim the folder, and delete files that they did not finish.
+        """Take over from earlier attempts: claim the folder, and delete their unfinished files.
 
-        The last attempt to take over writes. An earlier one, of another fit or on a host that was taken for lost, stops.
+        The last attempt to take over writes. An earlier attempt, of another fit or on a host considered lost, stops.
         """
         self._store.write_bytes(self._writer, self._token)
         self._store.delete_unfinished(self._folder)
         self._files = self._positions()
         self._previous = self._resumed or self._pointer() or self._newest_whole()
-        # Later ones are unfinished or damaged; the run does not go on from them.
+        # Later files are unfinished or damaged; the run does not resume from them.
         for position in [p for p in self._files if p > (self._previous or (-1, 0))]:
             self._store.delete(self.path(*position))
             self._files.remove(position)
 
     def saved_epochs(self) -> set[int]:
-        """Return the epochs that have a checkpoint."""
+        """Return the epochs with a checkpoint."""
         files = self._positions() if self._files is None else self._files
         return {epoch for epoch, step in files if not step}
 
@@ -154,7 +154,7 @@ class Checkpoints:
             )
 
     def write_frozen(self, tensors: Mapping[str, Tensor]) -> str:
-        """Write the frozen parameters that checkpoints leave out, unless they are there; return their SHA-256."""
+        """Write the frozen parameters omitted from checkpoints if not yet written; return their SHA-256."""
         sha256 = weights.dump(tensors)
         weights.store_weights(tensors, sha256, self._store, _frozen_path(self._folder, sha256))
         return sha256
@@ -165,11 +165,11 @@ class Checkpoints:
         self._store.write_bytes(self._metrics, lines.encode())
 
     def write_profile(self, state: Mapping[str, Any]) -> None:
-        """Write where the time of the epochs went."""
+        """Write the times of the epochs."""
         self._store.write_bytes(self._profile, json.dumps(state).encode())
 
     def profile(self) -> dict[str, Any]:
-        """Return what `write_profile` wrote last; {} if that is nothing, or damaged."""
+        """Return the last written profile; {} if missing or damaged."""
         try:
             state = json.loads(self._store.read_bytes(self._profile))
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -177,25 +177,25 @@ class Checkpoints:
         return state if isinstance(state, dict) else {}
 
     def latest_epoch(self) -> int:
-        """Return the epochs of the newest checkpoint; 0 if there is none."""
+        """Return the epochs of the newest checkpoint; 0 without a checkpoint."""
         return self.latest_position()[0]
 
     def latest_position(self) -> Position:
-        """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""
+        """Return (epochs, steps of the next epoch) of the newest checkpoint; (0, 0) without a checkpoint."""
         return self._pointer() or self._newest_whole() or (0, 0)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None; `warning` names the training that is repeated if it is older.
+        """Return the newest complete checkpoint, or None; if a newer one is damaged, `warning` names the training to repeat.
 
         Raises:
-            InvalidArgumentError: there are checkpoints, and all are damaged; or they have another format version.
+            InvalidArgumentError: all checkpoints are damaged, or have another format version.
         """
         positions, pointer = self._positions(), self._pointer()
         newest = pointer or max(positions, default=None)
         if newest is None:
             return None
         damaged, gone = [], []
-        # Later ones than the pointer's were not finished by their writer.
+        # Files later than the pointer were not finished by their writer.
         for position in sorted({p for p in positions if p <= newest} | {newest}, reverse=True):
             try:
                 checkpoint = self._load(self.path(*position))
@@ -207,7 +207,7 @@ class Checkpoints:
                 self._resumed = position
                 self._warn([*gone, *damaged], position, newest)
                 return checkpoint
-        # Without a pointer the first one was never finished.
+        # Without a pointer the first checkpoint was never finished.
         if damaged and self._store.exists(f"{self._folder}/latest.json"):
             raise InvalidArgumentError(
                 f"{' '.join(damaged)} No checkpoint of this run is whole. Restore one from a copy; or delete the damaged "
@@ -225,14 +225,14 @@ class Checkpoints:
         if not lost:
             return
         start = "the beginning" if start_at is None else _words(start_at)
-        self.warning = f"{' '.join(lost)} The run goes on from {start}, and what it did from there to {_words(newest)} is repeated."
+        self.warning = f"{' '.join(lost)} The run resumes from {start} and repeats the training from there to {_words(newest)}."
         warnings.warn(self.warning, stacklevel=3)
 
     def load(self, epoch: int, step: int = 0) -> Checkpoint:
         """Return the checkpoint after `epoch` epochs and `step` steps.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             InvalidArgumentError: it is damaged, or has another format version.
         """
         return self._load_or_advise(self.path(epoch, step))
@@ -240,16 +240,16 @@ class Checkpoints:
     def load_weights(self, path: str) -> dict[str, Any]:
         """Return the model's state dict in a checkpoint file of any run, relative to the store; raises as `load`.
 
-        Takes the model's size of memory: the optimizer's state, twice that with Adam, stays in the file.
+        Uses memory of the model's size: the optimizer's state, twice that with Adam, stays in the file.
         """
         return self._load_or_advise(path, is_mapped=True).result.model
 
     def load_start(self, path: str) -> Checkpoint:
-        """Return a checkpoint of any run for its weights; its tensors but the model's stay in the file. Raises as `load`."""
+        """Return a checkpoint of any run for its weights; all tensors except the model's stay in the file. Raises as `load`."""
         return self._load_or_advise(path, is_mapped=True)
 
     def newest_whole(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None; its tensors but the model's stay in the file."""
+        """Return the newest complete checkpoint, or None; all tensors except the model's stay in the file."""
         position = self._newest_whole()
         if position is None:
             return None
@@ -260,7 +260,7 @@ class Checkpoints:
             return self._load(path, is_mapped=is_mapped)
         except DamagedError as e:
             raise InvalidArgumentError(
-                f"{e} Restore it from a copy, or train anew with another run_id."
+                f"{e} Restore it from a copy, or train again with another run_id."
             ) from None
 
     def _load(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
@@ -273,7 +273,7 @@ class Checkpoints:
         )
 
     def _frozen(self, path: str, frozen: Frozen) -> dict[str, Tensor]:
-        """Load the parameters that the checkpoint of a path leaves out."""
+        """Load the parameters omitted from the checkpoint of a path."""
         name = _frozen_path(path.rpartition("/")[0], frozen["sha256"])
         try:
             tensors = weights.Weights(frozen["sha256"], None, self._store, name).load()
@@ -281,12 +281,12 @@ class Checkpoints:
             raise DamagedError(
                 f"{self._store.full_url(name)}, which holds the frozen parameters of {path.rpartition('/')[2]}, is damaged or gone."
             ) from e
-        # Out of a mapping, as `read_checkpoint` has the others.
+        # Copied out of the mapping, as in `read_checkpoint`.
         return copy.deepcopy({name: tensors[name] for name in frozen["names"]})
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[IO[bytes]]:
-        """Open a file of the store, copied to this host's disk if it is not on it already."""
+        """Open a file of the store, copied to a local disk if necessary."""
         if (local := self._store.local_path(path)) is not None:
             with open(local, "rb") as file:
                 yield file
@@ -298,7 +298,7 @@ class Checkpoints:
             yield copy
 
     def history(self) -> History:
-        """Return the records of the epochs that are done, as the metrics file has them now."""
+        """Return the records of the finished epochs from the metrics file."""
         try:
             text = self._store.read_bytes(self._metrics).decode()
         except (FileNotFoundError, NotADirectoryError):
@@ -306,9 +306,9 @@ class Checkpoints:
         return [json.loads(line) for line in text.splitlines()]
 
     def _pointer(self) -> Position | None:
-        """Return the position in the pointer; None if there is none, or it is damaged.
+        """Return the position in the pointer; None if missing or damaged.
 
-        Where a rename cannot replace a file, a writer may have been killed between two pointers.
+        On a file system without atomic rename, a writer may have been killed between two pointers.
         """
         try:
             pointer = load_sealed(self._store.read_bytes(f"{self._folder}/latest.json"))
@@ -317,7 +317,7 @@ class Checkpoints:
         return None if pointer is None else (pointer["epoch"], pointer["step"])
 
     def _newest_whole(self) -> Position | None:
-        """Return the position of the newest whole file."""
+        """Return the position of the newest complete file."""
         for position in sorted(self._positions(), reverse=True):
             path = self.path(*position)
             with contextlib.suppress(FileNotFoundError, DamagedError), self._opened(path) as file:

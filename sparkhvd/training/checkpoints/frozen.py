@@ -1,6 +1,7 @@
-"""Frozen parameters of a module, which no step changes: sent to no rank that has them, and written once for all checkpoints of a run.
+"""Frozen parameters of a module, which no step changes: sent only to ranks without them, and written once for all checkpoints of
+a run.
 
-A checksum of each says whether it is still what it was, also where a user's code writes to it past autograd (`.data`).
+A checksum of each detects changes, including writes by the user's code past autograd (`.data`).
 
     runs/<run_id>/checkpoints/frozen-<sha256>.pt
 """
@@ -24,9 +25,9 @@ Sums: TypeAlias = "dict[str, tuple[Any, ...]]"
 
 
 class Frozen(TypedDict):
-    """The parameters that a checkpoint leaves out.
+    """Parameters omitted from a checkpoint.
 
-    They are named by the checkpoint, which is written later: code of the user's may have unfrozen others since the file was.
+    The checkpoint names them because it is written later: user code may have unfrozen others since the file was written.
     """
 
     sha256: str
@@ -34,31 +35,31 @@ class Frozen(TypedDict):
 
 
 class FrozenParameters:
-    """The frozen parameters of a run, as its file has them; on rank 0."""
+    """Frozen parameters of a run in a separate file; on rank 0."""
 
     def __init__(self) -> None:
-        """Take them at the first checkpoint."""
+        """Start empty; the first checkpoint fills it."""
         self._sums: Sums | None = None
         self._unwritten: dict[str, Tensor] = {}
         self._sha256 = ""
 
     def divide(self, model: nn.Module) -> tuple[State, list[str]]:
-        """Divide the state dict of a module: return what a checkpoint holds, and the names of the rest, which is as in the file.
+        """Divide the state dict of a module into the checkpoint's part and the names of parameters equal to the file's.
 
-        The first time, the rest is copied for the file.
+        The first call copies the latter for the file.
         """
         state, sums = model.state_dict(), frozen_sums(model)
         if self._sums is None:
             self._sums = sums
             self._unwritten = {n: state[n].to("cpu", copy=True) for n in sums}
         names = [name for name, entry in sums.items() if self._sums.get(name) == entry]
-        rest = copy.copy(state)  # keeps what modules note in its attributes
+        rest = copy.copy(state)  # keeps the attributes that modules add
         for name in names:
             del rest[name]
         return rest, names
 
     def record(self, names: list[str], write: Callable[[dict[str, Tensor]], str]) -> Frozen | None:
-        """Return what a checkpoint says about parameters that it leaves out; None if there are none.
+        """Describe the omitted parameters for a checkpoint, or return None.
 
         Args:
             names: of `divide`.
@@ -74,9 +75,9 @@ class FrozenParameters:
 
 
 def broadcast_weights(model: nn.Module) -> frozenset[str]:
-    """Give all ranks rank 0's parameters and saved buffers; all ranks must call it.
+    """Broadcast rank 0's parameters and saved buffers; all ranks must call it.
 
-    Cost: a broadcast of what is trained, and of the frozen parameters that differ on some rank; and that of `agreed_frozen`.
+    Cost: a broadcast of trained parameters, and of frozen parameters that differ on some rank, plus `agreed_frozen`.
 
     Returns:
         Names of the frozen parameters that were sent.
@@ -89,7 +90,7 @@ def broadcast_weights(model: nn.Module) -> frozenset[str]:
 
 
 def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the frozen parameters that have the same value on all ranks, and of all that rank 0 has; all ranks must call it.
+    """Return the names of the frozen parameters equal on all ranks, and of all that rank 0 has; all ranks must call it.
 
     Cost: one pass over frozen parameters, and an allgather of about 100 bytes for each.
     """
@@ -99,12 +100,12 @@ def agreed_frozen(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def frozen_sums(model: nn.Module) -> Sums:
-    """Return shape, dtype and checksum of each parameter of the state dict that requires no gradient."""
+    """Return shape, dtype and checksum of each state dict parameter without gradient."""
     return _sums(
         {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
-            # Parameters of other classes have state of their own.
+            # Parameters of other classes have their own state.
             if type(value) is nn.Parameter and not value.requires_grad
         }
     )
@@ -120,9 +121,9 @@ def _sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 
 def unwritten(model: nn.Module, weights: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a state dict that leaves alone, where `model` loads it, frozen parameters that have its values: their memory may be shared."""
+    """Return a state dict that skips frozen parameters with equal values when loaded: their memory may be shared."""
     own = model.state_dict(keep_vars=True)
-    state = copy.copy(weights)  # keeps what modules note in its attributes
+    state = copy.copy(weights)  # keeps the attributes that modules add
     same = {name: own[name] for name, value in weights.items() if _is_same(own.get(name), value)}
     cast("dict[str, object]", state).update(same)
     return state

@@ -1,4 +1,4 @@
-"""Resuming: the state of training, taken for a checkpoint and given to all ranks again."""
+"""Collect the state of training for a checkpoint, and restore it on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sparkhvd.training.user_code.callbacks import Callbacks
 from sparkhvd.training.user_code.watch import Watch
 
 # ----------------------------------------------------------------------------------------------------
-# Differences, in words, between two fits of which one would resume from the other.
+# Differences, in words, between two fits when one would resume from the other.
 
 # A model of thousands of parameters must not fill the screen.
 _MOST_SHOWN = 8
@@ -52,7 +52,7 @@ _ABSENT = object()
 
 
 def differences(old: str, new: str) -> str:
-    """Describe the differences between two fingerprints (JSON objects) of fits; "" if there are none.
+    """Describe the differences between two fingerprints (JSON objects) of fits; "" for equal fits.
 
     "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """
@@ -92,19 +92,19 @@ def _entry(name: str, before: object, now: object) -> str:
 
 @dataclass
 class TrainingState:
-    """The objects that training changes and a checkpoint holds.
+    """Objects changed by training and saved in a checkpoint.
 
     Attributes:
         model: the module.
-        optimizer: the distributed one; None where `train_fn` has its own.
+        optimizer: the distributed one; None if `train_fn` has its own.
         scheduler: of the learning rate, or None.
         scaler: of the loss, for float16; else None.
         callbacks: the user's; some have a state.
         compression: of gradients; some have a state.
-        kept: objects of a `train_fn`, by name.
-        profile: where the time goes; beside checkpoints, not in them.
+        kept: objects kept by a `train_fn`, by name.
+        profile: times of the training, saved beside checkpoints.
         others: state of losses and metrics.
-        changes: of model and optimizer; made with them.
+        changes: of model and optimizer; created with them.
     """
 
     model: nn.Module
@@ -122,7 +122,7 @@ class TrainingState:
         self.changes = Changes(self.model, self.optimizer, self.others)
 
     def beside_weights(self) -> State:
-        """Return what the model of the run gets beside its state dict: buffers, changes and losses of this rank."""
+        """Return the run's model state outside its state dict: buffers, changes and losses of this rank."""
         return {
             "buffers": unsaved_buffers(self.model),
             "changes": self.changes.for_result(self.watch),
@@ -131,12 +131,12 @@ class TrainingState:
 
     @property
     def watch(self) -> Watch | None:
-        """Of the callbacks; None before they are there."""
+        """Watch of the callbacks; None before they exist."""
         return None if self.callbacks is None else self.callbacks.watch
 
 
 class Resumed(TypedDict):
-    """The part of a checkpoint that every rank needs, besides the tensors of model and optimizer."""
+    """Part of a checkpoint for every rank, besides the tensors of model and optimizer."""
 
     history: History
     step: int
@@ -154,12 +154,12 @@ class Resumed(TypedDict):
 
 @dataclass
 class RunStart:
-    """The state that a run begins with, besides the model's weights.
+    """Initial state of a run, besides the model's weights.
 
     Attributes:
-        resumed: the part of the checkpoint that all ranks have.
+        resumed: the part of the checkpoint for all ranks.
         optimizer: the optimizer's state; on rank 0 only.
-        compression: the state of the compression of gradients; on rank 0 only.
+        compression: the state of the gradient compression; on rank 0 only.
     """
 
     resumed: Resumed
@@ -168,24 +168,24 @@ class RunStart:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epochs that are done, and optimizer steps of the one after those."""
+        """Completed epochs, and optimizer steps of the next."""
         return len(self.resumed["history"]), self.resumed["step"]
 
 
 @dataclass
 class Position:
-    """The epoch and step from which training continues.
+    """Epoch and step from which training continues.
 
     Attributes:
-        history: the records of the epochs that are done.
-        step: optimizer steps that are done of the epoch after those.
+        history: the records of completed epochs.
+        step: completed optimizer steps of the next epoch.
         rank_state: this rank's own state after that step; None at the beginning of an epoch.
-        done: part of that epoch that other ranks have done.
-        sums: of these ranks, on one of those that go on; else None.
-        seconds: that they have taken.
-        sent: names of frozen parameters that rank 0 has sent to the others.
-        changes: of model and optimizer that are loaded, see `repeated`.
-        callbacks: states of the callbacks that are loaded.
+        done: part of that epoch done by earlier ranks.
+        sums: of these ranks, on one of the remaining ranks; else None.
+        seconds: time spent by them.
+        sent: names of frozen parameters sent by rank 0.
+        changes: loaded changes of model and optimizer, see `repeated`.
+        callbacks: loaded states of the callbacks.
     """
 
     history: History
@@ -204,10 +204,10 @@ class Position:
         return bool(self.step or self.done.steps)
 
     def begin(self, totals: Totals) -> float:
-        """Set random numbers and totals of a run that resumes inside an epoch.
+        """Restore random numbers and totals of a run that resumes inside an epoch.
 
         Returns:
-            The seconds that the epoch has taken so far.
+            The duration of the epoch so far in seconds.
         """
         if self.rank_state is None:
             if self.sums is not None:
@@ -226,9 +226,9 @@ def find_start(
     held: Checkpoint | None = None,
     others: LossState | None = None,
 ) -> RunStart:
-    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights, and `others` their state.
+    """Find a checkpoint to resume from, or initial weights; loads the weights into rank 0's model and their state into `others`.
 
-    All ranks must call it, before the optimizer is built. With one that rank 0 holds in memory the store is not asked.
+    All ranks must call it, before the optimizer is built. If rank 0 holds a checkpoint in memory, the store is not read.
 
     Raises:
         InvalidArgumentError: the checkpoint or the weights do not fit this run; on all ranks.
@@ -276,10 +276,10 @@ def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resum
 def _load_start(
     spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, others: LossState
 ) -> Checkpoint | None:
-    """Load the weights of rank 0's model, and the state of others; return the checkpoint, if there is one.
+    """Load the weights into rank 0's model, and the state of others; return the checkpoint, if there is one.
 
     Raises:
-        InvalidArgumentError: it does not fit this run, or no checkpoint is whole.
+        InvalidArgumentError: it does not fit this run, or no checkpoint is complete.
     """
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
@@ -298,7 +298,7 @@ def _load_start(
 
 
 def resume(start: RunStart, state: TrainingState) -> Position:
-    """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
+    """Send rank 0's state to every rank: the checkpoint's, or the model's own. All ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
     state.changes.attributes.reset()
     if changes:
@@ -309,7 +309,7 @@ def resume(start: RunStart, state: TrainingState) -> Position:
     sent = broadcast_weights(model)
     state.others.begin(state.optimizer)
     if not resumed["is_new"]:
-        release()  # what rank 0 has read of the checkpoint
+        release()  # frees rank 0's copy of the checkpoint
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
     _load_parts(state, resumed)
@@ -320,7 +320,7 @@ def resume(start: RunStart, state: TrainingState) -> Position:
     if rank_state is not None:
         state.others.load_rank_state(rank_state.get("others", {}))
     if not resumed["is_new"]:
-        # Buffers that did not exist then are emptied.
+        # Buffers absent from the checkpoint are emptied.
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
         of_rank = rank_state["buffers"] if rank_state else {}
         load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
@@ -336,9 +336,10 @@ def resume(start: RunStart, state: TrainingState) -> Position:
 
 @contextmanager
 def repeated(state: TrainingState, position: Position, method: str) -> Iterator[None]:
-    """Let callbacks repeat a method inside: what the checkpoint has of it and of later changes counts. All ranks must enter it.
+    """Let callbacks repeat a method inside, then restore its effects and later changes from the checkpoint. All ranks must enter
+    it.
 
-    Weights and states that the method changes have this change already.
+    Weights and states already include the method's changes.
 
     Args:
         state: of the run.
@@ -354,7 +355,7 @@ def repeated(state: TrainingState, position: Position, method: str) -> Iterator[
             changes.attributes.begun()
         return
     held = _Held(state, position.callbacks) if state.callbacks.has(method) else None
-    if loaded["before"].get(method) is not None:  # it adds parameters, which must not be there
+    if loaded["before"].get(method) is not None:  # it adds parameters, which must not exist yet
         changes.regroup(loaded["before"][method])
     yield
     if is_begin:
@@ -368,17 +369,17 @@ def repeated(state: TrainingState, position: Position, method: str) -> Iterator[
 
 
 class _Held:
-    """Copy, on the CPU, of everything that a callback could change and a checkpoint has."""
+    """CPU copy of everything in a checkpoint that a callback could change."""
 
     def __init__(self, state: TrainingState, callbacks: State | None) -> None:
-        """Copy it; `callbacks` is the state that they have been given: they may have none of their own before `on_train_begin`."""
+        """Copy it; `callbacks` is their loaded state, because they may have no own state before `on_train_begin`."""
         self._state = state
         self._weights = [(p, _copy(p)) for p in self._parameters()]
         self._buffers = _copy(dict(state.model.named_buffers()))
         self._extra = copy.deepcopy(extra_states(state.model))
         self._others = _copy(state.others.rank_state())
         optimizer = state.optimizer
-        # Of a distributed optimizer not the property, which would wait.
+        # Bypass the property of a distributed optimizer, which would wait.
         groups = [] if optimizer is None else optimizer.__dict__["param_groups"]
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         of_optimizer = {} if optimizer is None else optimizer.state
@@ -413,7 +414,7 @@ class _Held:
         groups = self._state.optimizer.__dict__["param_groups"]
         for group, options in zip(groups, self._options, strict=True):
             parameters = group["params"]
-            group.clear()  # in place, as others may hold it
+            group.clear()  # in place, as others may refer to it
             group.update(options, params=parameters)
         of_parameters = self._state.optimizer.state
         of_parameters.clear()
@@ -449,7 +450,7 @@ def _load_parts(state: TrainingState, resumed: Resumed) -> None:
 
 
 def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
-    """Return the reason why this fit cannot resume from a checkpoint, or ""."""
+    """Return why this fit cannot resume from a checkpoint, or ""."""
     problem = differences(checkpoint.fingerprint, spec.fingerprint)
     if not problem and checkpoint.position > (spec.epochs, 0):
         problem = f"it has {checkpoint.epoch} epochs, and epochs is {spec.epochs}"
@@ -476,9 +477,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, object], what: str) -> 
 
 
 def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ()) -> None:
-    """Give a module with the weights of a run what its state dict leaves out: unsaved buffers, flags and attributes.
+    """Complete a module with a run's weights by state outside its state dict: unsaved buffers, flags and attributes.
 
-    It warns where that fails: the weights must not be lost.
+    A failure is only a warning: the weights must not be lost.
 
     Args:
         module: copy of the program's model.
@@ -486,7 +487,7 @@ def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ())
         losses: of the module, for their flags and attributes.
     """
     try:
-        if result.buffers or result.changes:  # else it is of an older version
+        if result.buffers or result.changes:  # else it has an older version
             gone = unsaved_buffers(module).keys() - result.buffers.keys()
             load_buffers(module, {**dict.fromkeys(gone), **result.buffers})
         set_changes(module, LossState(losses, (), module), result.changes)
@@ -509,17 +510,17 @@ def take(
     kept: State,
     attributes: Sequence[list[Entry]],
 ) -> Checkpoint:
-    """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0.
+    """Make the checkpoint of the finished epoch or, with `step` and the ranks' states, of a step; on rank 0.
 
     Args:
         spec: of the run.
         state: of the run.
-        history: the records of the epochs that are done.
-        step: optimizer steps that are done of the one after those.
+        history: the records of completed epochs.
+        step: completed optimizer steps of the next epoch.
         ranks: each rank's own state.
         weights: part of the model's state dict.
         kept: states of `TrainingState.kept`.
-        attributes: their changes on each rank, or on this one alone.
+        attributes: their changes on each rank, or only on this one.
     """
     return Checkpoint(
         epoch=len(history),
@@ -541,12 +542,12 @@ def take(
 
 # ----------------------------------------------------------------------------------------------------
 # State of `Compression.powersgd` in checkpoints.
-# Q and the number of steps are alike on all ranks. The errors are each rank's own, between epochs too, and as large as
+# Q and the number of steps are equal on all ranks. Each rank has its own errors, between epochs too, as large as
 # the gradients: rank 0 gathers them for the file, and scatters them when a run resumes.
 
 
 class _Alike(TypedDict):
-    """State of a parameter that all ranks share."""
+    """State of a parameter shared by all ranks."""
 
     steps: int
     q: Tensor
@@ -564,7 +565,7 @@ def gather_compression(compression: Compression | None) -> State:
 
     Returns:
         On rank 0 "alike", by parameter steps and q, and "errors", by parameter a tensor with one row per rank. On
-        other ranks, and where the compression has no memory, an empty dict. The tensors are copies.
+        other ranks, and for a compression without memory, an empty dict. The tensors are copies.
 
     Cost: every rank sends its errors to rank 0, one parameter after another.
     """
@@ -582,7 +583,7 @@ def gather_compression(compression: Compression | None) -> State:
 def load_compression(
     compression: Compression, state: State, device: torch.device | None = None
 ) -> None:
-    """Continue from rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
+    """Restore rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
 
     Args:
         compression: of this rank.
@@ -618,7 +619,7 @@ def load_compression(
 
 
 def _gather(name: str, error: Tensor) -> Tensor:
-    """Gather (ranks, *shape) on rank 0, on the CPU; elsewhere without rows."""
+    """Gather (ranks, *shape) on rank 0, on the CPU; no rows on other ranks."""
     error = error.cpu()
     splits = [error.numel(), *[0] * (hvd.size() - 1)]
     received, _ = hvd.alltoall(error.reshape(-1), splits, name=f"compression.{name}")

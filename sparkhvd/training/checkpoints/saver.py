@@ -1,9 +1,9 @@
 """Writing of checkpoints while training continues.
 
 Threads: rank 0 has one background thread per write, one at a time; training waits for the copy of the state, not for
-the store. Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
-waits for the current write, also after an error, so that no checkpoint is lost; a store that hangs is
-waited for `WRITE_LIMIT_S`, and a daemon thread that hangs does not keep the process.
+the store. Ownership: the thread owns its copy and the run's checkpoint folder. Shutdown: leaving the block
+waits for the current write, also after an error, so that no checkpoint is lost. The wait for a hanging store ends after
+`WRITE_LIMIT_S`, and a hanging daemon thread does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
 # ----------------------------------------------------------------------------------------------------
-# Times of checkpoints inside an epoch: pure arithmetic on a clock that the caller reads.
+# Times of checkpoints inside an epoch: pure arithmetic on the caller's clock.
 
-# A checkpoint starts when this part of the interval has gone; the rest is for writing it.
+# A checkpoint starts after this share of the interval; the rest is for writing it.
 _START = 0.75
 _SHORTEST_STEP_S = 1e-6
-# Rank 0 is asked at most so often per interval, and at least so often.
+# Most and fewest questions to rank 0 per interval.
 _MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
 
 
 class Cadence:
     """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
 
-    Every few steps the ranks ask rank 0 whether to write; how many steps lie between two questions follows from
-    the time that steps take.
+    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from their duration.
     """
 
     def __init__(self, interval_s: float, now: float) -> None:
@@ -62,19 +61,19 @@ class Cadence:
         self._num_steps = 1
 
     def taken(self, now: float) -> None:
-        """Note that a checkpoint with the state at `now` is being written."""
+        """Record that a checkpoint with the state at `now` is being written."""
         self._taken = now
 
     def written(self, seconds: float) -> None:
-        """Note that a checkpoint was written `seconds` after it was taken."""
-        self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write says little
+        """Record that a checkpoint was written `seconds` after it was taken."""
+        self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write proves little
 
     def ask(self, now: float, *, is_writing: bool) -> tuple[bool, int]:
         """Decide whether to take a checkpoint now, and after how many steps to ask again.
 
         Args:
             now: the time, on rank 0's clock.
-            is_writing: the one before is still being written, so another has to wait.
+            is_writing: the previous checkpoint is still being written, so another has to wait.
         """
         step_s = max((now - self._asked) / self._num_steps, _SHORTEST_STEP_S)
         self._asked = now
@@ -85,7 +84,7 @@ class Cadence:
         if is_due:
             left = start
         pause = min(max(left / 4, shortest), self._interval_s / _LEAST_QUESTIONS)
-        # Steps may become slower: never more than four times as many as were measured.
+        # Steps may become slower: at most four times the measured number.
         self._num_steps = max(1, min(int(pause / step_s), 4 * self._num_steps))
         return is_due, self._num_steps
 
@@ -97,10 +96,10 @@ T = TypeVar("T")
 
 
 class Saver:
-    """Writes a run's checkpoints; a context manager, one per rank."""
+    """Writer of a run's checkpoints; a context manager, one per rank."""
 
     def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
-        """Save `state` later, as it is then; nothing is written yet."""
+        """Prepare to save `state`; nothing is written yet."""
         self._spec = spec
         self._checkpoints = checkpoints
         self._state = state
@@ -118,10 +117,10 @@ class Saver:
         """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
 
         Args:
-            history: the records of the epochs that are done.
-            step: steps that are done of this one.
-            totals: of this epoch, on this rank; None where a `train_fn` has its own.
-            seconds: that this epoch has taken.
+            history: the records of completed epochs.
+            step: completed steps of this epoch.
+            totals: of this epoch, on this rank; None for a `train_fn`.
+            seconds: duration of this epoch so far.
         """
         if not self._is_due():
             return
@@ -143,9 +142,9 @@ class Saver:
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
-        """Add what the callbacks called inside do to model and losses to the last epoch's checkpoint. All ranks must enter it.
+        """Add the changes by callbacks inside the block to the last epoch's checkpoint. All ranks must enter it.
 
-        The rest of the checkpoint is that of before: a run that resumes from it calls them again.
+        The rest of the checkpoint is unchanged: a resumed run calls them again.
         """
         taken = self._taken(history)
         yield
@@ -167,7 +166,7 @@ class Saver:
             self._save(replace(checkpoint, final=final), left_out)
 
     def _changed(self, before: State, left_out: list[str]) -> State:
-        """Return the entries of the model's state dict that are not as before; {} with a note if others are there."""
+        """Return the changed entries of the model's state dict; {} with a note if its names differ."""
         after, still_left_out = self._frozen.divide(self._state.model)
         shapes = [
             {n: getattr(value, "shape", None) for n, value in part.items()}
@@ -189,9 +188,9 @@ class Saver:
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
     ) -> tuple[Checkpoint, list[str]] | None:
-        """Copy the state; return the copy, and the names of the parameters that it leaves to the file of the frozen ones.
+        """Copy the state; return the copy, and the names of its parameters in the file of frozen parameters.
 
-        All ranks must call it; None on those that write nothing.
+        All ranks must call it; it returns None on ranks that write nothing.
         """
         compression = gather_compression(self._state.compression)
         kept: State = {name: each.state_dict() for name, each in self._state.kept.items()}
@@ -213,7 +212,7 @@ class Saver:
         self.wait()
         self._taken_at = time.monotonic()
         self._cadence.taken(self._taken_at)
-        # Nothing else uses the compression's, which is gathered.
+        # The gathered compression state is used only here and needs no copy.
         return Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression}), left_out
 
     def _is_due(self) -> bool:
@@ -229,7 +228,7 @@ class Saver:
         return bool(is_due)
 
     def _save(self, copied: Checkpoint, left_out: list[str]) -> None:
-        """Write the copy of a checkpoint in the background, after the one before."""
+        """Write the copy of a checkpoint in the background, after the previous one."""
         keep: Choice | None = None
         if self._spec.return_best:
             keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
@@ -257,7 +256,7 @@ class Saver:
             self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
             self._cadence.written(time.monotonic() - taken)
             if not checkpoint.step:
-                with contextlib.suppress(StoreError):  # a report lacks it, no training does
+                with contextlib.suppress(StoreError):  # only the report lacks it
                     self._checkpoints.write_profile(profile)
         except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)
@@ -275,7 +274,7 @@ class Saver:
             if futures.wait([writing], WRITE_LIMIT_S).not_done:
                 raise StoreError(
                     f"The checkpoint {self._path} is not written after {WRITE_LIMIT_S:g} s: the store does not answer. "
-                    "A fit with the same run_id goes on from the checkpoint before it."
+                    "A fit with the same run_id resumes from the previous checkpoint."
                 )
             writing.result()
         return self._path
@@ -295,9 +294,9 @@ class Saver:
 
 
 def snapshot(value: T) -> T:
-    """Copy to the CPU the tensors in dicts, lists and tuples, so that training does not change them any more.
+    """Copy the tensors in dicts, lists and tuples to the CPU, so that training cannot change them.
 
-    Numbers of numpy become plain ones.
+    Numpy numbers become plain numbers.
     """
     return cast("T", _snapshot(value))
 
@@ -306,13 +305,13 @@ def _snapshot(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        copied = copy.copy(value)  # keeps the kind of dict, and what modules note in its attributes
+        copied = copy.copy(value)  # keeps the kind of dict, and the attributes that modules add
         for key, entry in value.items():
             copied[key] = _snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
         return copied
     if isinstance(value, (list, tuple)):
         return type(value)(_snapshot(entry) for entry in value)
     if isinstance(value, np.generic):
-        # A rate of np.cos, the best of np.minimum: torch.load with weights_only does not read numpy's types.
+        # numpy numbers, such as a rate of np.cos, cannot be read by torch.load with weights_only.
         return value.item()
     return copy.deepcopy(value)

@@ -2,7 +2,7 @@
 
 Each module imports only those above it:
 
-    attributes    values of attributes that state dicts leave out
+    attributes    values of attributes outside state dicts
     copies        copies of a module
     weights       a file of weights
     architecture  a module without its weights

@@ -1,9 +1,9 @@
 """Modules without their weights, in two forms.
 
 - A *description* is JSON: classes of `torch.nn` by name, their plain attributes, shapes of parameters. Rebuilding
-  it runs no code but constructors of `torch.nn.Module`, so files from anywhere can be read. Only modules made of
-  `torch.nn` classes have one.
-- A *shell* is a pickle that names tensors instead of holding them. Any module has one, and reading it runs code:
+  it runs only constructors of `torch.nn.Module`, so files from any source can be read. Only modules made of
+  `torch.nn` classes have a description.
+- A *shell* is a pickle that refers to tensors by name. Any module has a shell, and reading it runs code:
   only for bytes of the driver's closure, or for files that the user trusts.
 """
 
@@ -32,18 +32,18 @@ from sparkhvd.training.modules.copies import (
 )
 from sparkhvd.training.types import Json
 
-# Attributes of every module: the constructor of nn.Module makes them, or `describe` handles them by name.
+# Attributes of every module: set by the constructor of nn.Module, or handled by name in `describe`.
 _COMMON = frozenset(nn.Module().__dict__)
 _EMPTY_HOOKS = tuple(
     name for name in _COMMON if name.endswith("_hooks") or name.startswith("_forward_hooks")
 )
-# RNNs keep their weights a second time in lists; `rebuild` makes them anew.
+# RNNs keep their weights a second time in lists, which `rebuild` creates again.
 _RNN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _FUNCTIONS = "torch.nn.functional"
 
 
 class TensorText(TypedDict, total=False):
-    """Description of a parameter or buffer, or the path of the one that it is tied to."""
+    """Description of a parameter or buffer, or the path of the tensor it is tied to."""
 
     shape: list[int]
     dtype: str
@@ -52,7 +52,7 @@ class TensorText(TypedDict, total=False):
     same_as: str
 
 
-# Description of a module, or the path of the module that it is.
+# Description of a module, or the path of a shared module.
 Description = TypedDict(
     "Description",
     {
@@ -71,7 +71,7 @@ _Rebuilt: TypeAlias = "dict[str, nn.Module | Tensor]"
 
 
 class _NotPlain(Exception):
-    """The module has no description."""
+    """Raised for a module without a description."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def foreign_class(module: nn.Module) -> str | None:
-    """Return the first class in the module that is not of `torch.nn`, or None."""
+    """Return the first class in the module outside `torch.nn`, or None."""
     for part in module.modules():
         if not _is_allowed(type(part)):
             return f"{type(part).__module__}.{type(part).__qualname__}"
@@ -98,8 +98,8 @@ def _is_allowed(kind: type) -> bool:
 def module_texts(module: nn.Module) -> dict[str, str]:
     """Describe each module by class, plain options and names of its children in order: "Linear(in_features=2, ...)".
 
-    Equal for equal modules in any process, so that two fits can be compared. Options of `torch.nn` are its attributes;
-    of other classes, whose attributes may be anything, they are arguments of the constructor kept as numbers.
+    Equal modules have equal texts in any process, for comparing two fits. Options of `torch.nn` are its attributes.
+    Other classes may have any attributes, so their options are constructor arguments kept as numbers.
     """
     return {name: _text(part) for name, part in module.named_modules()}
 
@@ -127,7 +127,7 @@ def _text(module: nn.Module) -> str:
 
 
 def describe(module: nn.Module) -> Description | None:
-    """Describe the module as JSON without weights; None if it is not made of `torch.nn` alone."""
+    """Describe the module as JSON without weights; None if it has classes outside `torch.nn`."""
     try:
         return _describe(module, {}, "")
     except _NotPlain:
@@ -204,7 +204,7 @@ def _decode(value: Json) -> object:
     if kind != "function" or not isinstance(content, str) or content.startswith("_"):
         raise ValueError(f"unknown entry {kind!r}")
     function: object = getattr(torch.nn.functional, content)
-    # The namespace also holds modules and typing helpers; only its functions may be named.
+    # The namespace also holds modules and typing helpers; only its functions are allowed.
     if getattr(function, "__module__", "") not in (_FUNCTIONS, "torch._C._nn", "torch", None):
         raise ValueError(f"{content!r} is not a function of {_FUNCTIONS}")
     return function
@@ -295,7 +295,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         kept = tensors_of(module)
         named = [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(t): n for n, t in named if n in kept}
-        self._written: set[str] = set()  # with their attributes, which may refer to each other
+        self._written: set[str] = set()  # written with attributes, which may form cycles
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
         name = self._names.get(id(value))
@@ -305,7 +305,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         if name in self._written or not vars(value):
             return pid
         self._written.add(name)
-        # Attributes that the user set, for example for groups of an optimizer.
+        # Attributes set by the user, for example for groups of an optimizer.
         return (*pid, dict(vars(value)))
 
     def reducer_override(self, value: object) -> Any:
@@ -320,7 +320,7 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Reduce code with the name of its file, for which cloudpickle 3.1 and later give "<dynamic-code>"."""
+    """Reduce code with the name of its file, which cloudpickle 3.1 and later replace with "<dynamic-code>"."""
     make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
     named = (
         code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value
@@ -330,7 +330,7 @@ def _reduce_code(code: CodeType) -> tuple[object, ...]:
 
 
 class _NamingPickler(_ShellPickler):
-    """Pickler whose code knows its file, which a traceback names; the bytes are those of one machine and notebook."""
+    """Pickler that keeps file names of code for tracebacks; the bytes depend on the machine and notebook."""
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
@@ -366,13 +366,13 @@ class _ShellUnpickler(pickle.Unpickler):
 def dump_shell(
     module: nn.Module, value: object = None, *, names_files: bool = False, with_hooks: bool = True
 ) -> bytes:
-    """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value.
+    """Pickle a module, or `value` that refers to it, with the module's tensors by name.
 
     Args:
         module: the module.
         value: the value, or None.
-        names_files: let code know its file, for tracebacks.
-        with_hooks: pickle hooks of parameters, too, which predictions do not need.
+        names_files: keep file names of code, for tracebacks.
+        with_hooks: include hooks of parameters, which predictions do not need.
     """
     buffer = io.BytesIO()
     pickler = _NamingPickler if names_files else _ShellPickler

@@ -1,7 +1,8 @@
-"""Attributes of modules, parameters and losses that change during a run, which torch's state dicts leave out.
+"""Attributes of modules, parameters and losses that change during a run, outside torch's state dicts.
 
-`model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter that `forward` counts up, `parameter.lr_scale = 0.1`. A checkpoint holds the values that
-differ from the program's, each by the name of the object and the path in it. An object that two places share is shared again.
+Examples: `model.dropout.p = 0.3`, `model.config["tau"] *= 0.9`, a counter in `forward`, `parameter.lr_scale = 0.1`. A checkpoint
+holds the values that differ from the program's, each by the name of the object and the path in it. An object shared by two places
+is shared again when loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 # Steps from an object to a value: (".", attribute) or ("[]", key of a dict or index of a list).
 Path = tuple[tuple[str, Any], ...]
 Key = tuple[str, Path]
-# Owner, path, the encoded value (None: it is deleted), and whether it has changed since `begun`.
+# Owner, path, the encoded value (None: deleted), and whether it has changed since `begun`.
 Entry = list[Any]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEPTH = 5
-# A larger array or tensor is looked at only where a callback has set it: `forward` may remember its outputs.
+# Larger arrays and tensors are inspected only if a callback set them: `forward` may keep its outputs.
 _LARGE_BYTES = 1 << 20
 _ABSENT = object()
 _FOREIGN = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j", "sparkhvd"}
@@ -51,17 +52,17 @@ _NAMES: dict[type, str] = {
     **{kind: kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
 }
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, random.Random)
-# Values of records that are not kept, and never change in place.
+# Values of records that are not saved, and never change in place.
 _FIXED = (
     *(type, FunctionType, BuiltinFunctionType, PurePath, datetime.date, datetime.timedelta),
     *(decimal.Decimal, nn.Module, Tensor),
 )
-# What several places may hold as one object.
+# Types that several places may share as one object.
 _SHARED = (dict, list, set, deque, Tensor, np.ndarray, *GENERATORS)
 
 
 class _Same(NamedTuple):
-    """Mark of a place that holds the object of another place."""
+    """Marker for a place that shares the object of another place."""
 
     key: Key
 
@@ -70,34 +71,34 @@ class Attributes:
     """Changes of the attributes of objects."""
 
     def __init__(self, owners: Callable[[], Mapping[str, object]]) -> None:
-        """Take the values of now as those of the program.
+        """Record the current values as the program's.
 
         Args:
-            owners: returns the objects by name; it is called again whenever they are looked at.
+            owners: returns the objects by name; called before each inspection.
         """
         self._owners = owners
         self._classes = {name: type(owner) for name, owner in owners().items()}
-        self._first = self._look()
+        self._first = self._inspect()
         self._begun = self._first
 
     def begun(self) -> None:
-        """Note the values that `on_train_begin` has set: every start of a run sets them again."""
-        self._begun = self._look()
+        """Record the values set by `on_train_begin`, which every start of a run sets again."""
+        self._begun = self._inspect()
 
     def replaced(self) -> list[str]:
-        """Return the names of objects that are gone, or of another class than the program's."""
+        """Return the names of objects that are gone or changed their class."""
         classes = {name: type(owner) for name, owner in self._owners().items()}
         return [name for name, kind in self._classes.items() if classes.get(name) is not kind]
 
     def reset(self) -> None:
-        """Set everything back to the program's values."""
+        """Reset everything to the program's values."""
         _load(self._owners(), self._first, [])
 
     def changes(self, large: Collection[tuple[str, str]] = ()) -> list[Entry]:
-        """Return what differs from the program.
+        """Return the differences from the program.
 
         Args:
-            large: (owner, attribute) of values that are kept even if they are large.
+            large: (owner, attribute) of large values to include.
         """
         owners = self._owners()
         found = _walk(owners, large)
@@ -112,24 +113,24 @@ class Attributes:
             if _get(owners, key) is not _ABSENT:
                 if _is_shared(self._first.get(key)) or _is_shared(self._begun.get(key)):
                     entries.append([*_plain_key(key), ("apart", None), is_later])
-                continue  # else it is of a kind that is not kept
+                continue  # else it has an unsupported kind
             if is_later or key in self._first:
                 entries.append([*_plain_key(key), None, is_later])
         return entries
 
     def load(self, entries: Iterable[Entry], *, own: bool) -> None:
-        """Set what has changed, and set back what has not.
+        """Set changed values, and reset unchanged ones.
 
         Args:
             entries: of `changes`.
-            own: of this rank; else what `on_train_begin` has set here stays.
+            own: of this rank; else the values set by `on_train_begin` stay.
         """
         if own:
             _load(self._owners(), self._first, list(entries))
         else:
             _load(self._owners(), self._begun, [entry for entry in entries if entry[3]])
 
-    def _look(self) -> dict[Key, Any]:
+    def _inspect(self) -> dict[Key, Any]:
         """Return values by place, encoded; None for a large one."""
         return {
             key: None if _num_bytes(value) > _LARGE_BYTES else _encode(value)
@@ -138,13 +139,13 @@ class Attributes:
 
 
 def set_attributes(owners: Mapping[str, object], entries: Iterable[Entry]) -> None:
-    """Set values as `Attributes.changes` has returned them; places that are not there are passed over."""
+    """Set values from `Attributes.changes`; missing places are skipped."""
     before = {key: _encode(value) for key, value in _walk(owners, ()).items()}
     _load(owners, before, list(entries))
 
 
 def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield attributes that share their memory with a parameter that is trained, which no copy of a module keeps: attribute, parameter."""
+    """Yield (attribute, parameter) pairs that share memory with a trained parameter, which no copy of a module keeps."""
     named: dict[int, str] = {}
     for name, owner in owners.items():
         if isinstance(owner, nn.Module):
@@ -183,11 +184,11 @@ def _hashable(name: Any) -> Any:
 def _walk(
     owners: Mapping[str, object], large: Collection[tuple[str, str]] | None
 ) -> dict[Key, object]:
-    """Return the values that can be kept, by place; of an object at several places the first, and `_Same` for the others.
+    """Return the supported values by place; of a shared object the first place, and `_Same` for the others.
 
     Args:
         owners: objects by name.
-        large: attributes whose large values count; None: all.
+        large: attributes whose large values are included; None: all.
     """
     found: dict[Key, object] = {}
     seen: dict[int, Key | None] = {id(owner): None for owner in owners.values()}
@@ -215,7 +216,7 @@ def _walk(
 
 
 def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
-    """Yield the attributes of objects, and dicts, lists and sets as they are."""
+    """Yield the attributes of objects, and dicts, lists and sets themselves."""
     for name, owner in owners.items():
         if isinstance(owner, (dict, list, set, deque)):
             yield (name, ()), owner
@@ -226,7 +227,7 @@ def _roots(owners: Mapping[str, object]) -> Iterator[tuple[Key, object]]:
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """Return the attributes of an object, those in slots too."""
+    """Return the attributes of an object, including slots."""
     found: dict[str, object] = dict(getattr(owner, "__dict__", {}))
     if not isinstance(owner, (nn.Module, Tensor)):
         for kind in type(owner).__mro__:
@@ -237,7 +238,7 @@ def _attributes(owner: object) -> dict[str, object]:
 
 
 def _is_of_torch(owner: object, attribute: str) -> bool:
-    """Return True for an attribute that is in a state dict, or belongs to torch or to us."""
+    """Return True for an attribute in a state dict, or of torch or this package."""
     if isinstance(owner, torch.optim.Optimizer):
         return attribute.startswith("_") or attribute in ("state", "param_groups")
     is_modules = isinstance(owner, nn.Module) and attribute in _OF_TORCH
@@ -245,12 +246,12 @@ def _is_of_torch(owner: object, attribute: str) -> bool:
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:
-    """Return what a value holds that cannot be kept as a whole, with the steps to it."""
+    """Return the parts of a value that cannot be saved as a whole, with the steps to them."""
     if isinstance(value, dict):
         return [(("[]", k), each) for k, each in value.items() if _is_key(k)]
     if isinstance(value, (list, tuple)):
         parts = [(("[]", i), each) for i, each in enumerate(value)]
-        # Entries of tuples cannot be set, attributes of these can.
+        # Entries of tuples cannot be set, but their attributes can.
         return [p for p in parts if isinstance(value, list) or not can_be_kept(p[1])]
     if is_record(value):
         return [((".", name), each) for name, each in vars(value).items()]
@@ -263,7 +264,7 @@ def _is_key(key: object) -> bool:
 
 
 def is_record(value: object) -> bool:
-    """Check whether a value is an object that holds nothing but values, such as a configuration."""
+    """Check whether a value is an object that holds only values, such as a configuration."""
     return _is_record(value, set(), _DEPTH)
 
 
@@ -280,7 +281,7 @@ def _is_record(value: object, seen: set[int], depth: int) -> bool:
 
 
 def _is_value(value: object, seen: set[int], depth: int) -> bool:
-    """Check whether a record may hold a value; a lock or a connection makes an object a service, whose values are left alone."""
+    """Check whether a record may hold a value; a lock or a connection makes an object a service, which is not inspected."""
     if id(value) in seen or can_be_kept(value) or isinstance(value, _FIXED):
         return True
     if not depth:
@@ -295,7 +296,7 @@ def _is_value(value: object, seen: set[int], depth: int) -> bool:
 def is_plain(value: object, depth: int = 32) -> bool:
     """Check whether a value is a number, text, None, or a dict, list or tuple of these."""
     if type(value) in (dict, list, tuple):
-        if not depth:  # it may hold itself
+        if not depth:  # it may contain itself
             return False
         parts: Iterable[object] = value  # type: ignore[assignment]
         if isinstance(value, dict):
@@ -305,11 +306,11 @@ def is_plain(value: object, depth: int = 32) -> bool:
 
 
 def can_be_kept(value: object, depth: int = 32) -> bool:
-    """Check whether a checkpoint can hold a value of an attribute as a whole."""
+    """Check whether a checkpoint can hold an attribute's value as a whole."""
     if is_plain(value):
         return True
     if isinstance(value, Tensor):
-        # Others are of a graph, such as outputs that a layer remembers.
+        # Other tensors belong to a graph, such as outputs kept by a layer.
         is_alone = type(value) is Tensor and not value.requires_grad
         return is_alone and value.layout == torch.strided and value.device.type != "meta"
     if isinstance(value, (np.ndarray, np.generic)):
@@ -340,7 +341,7 @@ def _num_bytes(value: object) -> int:
 
 
 def _encode(value: Any) -> tuple[Any, ...]:
-    """Return a copy of a value as a kind and content, which torch.load reads with weights_only."""
+    """Return a copy of a value as a kind and content that torch.load reads with weights_only."""
     if isinstance(value, _Same):
         return "same", _plain_key(value.key)
     if isinstance(value, Tensor):
@@ -348,7 +349,7 @@ def _encode(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return kind, value.dtype.str, list(value.shape), _encode(value.tobytes())
-    if isinstance(value, bytes):  # torch.load refuses empty ones
+    if isinstance(value, bytes):  # torch.load rejects empty bytes
         return "bytes", torch.from_numpy(np.frombuffer(value, np.uint8).copy())
     if isinstance(value, Enum):
         return "Enum", value.name
@@ -390,7 +391,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
-    """Return the value that was encoded, or `old` where that could get it in place, as others may hold it.
+    """Return the encoded value, or `old` if it can be updated in place, as others may refer to it.
 
     Args:
         encoded: of `_encode`.
@@ -434,7 +435,7 @@ def _decode(encoded: Any, device: torch.device, old: Any = None) -> Any:
 
 
 def _in_place(old: Any, new: Any) -> Any:
-    """Give an object the values of a new one and return it; the new one where that cannot be."""
+    """Update an object in place to a new value and return it; return the new value if impossible."""
     if type(new) is not type(old) or old is new:
         return new
     if isinstance(new, Tensor):
@@ -464,7 +465,7 @@ def _in_place(old: Any, new: Any) -> Any:
 
 
 def _is(encoded: Any, value: object) -> bool:
-    """Check whether a value is the one that was encoded; a large one, whose encoding is None, is not compared."""
+    """Check whether a value equals the encoded one; a large one, encoded as None, is not compared."""
     if value is _ABSENT or encoded is _ABSENT:
         return value is encoded
     if encoded is None:
@@ -489,7 +490,7 @@ def is_same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(is_same, a, b))
     try:
         return bool(a == b or (a != a and b != b))
-    except Exception:  # noqa: BLE001 - a class of the user's may compare in another way
+    except Exception:  # noqa: BLE001 - a user class may compare in another way
         return False
 
 
@@ -497,12 +498,12 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list[Entry]) -> None:
-    """Set places to `before` and the entries upon it, objects that are shared there as one; delete places that neither has."""
+    """Set places to `before` and then the entries, with shared objects as one; delete places in neither."""
     there = _walk(owners, None)
     wanted = {key: encoded for key, encoded in before.items() if encoded is not None}
     wanted |= {_key(entry): entry[2] for entry in entries}
     same = {key for key, encoded in wanted.items() if _is_shared(encoded)}
-    # What is below such a place is the object's of another place.
+    # Places below a shared object belong to its first place.
     wanted = {key: encoded for key, encoded in wanted.items() if not same & _above(key)}
     for key, value in there.items():
         is_large = not isinstance(value, _Same) and _num_bytes(value) > _LARGE_BYTES
@@ -510,14 +511,14 @@ def _load(owners: Mapping[str, object], before: Mapping[Key, Any], entries: list
             _set(owners, key, _ABSENT)
     for key, encoded in wanted.items():
         if encoded == ("apart", None) and isinstance(there.get(key), _Same):
-            _set(owners, key, copy.deepcopy(_get(owners, key)))  # its values come below
+            _set(owners, key, copy.deepcopy(_get(owners, key)))  # its values are set below
     marks = {key: _encode(value) for key, value in there.items() if isinstance(value, _Same)}
     sharing, shared = _sharing(wanted), _sharing(marks)
     for key, encoded in wanted.items():
         if encoded is None:
             _set(owners, key, _ABSENT)
         elif encoded[0] not in ("same", "apart"):
-            alike = sharing.get(key) == shared.get(key)  # else others hold it that shall not
+            alike = sharing.get(key) == shared.get(key)  # else others share it that should not
             if not (alike and _is(encoded, there.get(key, _ABSENT))):
                 _set(owners, key, _decoded(encoded, owners, key, in_place=alike))
     for key in wanted.keys() & same:
@@ -535,7 +536,7 @@ def _decoded(encoded: Any, owners: Mapping[str, object], key: Key, *, in_place: 
 
 
 def _above(key: Key) -> set[Key]:
-    """Return the places that a place is below."""
+    """Return the places above a place."""
     return {(key[0], key[1][:n]) for n in range(len(key[1]))}
 
 
@@ -544,7 +545,7 @@ def _is_shared(encoded: Any) -> bool:
 
 
 def _sharing(places: Mapping[Key, Any]) -> dict[Key, set[Key]]:
-    """Return by the first place of an object the others."""
+    """Return by the first place of an object its other places."""
     found: dict[Key, set[Key]] = {}
     for key, encoded in places.items():
         if _is_shared(encoded):
@@ -564,8 +565,8 @@ def _get(owners: Mapping[str, object], key: Key) -> Any:
 
 
 def _set(owners: Mapping[str, object], key: Key, value: Any) -> None:
-    """Set the value at a place, or delete it; do nothing where the way there is gone."""
-    if not key[1]:  # an owner itself, which has got its values in place
+    """Set or delete the value at a place; do nothing if the path to it is gone."""
+    if not key[1]:  # an owner itself, updated in place
         return
     parent = _get(owners, (key[0], key[1][:-1]))
     if parent is _ABSENT:
@@ -588,7 +589,7 @@ def _device(owners: Mapping[str, object]) -> torch.device:
 
 
 def unreadable_type(value: object) -> str:
-    """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
+    """Return the type of a value in a state that `torch.load` rejects with weights_only, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 # ----------------------------------------------------------------------------------------------------
-# Hooks and attributes that users attach to parameters and buffers, which torch leaves out of copies, pickles or both.
+# Hooks and attributes that users attach to parameters and buffers, omitted by torch from copies, pickles or both.
 
 Hook = Callable[[Tensor], Any]
 
@@ -29,14 +29,14 @@ class TensorHooks(NamedTuple):
 
 
 class WithHooks(NamedTuple):
-    """A pickled value, with hooks of the tensors that the pickle names instead of holding them."""
+    """Pickled value, with hooks of the tensors that the pickle refers to by name."""
 
     value: Any
     hooks: Mapping[str, TensorHooks]
 
 
 def hooks_of(tensor: Tensor) -> TensorHooks | None:
-    """Return the hooks of a tensor; None if it has none."""
+    """Return the hooks of a tensor, or None."""
     found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     if not any(found):
         return None
@@ -45,15 +45,15 @@ def hooks_of(tensor: Tensor) -> TensorHooks | None:
 
 
 def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
-    """Return the hooks of a module's parameters that have some."""
+    """Return the hooks of a module's parameters by name."""
     found = ((name, hooks_of(p)) for name, p in module.named_parameters())
     return {name: hooks for name, hooks in found if hooks is not None}
 
 
 def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
-    """Register hooks on a leaf, also on one that is frozen."""
+    """Register hooks on a leaf, frozen or not."""
     requires_grad = tensor.requires_grad
-    tensor.requires_grad_(True)  # torch registers none without
+    tensor.requires_grad_(True)  # torch requires it for hooks
     for hook in hooks.backward:
         tensor.register_hook(hook)
     for hook in hooks.accumulated:
@@ -62,7 +62,7 @@ def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
 
 
 def reduce_with_hooks(tensor: Tensor, hooks: TensorHooks, protocol: int) -> tuple[Any, ...] | None:
-    """Reduce a tensor for pickle, with its hooks as state: they may refer to it. None where its class has another state."""
+    """Reduce a tensor for pickle, with its hooks as state, because they may refer to it. None if its class has another state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*backward hooks")
         function, arguments, *rest = tensor.__reduce_ex__(protocol)
@@ -84,7 +84,7 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
         new = state.get(name)
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             continue
-        # Other shapes and kinds are left to load_state_dict; tied tensors stay tied.
+        # load_state_dict handles other shapes and kinds; tied tensors stay tied.
         if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
             is_parameter = isinstance(old, nn.Parameter)
             replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
@@ -105,7 +105,7 @@ def light_copy(module: nn.Module) -> nn.Module:
 
 
 def _attach(module: nn.Module, made: M) -> M:
-    """Attach to the tensors of a copy what the original's have; it refers to the copy's where it refers to these."""
+    """Copy hooks and attributes to the tensors of a copy, with references to the copy's tensors."""
     pairs = list(zip(_tensors(module), _tensors(made), strict=False))
     if not any(vars(old) or hooks_of(old) for old, _ in pairs):
         return made
@@ -126,7 +126,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, functions with their closures; one that cannot be copied is shared."""
+    """Copy a value, functions with their closures; a value that cannot be copied is shared."""
     try:
         if isinstance(value, types.FunctionType):
             return copy_function(value, memo)
@@ -142,11 +142,11 @@ def copy_function(
 
     Args:
         function: the function.
-        memo: of `copy.deepcopy`: what takes the place of which object.
-        names: globals of the copy; None: those of the function, which is returned as it is where it has no closure.
+        memo: of `copy.deepcopy`: replacements of objects.
+        names: globals of the copy; None: the function's own, and a function without a closure is returned unchanged.
 
     Raises:
-        Exception: something in it cannot be copied.
+        Exception: a part cannot be copied.
     """
     if id(function) in memo:
         made: types.FunctionType = memo[id(function)]
@@ -163,7 +163,7 @@ def copy_function(
     )
     made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     made.__dict__.update(function.__dict__)
-    memo[id(function)] = made  # it may name itself
+    memo[id(function)] = made  # it may refer to itself
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
         content = old.cell_contents
         is_function = isinstance(content, types.FunctionType)

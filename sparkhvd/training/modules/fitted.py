@@ -1,4 +1,4 @@
-"""`TrainedState`: a module with the columns that it takes, and the history of its training."""
+"""`TrainedState`: a module with its columns, and the history of its training."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from sparkhvd.training.types import Columns, History
 
 @dataclass(frozen=True, eq=False)
 class TrainedState:
-    """A trained module with its columns, history and timings; never changed.
+    """Trained module with its columns, history and timings; immutable.
 
-    One that no fit has trained has no columns: `transform` binds it to those of its DataFrame.
+    Without a fit it has no columns: `transform` binds it to its DataFrame's columns.
 
     Attributes:
         module: the trained module in eval mode.
         columns: feature columns of the training data.
         labels: names of the label columns.
         inputs: binding of columns to arguments of the model.
-        links: per label, the relation of outputs and probabilities; one without columns may have one for all.
-        widths: per label, elements of the output per row; () if not known.
+        links: per label, the relation of outputs and probabilities; without columns one link may apply to all.
+        widths: per label, elements of the output per row; () if unknown.
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
-        loss: of its training, with trained parameters; or a list with one per label; None where it is not known.
-        report: document of its report, see `sparkhvd.observe.report`; {} where no fit of this process has made it.
+        loss: of its training, with trained parameters; or a list with one per label; None if unknown.
+        report: document of its report, see `sparkhvd.observe.report`; {} without a fit in this process.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -62,7 +62,7 @@ class TrainedState:
 
     @cached_property
     def for_predict(self) -> torch.nn.Module:
-        """Copy of the module over the same parameters: `forward` may keep tensors or change buffers."""
+        """Copy of the module over the same parameters, because `forward` may keep tensors or change buffers."""
         return light_copy(self.module)
 
     @cached_property
@@ -76,7 +76,7 @@ class TrainedState:
 
     @cached_property
     def shell(self) -> bytes:
-        """The module without its weights.
+        """Module without its weights.
 
         Raises:
             InvalidArgumentError: it cannot be pickled.
@@ -93,7 +93,7 @@ class TrainedState:
 # ----------------------------------------------------------------------------------------------------
 # Find the widths of a model's outputs by running it on two rows of zeros.
 
-# Of torch's linear layers: rows x numbers per row, and numbers per row x outputs.
+# Torch's error of linear layers: rows x numbers per row, and numbers per row x outputs.
 _LINEAR = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 
 
@@ -111,14 +111,14 @@ def _hint(inputs: InputBinding, error: Exception) -> str:
 
 
 def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
-    """Make two rows of zeros: two, so that an output with one entry in all is told from one entry per row."""
+    """Make two rows of zeros: two rows tell an output of one entry in total from one entry per row."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
-# Messages of torch and Python about shapes, dtypes and arguments that do not fit, on any machine. Other errors of a forward
-# may come from the place where it runs: a GPU, a file, a rank.
+# Messages of torch and Python about mismatched shapes, dtypes and arguments, independent of the machine. Other errors of a
+# forward may depend on the place where it runs: a GPU, a file, a rank.
 _CERTAIN = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
     r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
@@ -127,7 +127,7 @@ _CERTAIN = re.compile(
 
 
 def _is_certain(error: Exception) -> bool:
-    """Check whether a forward that raised this on the driver would raise it on a rank, too."""
+    """Check whether a forward that failed on the driver would fail on a rank, too."""
     kinds = (RuntimeError, TypeError, ValueError, IndexError)
     return type(error) in kinds and _CERTAIN.search(str(error)) is not None
 
@@ -156,15 +156,15 @@ def trial_outputs(
 ) -> tuple[Tensor, ...] | None:
     """Run a model on two rows of zeros and return its outputs.
 
-    None, with a warning, where it raises an error that need not happen elsewhere.
+    Returns None, with a warning, after an error that may not occur on a rank.
 
     Args:
         model: in the mode of the trial.
         inputs: binding of columns to arguments of the model.
         columns: feature columns with their shapes.
-        examples: columns that are collated, for two rows.
+        examples: collated columns, for two rows.
         move: moves the arguments to the model's device.
-        labels: names of the label columns, which the names of a dict of outputs may contradict.
+        labels: names of the label columns; the names of a dict of outputs may contradict them.
         precision: the Param.
 
     Raises:
@@ -210,10 +210,10 @@ def trial_outputs(
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
-    """Return the widths of a model's outputs, if there is one output per label.
+    """Return the widths of a model's outputs if there is one output per label.
 
     Raises:
-        InvalidArgumentError: there is not.
+        InvalidArgumentError: the numbers differ.
     """
     if len(widths) != len(labels):
         raise InvalidArgumentError(

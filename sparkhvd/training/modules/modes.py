@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def in_mode(module: M, *, is_training: bool) -> M:
-    """Put a module into train or eval mode; return the module, whatever its method returns."""
+    """Put a module into train or eval mode and return it, whatever its own method returns."""
     if is_training:
         module.train()
     else:
@@ -26,7 +26,7 @@ def check_modes(module: nn.Module, param: str) -> None:
     """Check on a copy that `train` and `eval` of a module and its parts set modes; the module is not changed.
 
     Raises:
-        InvalidArgumentError: a method of one of these names does something else, such as a training loop.
+        InvalidArgumentError: such a method does something else, such as a training loop.
     """
     own = [
         (path, type(part).__qualname__, name)
@@ -37,7 +37,7 @@ def check_modes(module: nn.Module, param: str) -> None:
     ]
     if not own:
         return
-    trial = copied(module)  # with memory of its own: the method may be a loop that trains
+    trial = copied(module)  # separate memory: the method may be a training loop
     for path, kind, name in own:
         part = trial.get_submodule(path)
         if problem := _problem(part, name):
@@ -55,7 +55,7 @@ def _has_own(part: nn.Module, name: str) -> bool:
 
 
 def _problem(part: nn.Module, name: str) -> str:
-    """Describe what the method of this name does instead of setting the mode; "" if it sets it."""
+    """Describe what the named method does instead of setting the mode, or return ""."""
     method = getattr(part, name)
     taken = [(True,), ()] if name == "train" else [()]
     try:
@@ -64,7 +64,7 @@ def _problem(part: nn.Module, name: str) -> str:
     except TypeError as e:
         wanted = "train(mode=True)" if name == "train" else "eval() without arguments"
         return f"it cannot be called as {wanted}, because of a {e}"
-    # Set by hand: a mode that the method leaves as it is shows that it sets none.
+    # Set by hand: a method that leaves this mode unchanged sets no mode.
     for each in part.modules():
         each.training = True
     try:

@@ -1,8 +1,9 @@
-"""Files of a model's weights, written and read without holding them in memory a second time.
+"""Files of a model's weights, written and read without a second copy in memory.
 
-`torch.save` writes a dict from names to tensors, and `torch.load(..., weights_only=True)` reads it. Equal weights give equal bytes, so that the store can name the file by its SHA-256.
+`torch.save` writes a dict from names to tensors, and `torch.load(..., weights_only=True)` reads it. Equal weights give equal
+bytes, so that the store can name the file by its SHA-256.
 
-Loaded in every Python worker, so it imports nothing of pyspark.
+Loaded in every Python worker, so it does not import pyspark.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
 
 # ----------------------------------------------------------------------------------------------------
-# SHA-256 of files, while they are written and afterwards, and checksums of tensors.
+# SHA-256 of files, during and after writing, and checksums of tensors.
 
-# Read at once.
+# Bytes per read.
 PIECE_BYTES = 16 << 20
-# Bytes of a tensor that are summed at once, and so stay in a cache.
+# Bytes of a tensor summed at once, to stay in a cache.
 _SUMMED_BYTES = 1 << 20
 
 
 class HashingWriter:
-    """A file that hashes the bytes written to it, so that no second copy of them is needed."""
+    """File that hashes written bytes without a second copy of them."""
 
     def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
-        """Without `sink` the bytes are hashed only."""
+        """Write to `sink`; None only hashes the bytes."""
         self._sink = sink
         self._hash = hashlib.sha256()
 
@@ -49,7 +50,7 @@ class HashingWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: torch.save asks for it."""
+        """Do nothing; required by torch.save."""
 
     @property
     def sha256(self) -> str:
@@ -67,7 +68,7 @@ def sha256_of(file: IO[bytes], num_bytes: int) -> str:
 
 
 def checksum(value: Tensor) -> int:
-    """Sum the words of 8 bytes, each times an odd number by its place: at the speed of memory, on any device."""
+    """Sum 8-byte words, each times an odd number by its position: at the speed of memory, on any device."""
     flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     factors = 2 * torch.arange(_SUMMED_BYTES // 8, device=flat.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -77,24 +78,24 @@ def checksum(value: Tensor) -> int:
     return int(total)
 
 
-# Larger weights go through the store. Smaller ones travel with the program, which needs no place that all executors
-# see; half of what one message of Spark Connect may hold.
+# Larger weights use the store. Smaller ones are part of the program, which needs no path visible to all executors;
+# half the limit of one Spark Connect message.
 CLOSURE_BYTES = 64 << 20
 # Larger files are mapped: the workers of a host then share the pages.
 MAPPED_BYTES = 64 << 20
-# The record that ends what torch.save writes, a zip archive without a comment.
+# End record of a zip archive without a comment, as torch.save writes it.
 _ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights, in the store if large, else as bytes.
+    """File of weights, in the store if large, else as bytes.
 
     Attributes:
         sha256: of the bytes.
         data: the bytes, or None.
         store: holds the file if `data` is None.
-        name: the file in the store; "" for one named by the hash.
+        name: the file in the store; "" to name it by the hash.
     """
 
     sha256: str
@@ -111,7 +112,7 @@ class Weights:
         """Load the tensors by name.
 
         Raises:
-            InvalidArgumentError: the store has no such file here.
+            InvalidArgumentError: the file is not in the store as seen here.
             InternalError: the file has another hash.
         """
         if self.data is not None:
@@ -140,7 +141,7 @@ def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = 
 
 
 def load(path: str) -> dict[str, Tensor]:
-    """Load the tensors of a file. Large ones stay in the file until they are used; it may be deleted meanwhile."""
+    """Load the tensors of a file. Large tensors stay in the file until used; it may be deleted meanwhile."""
     if os.path.getsize(path) >= MAPPED_BYTES:
         # Not every file system can map files.
         with contextlib.suppress(OSError, RuntimeError):
@@ -151,10 +152,9 @@ def load(path: str) -> dict[str, Tensor]:
 def store_weights(
     tensors: Mapping[str, Tensor], sha256: str, store: Store, name: str = ""
 ) -> Weights:
-    """Put weights into the store, unless they are there; a whole file is never changed or deleted.
+    """Write weights to the store if they are missing; a complete file is never changed or deleted.
 
-    One that is cut off, which a killed writer leaves on a mount that cannot rename, is written anew. Without a `name` the hash
-    names it.
+    A truncated file, left by a killed writer on a mount without rename, is written again. Without a `name` the hash names it.
 
     Raises:
         InternalError: the bytes have another SHA-256 than `sha256`.
@@ -168,7 +168,7 @@ def store_weights(
 
 
 def _is_whole(store: Store, path: str) -> bool:
-    """Check whether a file of weights is there up to its end; its hash is compared when it is loaded."""
+    """Check whether a file of weights is complete; its hash is compared when it is loaded."""
     if not store.exists(path) or (size := store.num_bytes(path)) < _ZIP_END_BYTES:
         return False
     with store.open_input(path) as file:
@@ -178,7 +178,7 @@ def _is_whole(store: Store, path: str) -> bool:
 
 @contextlib.contextmanager
 def _local_copy(store: Store, path: str) -> Iterator[str]:
-    """Give a path on this host with the content of a file of the store."""
+    """Provide a local path with the content of a file of the store."""
     here = store.local_path(path)
     if here is not None:
         yield here

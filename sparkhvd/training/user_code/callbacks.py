@@ -1,7 +1,7 @@
-"""Callbacks: the user's objects that the training loop calls.
+"""Callbacks: the user's objects called by the training loop.
 
-A callback is pickled with the model on the driver, so each rank has a copy of its own, and changes to it
-stay there. The decision to stop and the record of an epoch are agreed on by all ranks once per epoch.
+A callback is pickled with the model on the driver, so each rank has its own copy, and changes of the copy
+stay on the rank. All ranks agree on stopping and on the record of an epoch once per epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `ctx`: the view of a run that the user's functions and callbacks get.
+# `ctx`: the view of a run for the user's functions and callbacks.
 
 
 @dataclass
@@ -44,7 +44,7 @@ class TrainingClock:
 
 
 class _Spec(Protocol):
-    """Description of a run; `TrainSpec`, whose user code has these contexts."""
+    """Description of a run, implemented by `TrainSpec`."""
 
     @property
     def store(self) -> Store: ...
@@ -55,7 +55,7 @@ class _Spec(Protocol):
 
 
 class _State(Protocol):
-    """Objects that training changes; `TrainingState`, which holds these contexts' callbacks."""
+    """Objects changed by training, implemented by `TrainingState`."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -71,18 +71,18 @@ class Context:
     Attributes:
         rank: this process among `size`.
         size: number of ranks.
-        model: the module that is trained, on `device`.
+        model: the module in training, on `device`.
         optimizer: the distributed optimizer over its parameters.
         scheduler: the learning rate scheduler, or None.
         device: of the model.
         store: holds data, checkpoints and metrics of this run.
         run_dir: the run's folder in the store; write own files to `<run_dir>/user/`.
-        epochs: epochs to train in all.
+        epochs: total epochs to train.
         moment: epoch and step of the training; the loop moves it.
     """
 
     def __init__(self, spec: _Spec, state: _State, moment: TrainingClock) -> None:
-        """Take the objects of a run."""
+        """Refer to the objects of a run."""
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.model: nn.Module = state.model
@@ -97,7 +97,7 @@ class Context:
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, counted from 1 as in the history; 0 before the first."""
+        """The running epoch, counted from 1 as in the history; 0 before the first."""
         return self.moment.epoch
 
     @property
@@ -106,7 +106,7 @@ class Context:
         return self.moment.step
 
 
-# Methods outside an epoch, with no record for a number, and the advice of the error.
+# Methods outside an epoch, which have no record for a number, with the advice of the error.
 _OUTSIDE = {
     "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
     "on_checkpoint": "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store",
@@ -121,14 +121,14 @@ class CallbackContext(Context):
         """Begin without numbers and without a request to stop."""
         super().__init__(spec, state, moment)
         self.logs = Logs()
-        self.stop_reason = ""  # asked for on this rank
-        self.method = ""  # of the callback that is being called
+        self.stop_reason = ""  # requested on this rank
+        self.method = ""  # of the running callback
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Report a number: the epoch's record gets its mean over all calls on all ranks.
+        """Log a number: the epoch's record gets its mean over all calls on all ranks.
 
         Raises:
-            InvalidArgumentError: the name is taken, the value is not one number, or no epoch is going on.
+            InvalidArgumentError: the name is taken, the value is not one number, or no epoch is running.
         """
         if self.method in _OUTSIDE:
             raise InvalidArgumentError(
@@ -137,9 +137,9 @@ class CallbackContext(Context):
         self.logs.add(name, value, 1.0)
 
     def stop_training(self, reason: str = "a callback asked for it") -> None:
-        """End the training after this epoch on all ranks; one rank that asks is enough.
+        """End the training after this epoch on all ranks; the request of one rank is enough.
 
-        The epoch ends as always: with its validation, its record and its checkpoint.
+        The epoch ends normally: with its validation, its record and its checkpoint.
         """
         self.stop_reason = str(reason) or "a callback asked for it"
 
@@ -152,10 +152,10 @@ class Callback:
     the callback.
 
     If the class has `state_dict()` and `load_state_dict(state)`, rank 0's state is part of the checkpoints, and a
-    run that goes on gives it to every rank. It may hold numbers, texts, lists, dicts and tensors.
+    resumed run loads it on every rank. It may hold numbers, texts, lists, dicts and tensors.
 
     Attributes:
-        ranks: "all", or 0 to be called on rank 0 only; set it on the class or the object.
+        ranks: "all", or 0 for a call on rank 0 only; set it on the class or the object.
     """
 
     ranks: Literal["all", 0] = "all"
@@ -163,17 +163,17 @@ class Callback:
     def on_train_begin(self, ctx: CallbackContext) -> None:
         """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded.
 
-        A resumed run has each change of weights and states by this method once: what the checkpoint holds is loaded again behind it.
+        A resumed run applies this method's changes of weights and states once: the checkpoint is loaded again afterwards.
         """
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
-        """Run before the first step of an epoch, and again where a run resumes inside one.
+        """Run before the first step of an epoch, and again when a run resumes inside one.
 
         Random numbers are those of the epoch's seed: a resumed run draws the same.
         """
 
     def on_step_end(self, ctx: CallbackContext, loss: float | None) -> None:
-        """Run after each training step. `loss`: mean over this rank's rows, None if it had none."""
+        """Run after each training step. `loss`: mean over this rank's rows, None without rows."""
 
     def on_validation_end(self, ctx: CallbackContext, record: Record) -> None:
         """Run after the validation of an epoch, if there is one; `record` as in `on_epoch_end`."""
@@ -181,33 +181,33 @@ class Callback:
     def on_epoch_end(self, ctx: CallbackContext, record: Record) -> None:
         """Run after training and validation of an epoch, before its checkpoint.
 
-        `record` becomes the entry of the history. It may be changed; rank 0's counts for all ranks, and scheduler
-        and choice of the best epoch see the changed one. Values that are added must be numbers or texts.
+        `record` becomes the entry of the history and may be changed. Rank 0's is used on all ranks, also by the scheduler
+        and the choice of the best epoch. Added values must be numbers or texts.
         """
 
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
         """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`.
 
-        A change of the model's weights or of the optimizer is an error here: the checkpoint lacks it.
+        A change of the model's weights or of the optimizer is an error here, because the checkpoint lacks it.
         """
 
     def on_train_end(self, ctx: CallbackContext, history: History) -> None:
         """Run once, when all epochs are done or a callback has stopped the training; not after an error.
 
-        Weights and buffers that rank 0's model has afterwards, such as averages of them, are those of the model that
-        `fit` returns, with `return_model="last"`. With "best" it returns those that the best epoch was validated with, and warns:
-        change them in `on_epoch_end` there. The checkpoint keeps both, and a run that resumes calls this again.
+        With `return_model="last"`, `fit` returns rank 0's weights and buffers as they are afterwards, for example averages.
+        With "best" it returns the weights validated in the best epoch, and warns:
+        change them in `on_epoch_end` instead. The checkpoint keeps both, and a resumed run calls this again.
         """
 
 
 class Writer(Protocol):
-    """Writer of checkpoints; `Saver` is one."""
+    """Writer of checkpoints, implemented by `Saver`."""
 
     def wait(self) -> str:
-        """Wait until the last one is written; return its path on the rank that writes."""
+        """Wait until the last checkpoint is written; return its path on the rank that writes."""
 
     def around_train_end(self, history: History) -> AbstractContextManager[None]:
-        """Add what happens inside to the weights to the last checkpoint."""
+        """Add changes of the weights inside the block to the last checkpoint."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -217,8 +217,8 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """Check the callbacks of a fit; runs on the driver.
 
     Raises:
-        InvalidArgumentError: an entry is no `Callback` object, has a method that is never called, or one that does
-            not take its arguments.
+        InvalidArgumentError: an entry is no `Callback` object, has a method that is never called, or a method that does
+            not accept its arguments.
     """
     if callbacks is None:
         return ()
@@ -260,24 +260,24 @@ def _checked(where: str, callback: object) -> Callback:
 
 
 class Callbacks:
-    """The callbacks of a run on this rank."""
+    """Callbacks of a run on this rank."""
 
     def __init__(
         self, callbacks: Sequence[Callback], ctx: CallbackContext, others: LossState
     ) -> None:
-        """Pass `ctx` to every method, and watch what these do to model and losses."""
+        """Pass `ctx` to every method, and watch its changes of model and losses."""
         self._all = tuple(callbacks)
         self.ctx = ctx
         self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
         self.watch = Watch(ctx.model, ctx.optimizer, ctx.scheduler, others)
-        # The reason why training ends with the last epoch; equal on all ranks, "" if it continues.
+        # Why training ends with the last epoch; equal on all ranks, "" to continue.
         self.stopped = ""
 
     def call(self, hook: str, *values: object) -> None:
         """Call one method of every callback of this rank, in order.
 
         Raises:
-            RuntimeError: one raised; it is the cause, and the message names the callback.
+            RuntimeError: a callback raised the error's cause; the message names the callback.
         """
         self.ctx.method = hook
         for callback in self._called:
@@ -292,14 +292,14 @@ class Callbacks:
         try:
             getattr(callback, hook)(self.ctx, *values)
         except CollectiveError:
-            raise  # another rank was lost: not this callback's doing
+            raise  # another rank was lost, not an error of this callback
         except Exception as e:
             raise RuntimeError(
                 f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
             ) from e
 
     def has(self, hook: str) -> bool:
-        """Return True if a callback of this rank has a method of its own."""
+        """Return True if a callback of this rank overrides a method."""
         return _overrides(hook, self._called)
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
@@ -323,7 +323,7 @@ class Callbacks:
         """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
 
         Args:
-            record: of the epoch; callbacks of this rank, and numbers of all ranks, are added to it.
+            record: of the epoch; callbacks of this rank may extend it, and logged numbers of all ranks are added.
 
         Returns:
             The reason to stop, equal on all ranks; "" to continue.
@@ -343,7 +343,7 @@ class Callbacks:
         return self.stopped
 
     def state_dict(self) -> State:
-        """Return the states of the callbacks that have one, by position and class, and the reason to stop."""
+        """Return the states of the callbacks by position and class, and the reason to stop."""
         states = {
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
@@ -356,7 +356,7 @@ class Callbacks:
         return {**states, "stopped": self.stopped}
 
     def load_state_dict(self, state: State) -> None:
-        """Load every callback's state of a checkpoint, if it has one."""
+        """Load each callback's state from a checkpoint, if present."""
         self.stopped = str(state.get("stopped", ""))
         for i, callback in enumerate(self._all):
             is_called = any(callback is each for each in self._called)

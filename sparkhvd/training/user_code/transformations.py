@@ -1,9 +1,9 @@
 """`transformation_fn` and `batch_transform_fn`: the user's functions between the materialized data and the tensors.
 
-They run in the training loop's own thread, so that their draws from torch, numpy and random are those of the epoch's
-seed: a run that goes on sees the rows that it would have seen.
+They run in the training loop's own thread, so that their draws from torch, numpy and random follow the epoch's
+seed: a resumed run sees the same rows as an uninterrupted one.
 
-What they return decides the shapes and dtypes that the model gets. The driver learns these from the first rows,
+Their results decide the shapes and dtypes of the model's inputs. The driver learns these from the first rows,
 before any rank starts; the ranks check every batch against them.
 """
 
@@ -29,7 +29,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
 
-# Rows that the driver tries the functions on: more than one, so that shapes that vary are seen.
+# Rows on which the driver tries the functions: several, to detect varying shapes.
 PROBED_ROWS = 4
 
 
@@ -50,14 +50,14 @@ class Transformations:
 
     @property
     def name(self) -> str:
-        """The param whose function was called last."""
+        """Param of the function called last."""
         return "transformation_fn" if self.batch is None else "batch_transform_fn"
 
     def run(self, columns: Mapping[str, Array], *, is_training: bool) -> dict[str, Array]:
         """Transform the columns of at least one row; any names, shapes and dtypes may result.
 
         Raises:
-            InvalidArgumentError: a function raised, or returned what is no dict of rows' values; it is named.
+            InvalidArgumentError: a function raised, or did not return a dict of rows' values; the message names it.
         """
         result = dict(columns)
         num_rows = len(next(iter(columns.values())))
@@ -72,7 +72,7 @@ class Transformations:
     def apply(
         self, columns: Mapping[str, Array], expected: Sequence[Column], *, is_training: bool
     ) -> dict[str, Array]:
-        """Transform columns for the model and the loss, with the shapes and dtypes that the driver has seen."""
+        """Transform columns for model and loss, checking the shapes and dtypes seen by the driver."""
         if len(next(iter(columns.values()))) == 0:
             return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in expected}
         result = self.run(columns, is_training=is_training)
@@ -132,7 +132,7 @@ def _row_by_row(
 
 
 def _checked(result: object, num_rows: int) -> dict[str, Array]:
-    """Check what a batch function returned: a dict of arrays with one entry per row."""
+    """Check the result of a batch function: a dict of arrays with one entry per row."""
     if not isinstance(result, Mapping):
         raise InvalidArgumentError(
             f"batch_transform_fn returned {_kind(result)}; it must return a dict from names to arrays of shape "
@@ -168,7 +168,7 @@ def resolve_transformations(row: Any, batch: Any) -> Transformations:
             raise InvalidArgumentError(
                 f"{name} must take one argument, {meaning} (and training=, if it wants to know): {e}."
             ) from e
-        except ValueError:  # no signature: a function of C
+        except ValueError:  # no signature: a C function
             continue
     return Transformations(row, batch)
 
@@ -184,12 +184,12 @@ def transformed_by(
 ) -> DataSchema:
     """Learn the schema of transformed data from the first rows; runs on the driver.
 
-    Random numbers of this process stay as they were. Errors as in `transformed_schema`.
+    Random numbers of this process are unaffected. Errors as in `transformed_schema`.
 
     Args:
         functions: the user's.
         source: the rows.
-        schema: of the data, with decoded columns as they become.
+        schema: of the data, with columns as decoded.
         decoders: run before the functions.
         inputs: the param.
         model_dtype: dtype of the model's parameters.
@@ -217,15 +217,15 @@ def transformed_schema(
     inputs: Mapping[str, str | Sequence[str]] | None,
     model_dtype: str,
 ) -> DataSchema:
-    """Make the schema of transformed columns, to which the model's arguments and the loss are bound.
+    """Make the schema of transformed columns, for binding them to the model's arguments and the loss.
 
     Features are the names in `inputs`, else those of `feature_cols`; labels and sample weight keep their names.
     Dtypes follow the rules for columns: floating values take the dtype of the model's parameters, integers become
-    int64; a dtype that the user chose for the column stays.
+    int64; a dtype that the user chose for the column is kept.
 
     Args:
         functions: for the messages.
-        found: what they made of some rows.
+        found: their result for some rows.
         schema: of the materialized data.
         inputs: the param.
         model_dtype: dtype of the model's parameters.
@@ -271,7 +271,7 @@ def transformed_schema(
 
 
 def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
-    """Bind transformed fields: an argument of one field with several axes keeps these, as an image (B, C, H, W)."""
+    """Bind transformed fields: an argument of one field with several axes keeps them, as an image (B, C, H, W)."""
     shapes = {c.name: c.shape or () for c in schema.features}
 
     def shaped(argument: Any) -> Any:
@@ -284,11 +284,11 @@ def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
 
 
 def flat_columns(columns: Sequence[Column], given: Sequence[Column]) -> tuple[Column, ...]:
-    """Transformed columns as a DataFrame can hold them.
+    """Convert transformed columns to their form in a DataFrame.
 
     Args:
         columns: after the transformation.
-        given: of the DataFrame; a nested array that kept its shape is expected as it was.
+        given: of the DataFrame; a nested array that kept its shape is unchanged.
     """
     nested = {c.name: c.shape for c in given if not c.has_decoder}
     return tuple(
@@ -310,7 +310,7 @@ def _called(name: str, function: Callable[..., Any], given: Any, keywords: dict[
 
 
 def _keywords(function: Callable[..., Any], training: bool) -> dict[str, bool]:
-    """`training=` for functions that have such an argument."""
+    """Return `training=` for functions with such an argument."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,7 +1,8 @@
 """Changes of the model by callbacks: those that a checkpoint keeps, and those that it cannot keep.
 
-A run that is launched again or resumes builds model and optimizer as the program has them, loads the checkpoint and calls `on_train_begin`, then
-`on_epoch_begin`. What these two do again may be anything but new parameters; attributes of modules with plain values are kept; the rest is an error.
+A relaunched or resumed run builds the program's model and optimizer, loads the checkpoint and calls `on_train_begin`, then
+`on_epoch_begin`. These two may repeat any change except new parameters. Attributes of modules with plain values are kept; other
+changes are errors.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _ABSENT = object()
 _PARAMETER, _BUFFER, _LAYER, _ATTRIBUTE, _HOOK = "parameter", "buffer", "layer", "attribute", "hook"
 _FUNCTION = "function"
 
-# By the name of a module, a parameter, or of the optimizer: for each kind what it has.
+# By the name of a module, of a parameter, or of the optimizer: its contents of each kind.
 _Seen = dict[str, dict[str, Mapping[Any, object]]]
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Difference between two looks at the model: what `owner` has under `name` of a kind."""
+    """Difference between two inspections of the model: the contents of `owner` under `name` of a kind."""
 
     kind: str
     owner: str
@@ -73,11 +74,11 @@ class _Made:
 
 
 class Watch:
-    """Notes what the callbacks of this rank change.
+    """Recorder of changes by the callbacks of this rank.
 
     Attributes:
         attributes: (module, attribute) of values that callbacks have set and a checkpoint holds.
-        regrouped: by methods that repeat and have changed the parameters of the optimizer's groups: the epoch, and those of before.
+        regrouped: by repeated methods that changed the parameters of the optimizer's groups: the epoch, and the groups before.
     """
 
     def __init__(
@@ -98,16 +99,16 @@ class Watch:
 
     @contextmanager
     def during(self, callback: object, method: str, epoch: int) -> Iterator[None]:
-        """Note what a method of a callback changes inside the block.
+        """Record the changes by a callback's method inside the block.
 
         Raises:
             InvalidArgumentError: it has changed parameters or saved buffers, other than their values.
         """
-        before, groups = self._look(), self._groups()
+        before, groups = self._inspect(), self._groups()
         written = self._written() if method == "on_checkpoint" else []
         yield
-        if method == "on_train_end":  # behind the last checkpoint, which gets what can be kept
-            for each in _differences(before, self._look()):
+        if method == "on_train_end":  # after the last checkpoint, which gets the supported changes
+            for each in _differences(before, self._inspect()):
                 if each.kind == _ATTRIBUTE and _is_kept(each.before, each.after):
                     self.attributes.add((each.owner, str(each.name)))
             return
@@ -120,11 +121,11 @@ class Watch:
             del self.regrouped[method]
         if method in ("on_train_begin", "on_epoch_begin") and not _is_same(groups, self._groups()):
             self.regrouped.setdefault(method, (epoch, groups))
-        for each in _differences(before, self._look()):
-            self._note(each, callback, method, epoch)
+        for each in _differences(before, self._inspect()):
+            self._record(each, callback, method, epoch)
 
     def check(self, epoch: int) -> None:
-        """Refuse changes that a run which resumes in this epoch would not have.
+        """Reject changes that a run resumed in this epoch would lack.
 
         Raises:
             InvalidArgumentError: there is one; the message names the callback.
@@ -139,7 +140,7 @@ class Watch:
                 "holds that, and a run that resumes would differ. Do it in on_train_begin, which is called then too."
             )
 
-    def _note(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
+    def _record(self, each: _Difference, callback: object, method: str, epoch: int) -> None:
         name = type(callback).__name__
         if each.kind in (_PARAMETER, _BUFFER):
             raise InvalidArgumentError(
@@ -151,7 +152,7 @@ class Watch:
             return
         if each.kind == _ATTRIBUTE and not _is_lost(each.before, each.after):
             return
-        if hasattr(callback, "load_state_dict"):  # which may do it again
+        if hasattr(callback, "load_state_dict"):  # which may repeat it
             return
         key = (each.kind, each.owner, each.name)
         made = self._made.get(key)
@@ -164,12 +165,12 @@ class Watch:
     def _groups(self) -> list[list[Tensor]]:
         if self._optimizer is None:
             return []
-        # Of a distributed optimizer not the property, which would wait.
+        # Bypass the property of a distributed optimizer, which would wait.
         groups = self._optimizer.__dict__["param_groups"]
         return [list(group["params"]) for group in groups]
 
     def _written(self) -> list[tuple[str, Any]]:
-        """Return what tells whether weights, their flags, the optimizer's options or its state have changed, by what it is of."""
+        """Return markers for changes of weights, their flags, the optimizer's options or its state, with their kind."""
         of_losses = [*self._others.parameters.values(), *self._others.buffers().values()]
         tensors = [*self._model.parameters(), *self._model.buffers(), *of_losses]
         weights = [(_mark(each), each.requires_grad) for each in tensors]
@@ -183,7 +184,7 @@ class Watch:
         divided = [list(map(id, group)) for group in self._groups()]
         return [("the model", weights), ("the optimizer", (groups, divided, states))]
 
-    def _look(self) -> _Seen:
+    def _inspect(self) -> _Seen:
         seen: _Seen = {}
         modules = itertools.chain(
             self._model.named_modules(),
@@ -217,7 +218,7 @@ class Watch:
 
 
 def _mark(value: object) -> object:
-    """Return what tells whether a value has changed."""
+    """Return a marker that differs after a change of the value."""
     if not isinstance(value, Tensor):
         return repr(value)
     is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_quantized
@@ -234,19 +235,19 @@ def _is_same(before: list[list[Tensor]], after: list[list[Tensor]]) -> bool:
 
 
 def _is_kept(before: object, after: object) -> bool:
-    # The name of a member, or the state of a generator, is kept for one of the same class.
+    # The name of a member or the state of a generator applies only to the same class.
     is_same = not isinstance(after, (Enum, *GENERATORS)) or type(before) is type(after)
     return can_be_kept(after) and is_same
 
 
 def _is_lost(before: object, after: object) -> bool:
-    """Return True for a value that neither a checkpoint holds nor `forward` remembers, such as outputs of a layer."""
+    """Return True for a value that is neither in a checkpoint nor kept by `forward`, such as outputs of a layer."""
     if after is _ABSENT:
         return callable(before)
     if callable(before) or callable(after):
         return True
     if is_record(after):
-        return type(after) is not type(before)  # its values are kept
+        return type(after) is not type(before)  # its values are saved
     return not _is_of_graph(after)
 
 
@@ -259,7 +260,7 @@ def _is_of_graph(value: object, depth: int = 4) -> bool:
 
 
 def _functions(scheduler: object) -> dict[object, object]:
-    """Return the functions that a scheduler calls, which its state dict leaves out, by the attribute and number."""
+    """Return the functions called by a scheduler and omitted from its state dict, by attribute and number."""
     found: dict[object, object] = {}
     for name, value in vars(scheduler).items():
         entries = value if isinstance(value, list) else [value]
@@ -296,6 +297,6 @@ def _of_kind(
         was, is_now = old.get(name, _ABSENT), new.get(name, _ABSENT)
         if was is is_now or (kind == _ATTRIBUTE and name in _OF_TORCH):
             continue
-        # A buffer may get another tensor.
+        # A buffer may be replaced by another tensor.
         if kind != _BUFFER or was is _ABSENT or is_now is _ABSENT:
             yield _Difference(kind, owner, name, was, is_now)

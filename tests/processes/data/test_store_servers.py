@@ -169,7 +169,7 @@ def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
         assert str(caught.value).startswith(
             "The store s3://bucket/gone cannot be written (runs/r/checkpoints/b): "
         )
-        assert "a fit with the same run_id goes on from the last checkpoint" in str(caught.value)
+        assert "a fit with the same run_id resumes from the last checkpoint" in str(caught.value)
         with pytest.raises(StoreError, match="The store s3://bucket/gone cannot be read"):
             store.read_bytes("runs/r/a")
         with pytest.raises(InvalidArgumentError, match="the place cannot be written"):

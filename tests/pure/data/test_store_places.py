@@ -113,7 +113,7 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
         assert caught.value.errno == errno.ENOSPC
         assert str(caught.value) == (
             f"The store {store.url} cannot be written (runs/r/checkpoints/epoch-2.pt): OSError: [Errno 28] No space "
-            "left on device. It is full: free space in it; a fit with the same run_id goes on from the last "
+            "left on device. It is full: free space in it; a fit with the same run_id resumes from the last "
             "checkpoint."
         )
         with pytest.raises(StoreError, match="It is full: free space in it, and try again.$"):

@@ -76,7 +76,7 @@ def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(
     if sys.version_info >= (3, 11):
         assert error.__notes__ == [
             "The checkpoint after 7 steps of epoch 3 of 10 stays: a fit with run_id='r' and "
-            f"store={run.store.url!r} goes on from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far."
+            f"store={run.store.url!r} resumes from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far."
         ]
     assert bool(capsys.readouterr().err) == (sys.version_info < (3, 11))
 
@@ -119,7 +119,7 @@ def test_a_run_that_was_interrupted_says_how_it_goes_on(
     explain(run, KeyboardInterrupt(), run_id)
     assert capsys.readouterr().err == (
         "sparkhvd: interrupted. The checkpoint after epoch 4 of 10 stays: a fit with run_id='r' and "
-        f"store={run.store.url!r} goes on from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far.\n"
+        f"store={run.store.url!r} resumes from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far.\n"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_run_is_announced_with_its_store_and_where_it_begins(
         f"run 'r' in {run.store.url} starts from the weights of runs/r/checkpoints/epoch-3.pt\n"
     )
     Checkpoints(run.store, run.run_dir).save(Checkpoint(3, {}, {}, None, [], "{}"))
-    assert announced(run) == f"run 'r' in {run.store.url} goes on after epoch 3 of 10\n"
+    assert announced(run) == f"run 'r' in {run.store.url} resumes after epoch 3 of 10\n"
     temporary = _temporary.folder("an application")
     gone = Run(Store.create(temporary), "runs/r")
     assert announced(gone) == f"run 'r' in {gone.store.url}, which goes with this process\n"
@@ -150,6 +150,6 @@ def test_a_run_that_goes_on_with_data_computed_anew_says_so(run: Run) -> None:
         run.warn_of_other_data()
     Checkpoints(run.store, run.run_dir).save(Checkpoint(1, {"w": torch.ones(2)}, {}, None, [], ""))
     with pytest.warns(
-        UserWarning, match=r"runs/r goes on after epoch 1 with data that may differ .*rand\(\)"
+        UserWarning, match=r"runs/r resumes after epoch 1 with data that may differ .*rand\(\)"
     ):
         run.warn_of_other_data()

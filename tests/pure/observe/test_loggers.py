@@ -112,7 +112,7 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_while_and_two_lines_say_
     sent.close()
     assert server.metrics == numbers(40)
     assert said == [
-        "the server does not answer (ConnectionError: nobody listens). The training goes on; what there is to log waits.",
+        "the server does not answer (ConnectionError: nobody listens). Training continues; undelivered numbers are kept.",
         "the server answers again; what has waited is logged.",
     ]
 

@@ -149,7 +149,7 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
     # Other ranks tune anew.
     other = run_ranks(2, lambda engine: tune(engine, 5), settings=settings)
     assert not other[0]["done"]
-    assert "was made for other ranks or knobs; tuning anew" in capfd.readouterr().err
+    assert "was made for other ranks or knobs; tuning again" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

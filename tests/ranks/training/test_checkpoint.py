@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store)
     assert torch.equal(found.model["weight"], checkpoint(1, 5).model["weight"])
     assert str(warned[0].message) == checkpoints.warning
     assert checkpoints.warning.endswith(
-        "The run goes on from step 5 of epoch 2, and what it did from there to the end of epoch 2 is repeated."
+        "The run resumes from step 5 of epoch 2 and repeats the training from there to the end of epoch 2."
     )
     checkpoints.save(checkpoint(1, 9))
     assert files(store) == {"epoch-1-step-5.pt", "epoch-1-step-9.pt"}
@@ -121,7 +121,7 @@ def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
         "No checkpoint of this run is whole. Restore one from a copy; or delete the damaged ones, and a fit with "
         "this run_id trains from the beginning."
     )
-    with pytest.warns(UserWarning, match="The run goes on from the beginning"):
+    with pytest.warns(UserWarning, match="The run resumes from the beginning"):
         assert Checkpoints(store, RUN).latest() is None
 
 
@@ -139,13 +139,13 @@ def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
     for position in POSITIONS[:3]:
         Checkpoints(store, RUN).save(checkpoint(*position))
     store.delete(f"{RUN}/checkpoints/epoch-1.pt")
-    with pytest.warns(UserWarning, match="epoch-1.pt is not there. The run goes on from step 12"):
+    with pytest.warns(UserWarning, match="epoch-1.pt is not there. The run resumes from step 12"):
         found = Checkpoints(store, RUN).latest()
     assert found is not None
     assert found.position == (0, 12)
     assert torch.equal(found.model["weight"], checkpoint(0, 12).model["weight"])
     store.delete(f"{RUN}/checkpoints/epoch-0-step-12.pt")
-    with pytest.warns(UserWarning, match="The run goes on from the beginning"):
+    with pytest.warns(UserWarning, match="The run resumes from the beginning"):
         assert Checkpoints(store, RUN).latest() is None
 
 

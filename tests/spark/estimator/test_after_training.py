@@ -139,7 +139,7 @@ def test_a_failure_behind_training_names_the_weights(
         model = TorchModel.from_run(url, name, trust=True)
     assert same(model.getModel(), tmp_path)
     again = fit.copy({fit.run_id: name, fit.callbacks: [Ends(tmp_path)], fit.loggers: []})
-    assert "goes on from there" in failed.value.__notes__[0]  # type: ignore[attr-defined,unused-ignore]
+    assert "resumes from there" in failed.value.__notes__[0]  # type: ignore[attr-defined,unused-ignore]
     resumed = again.fit(df)
     assert same(resumed.getModel(), tmp_path)
     assert len(resumed.history) == 2

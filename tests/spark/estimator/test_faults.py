@@ -267,4 +267,4 @@ def test_an_interrupted_fit_lets_its_rank_save_and_goes_on_there(
     captured = capfd.readouterr()
     said = captured.out + captured.err
     assert "sparkhvd: interrupted. The checkpoint after epoch 1 of 2 stays: a fit with" in said
-    assert re.search(r"run 'a' in file://\S+/store goes on after epoch 1 of 2\n", said), said
+    assert re.search(r"run 'a' in file://\S+/store resumes after epoch 1 of 2\n", said), said

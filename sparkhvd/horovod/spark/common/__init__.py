@@ -2,12 +2,12 @@
 
 Each module imports only those above it:
 
-    backend    where the ranks of a fit run
-    constants  words and numbers of Horovod's data path
+    backend    backends that run the ranks of a fit
+    constants  constants of Horovod's data path
     params     names of Params
     parquet    data of a fit as plain Parquet in the store
-    util       where a program runs
-    store      where a fit keeps its files
+    util       the environment of a program
+    store      stores with Horovod's methods
     model      models
     estimator  estimators
 """

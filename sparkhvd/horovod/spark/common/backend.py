@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.backend`: where a function runs on ranks."""
+"""Horovod's `horovod.spark.common.backend`: backends that run a function on ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend(ABC):
         kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank, with more variables; return the results by rank."""
+        """Call `fn(*args, **kwargs)` on every rank, with extra environment variables; return the results by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:
@@ -36,7 +36,7 @@ class SparkBackend(Backend):
 
     Args:
         num_proc: number of ranks; None: as many as there are task slots.
-        env: variables of the ranks. Not given: none; Horovod's sends all of the driver's.
+        env: environment variables of the ranks. Default: no variables; Horovod sends all of the driver's.
         **kwargs: of `horovod.spark.run`.
     """
 
@@ -59,10 +59,10 @@ class SparkBackend(Backend):
         return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        """Return the number of ranks; where none was given, Spark's default parallelism.
+        """Return the number of ranks; by default Spark's default parallelism.
 
         Raises:
-            InvalidArgumentError: none was given, and there is no classic session to ask.
+            InvalidArgumentError: no number was given, and there is no classic session.
         """
         if self._num_proc is None:
             session = active_session()
@@ -75,9 +75,9 @@ class SparkBackend(Backend):
 
 
 def launch_arguments(backend: object) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return the arguments of `horovod.spark.run` and the variables that a `SparkBackend` has, with which an estimator launches ranks as sparkhvd's do.
+    """Return a `SparkBackend`'s arguments of `horovod.spark.run` and its variables, for an estimator's own launch.
 
-    None for a backend with a `run` of its own, which an estimator must call: relaunches and live output are then the program's.
+    None for a backend with its own `run`, which an estimator must call: relaunches and live output are then the program's.
     """
     if not isinstance(backend, SparkBackend) or type(backend).run is not SparkBackend.run:
         return None

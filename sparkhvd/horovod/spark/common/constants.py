@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.constants`: words and numbers of its data path, which nothing here reads."""
+"""Horovod's `horovod.spark.common.constants` of its data path, unused here."""
 
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ _ABSENT = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _ABSENT:  # `from ... import` would drop the sentence of an AttributeError
+    if name in _ABSENT:  # `from ... import` would drop the message of an AttributeError
         raise ImportError(
             f"horovod.spark.common.constants.{name} is not in sparkhvd: {_ABSENT[name]}.",
             name=__name__,

@@ -1,4 +1,4 @@
-"""Horovod's estimators on sparkhvd's data path and engine: backends, hooks of subclasses, and values that differ."""
+"""Horovod's estimators on sparkhvd's data path and engine: backends, hooks of subclasses, and differing values."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["HorovodEstimator", "checked_for_fit"]
 
-# Arguments of `SparkBackend` that decide how its ranks are launched: names in `LaunchOptions`.
+# Launch arguments of `SparkBackend`, with their names in `LaunchOptions`.
 _LAUNCH = {
-    "stderr": "stream",  # `stdout`, if it is given, too: lines of both come together
+    "stderr": "stream",  # `stdout` too, if given: lines of both are joined
     "stdout": "stream",
     "verbose": "verbose",
     "start_timeout": "start_timeout_s",
     "prefix_output_with_timestamp": "timestamps",
 }
 
-# In place of the estimator of sparkhvd that a class has behind this one.
+# Stands for the class's sparkhvd estimator, the next base class.
 _Base: Any = object
 
 
@@ -51,7 +51,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     _trusts_own_files: ClassVar[bool] = True
     _short_steps = True
     _store_class: ClassVar[type[Store]] = Store
-    # Columns of the fit that hold text, and bytes.
+    # Text columns and binary columns of the fit.
     _texts: frozenset[str] = frozenset()
     _binaries: frozenset[str] = frozenset()
 
@@ -66,7 +66,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         backend, num_proc = self._get("backend"), self._get("num_proc")
         if isinstance(num_proc, tuple):
             raise InvalidArgumentError(
-                f"num_proc is {num_proc}; ranks come and go with sparkhvd's own TorchEstimator only. Give a number."
+                f"num_proc is {num_proc}; only sparkhvd's own TorchEstimator supports elastic training. Give a number."
             )
         if backend is None:
             return SparkBackend(num_proc)
@@ -103,7 +103,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return self._with_backend(super()._options())
 
     def _with_backend(self, options: FitOptions) -> FitOptions:
-        """Return the options with the backend's number of ranks, and Horovod's meaning of a run that is there."""
+        """Return the options with the backend's number of ranks, and Horovod's treatment of an existing run."""
         self._backend = backend = self._get_or_create_backend()
         store = checked_for_fit(options.store)
         if not isinstance(store, Store) or store.saving_runs():
@@ -116,7 +116,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return replace(options, num_proc=backend.num_processes(), explicit=explicit)
 
     def _reads_parquet(self) -> bool:
-        """Return True if code of the user's on the ranks reads the data of a fit as Parquet."""
+        """Return True if the user's code on the ranks reads the data of a fit as Parquet."""
         return False
 
     def _fit_sources(self, sources: FitSources) -> Any:
@@ -137,7 +137,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return model
 
     def _as_parquet(self, sources: FitSources) -> FitSources:
-        """Return the sources as the ranks read them; data that are written go into the store's folders for them."""
+        """Return the sources as the ranks read them; written data go into the store's folders for them."""
         store = checked_for_fit(self._get("store"))
         if not isinstance(sources.training, DataFrameSource):
             return sources
@@ -147,15 +147,13 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         columns = list(dict.fromkeys([*features, *labels, *([weight] if weight else [])]))
         seed = self._get("random_seed")
         if not self._reads_parquet():
-            if isinstance(
-                store, (own.Store, str, os.PathLike)
-            ):  # else the checks of a fit refuse it
+            if isinstance(store, (own.Store, str, os.PathLike)):  # else the fit's checks reject it
                 parquet.remember(_opened(store), sources, columns, seed)
             return sources
         options = super()._options()
         split = [sources.split] if isinstance(sources.split, str) else []
         if not columns or {*columns, *split} - {*sources.training.schema.names}:
-            return sources  # the checks of a fit say what is missing
+            return sources  # the fit's checks report missing Params
         spark = sources.training.spark
         places = parquet.write(default_store(spark, store), sources, columns, seed)
         return self._open_places(options, places, spark)[0]
@@ -173,7 +171,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
     def _open_places(
         self, options: FitOptions, places: DataPaths, spark: SparkSession
     ) -> tuple[FitSources, dict[str, Any] | None]:
-        """Open data whose validation rows are files of their own, if there are any."""
+        """Open data, with validation rows in separate files if there are any."""
         if places.validation_path is not None:
             options = replace(options, validation=None)
         return open_sources(options, places, spark)
@@ -184,7 +182,7 @@ class HorovodEstimator(EstimatorParams, _Base):  # type: ignore[misc]
         return records
 
     def _takes_slots(self) -> bool:
-        # Ranks of a program's own backend may be anywhere; where it starts tasks of Spark's after all, these are checked then.
+        # A program's own backend may run ranks anywhere. If it starts Spark tasks, these are checked then.
         return launch_arguments(self._backend) is not None
 
     def _run_ranks(
@@ -210,7 +208,7 @@ def _named(schema: StructType, kind: str) -> frozenset[str]:
 
 
 def _metadata(schema: StructType) -> dict[str, dict[str, Any]]:
-    """Return what Horovod's models know of columns."""
+    """Return the columns' metadata for Horovod's models."""
     return {
         each.name: {
             "spark_data_type": type(each.dataType),
@@ -224,10 +222,10 @@ def _metadata(schema: StructType) -> dict[str, dict[str, Any]]:
 
 
 def checked_for_fit(store: Any) -> Any:
-    """Return a store whose runs are where its own methods say.
+    """Return a store whose runs are where its own methods place them.
 
     Raises:
-        InvalidArgumentError: it is a class without a place, or one of its methods asks for what a run cannot have.
+        InvalidArgumentError: its class has no place, or a method returns a place that a run cannot use.
     """
     if not isinstance(store, Store):
         return store

@@ -1,4 +1,4 @@
-"""Horovod's models: `transform` by a function on rows where a subclass has one, and sparkhvd's, which takes batches, else."""
+"""Horovod's models: `transform` by a subclass's function on rows, else sparkhvd's on batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["HorovodModel"]
 
 _NAMES = ("history", "model", "run_id", "_metadata", "optimizer", "loss", "loss_constructors")
 
-# In place of the model of sparkhvd that a class has behind this one.
+# Stands for the class's sparkhvd model, the next base class.
 _Base: Any = object
 
 
@@ -38,7 +38,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
     _trusts_own_files: ClassVar[bool] = True
     _store_class: ClassVar[type[Store]] = Store
     _other_defaults: ClassVar[Mapping[str, object]] = OUTPUTS_ALONE
-    # The model of sparkhvd; its methods of these names are behind the accessors of Params here.
+    # Model class of sparkhvd, whose methods of these names the accessors of Params here call.
     _own_class: ClassVar[type[own.TorchModel]] = own.TorchModel
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
@@ -53,13 +53,13 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return made
 
     def _take(self, fitted: Any) -> None:
-        """Take what a fit knows of the module and its columns."""
+        """Store a fit's module and its columns."""
         self._fitted = fitted._fitted
         for param, value in fitted._paramMap.items():
             if self.hasParam(param.name) and not self.isSet(param.name):
                 self._set(**{param.name: value})
         for param, value in fitted._defaultParamMap.items():
-            # A subclass may have defaults of its own.
+            # A subclass may have its own defaults.
             if self.hasParam(param.name) and self._get(param.name) is None:
                 self._defaultParamMap[self.getParam(param.name)] = value
 
@@ -84,7 +84,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return self._own_class.getRunId(self) if run_id is None and self._fitted else run_id
 
     def get_prediction_fn(self) -> Callable[[Any, Mapping[str, Any]], Any]:
-        """Return a function of the module and a row, a dict by column, that returns the outputs for the row; a subclass may have another."""
+        """Return a function from the module and a row, a dict by column, to the outputs for the row; subclasses may override it."""
         features = self._get("feature_cols") or []
         shapes = self._get("input_shapes") or [[-1]] * len(features)
 
@@ -100,7 +100,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         is_own = type(self).get_prediction_fn is not HorovodModel.get_prediction_fn
-        # A module whose batches a function of the user's has made was not tried on the columns.
+        # A module fed by the user's own batches was not tried on the columns.
         is_known = self._fitted is not None and (self._fitted.widths or not self._fitted.columns)
         if is_known and not is_own:
             transformed: DataFrame = super()._transform(dataset)
@@ -108,7 +108,7 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
         return _by_rows(dataset, *self._row_function(), self._output_names())
 
     def _row_function(self) -> tuple[Callable[[Any, Mapping[str, Any]], Any], torch.nn.Module]:
-        """Return the function of a module and a row, and the module, as they travel to Spark's workers."""
+        """Return the function of a module and a row, and the module, in the form sent to Spark's workers."""
         return self.get_prediction_fn(), self.getModel()
 
     def _output_names(self) -> list[str]:
@@ -126,12 +126,12 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
 def _by_rows(
     dataset: DataFrame, predict: Callable[..., Any], model: Any, names: Sequence[str]
 ) -> DataFrame:
-    """Add a column for each output: a number, or a vector where the function gives several for a row.
+    """Add a column for each output: a number, or a vector if the function returns several numbers for a row.
 
-    Starts a job for one row, which shows that; without a row, outputs are vectors.
+    Starts a job for one row to find out; without a row, outputs are vectors.
     """
     rows = sql.struct(*[sql.col(f"`{name}`") for name in dataset.columns])
-    # Bytes, because the module and the function may be of a library that imports horovod.
+    # Bytes, because the module and the function may be from a library that imports horovod.
     carried = kept_carried(
         SparkShim(dataset.sparkSession), dumps((predict, model, settings_here()))
     )
@@ -156,7 +156,7 @@ def _by_rows(
 def _row_outputs(carried: bytes | Broadcast[bytes]) -> Callable[[Any], list[list[float]]]:
     """Return a function that calls the user's for a row; a task unpickles that at its first row.
 
-    It refers to plain data alone, so that a worker looks at itself and takes the name `horovod` before.
+    It refers only to plain data, so that a worker checks itself and registers the name `horovod` first.
     """
     is_as_horovod = as_horovod.is_installed()
     loaded: list[Any] = []

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.params`: names of Params that sparkhvd's estimators have not, and values that differ."""
+"""Horovod's `horovod.spark.common.params`: Params without an equivalent in sparkhvd's estimators, and differing values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["DEFAULTS", "OUTPUTS_ALONE", "EstimatorParams", "ModelParams"]
 _unused = functools.partial(param, any_value, "no effect", no_effect="nothing needs it")
 
 
-# There are outputs alone: no columns of their meaning.
+# Only outputs, without columns of their meaning.
 OUTPUTS_ALONE = {"predictionCol": "", "probabilityCol": "", "rawPredictionCol": ""}
-# Values of Horovod's estimators where nothing is given.
+# Default values of Horovod's estimators.
 DEFAULTS = {
     "callbacks": [],
     "debug_data_loader": False,
@@ -38,7 +38,7 @@ class _Freely(TorchParams):
     """Params of classes whose subclasses declare others, mix in some, and assign attributes of any name."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let Params and accessors of classes that are mixed in win over those of sparkhvd that Horovod has not."""
+        """Let Params and accessors of mixed-in classes win over those of sparkhvd that Horovod lacks."""
         super().__init_subclass__(**options)
         known = {base for base in cls.__mro__ if base.__module__.startswith("sparkhvd")}
         of_known = {each for base in known for each in base.__mro__}
@@ -52,15 +52,15 @@ class _Freely(TorchParams):
                         setattr(cls, name, value)
 
     def __init__(self, *positional: object, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)  # of the class that comes behind this one
+        super().__init__(*positional, **keywords)  # of the next base class
         for name in rows_of(type(self)):
-            # As Horovod's: what is not given is None, also for `getOrDefault`.
+            # As in Horovod: a missing value is None, also for `getOrDefault`.
             self._defaultParamMap.setdefault(getattr(self, name), None)
 
     def _read_options(self, options: type[Any]) -> Any:
         read = super()._read_options(options)
         given = {name: getattr(read, name) for name in OUTPUTS_ALONE if name in read.explicit}
-        # Horovod's True is a GPU where there is one.
+        # Horovod's True means a GPU if available.
         return replace(
             read, **{**OUTPUTS_ALONE, **given}, use_gpu=None if read.use_gpu else read.use_gpu
         )
@@ -69,13 +69,13 @@ class _Freely(TorchParams):
         object.__setattr__(self, name, value)
 
     def _set(self, **values: object) -> Any:
-        """Set Params, without a warning of those that have no effect."""
+        """Set Params, without a warning about Params without effect."""
         return TorchParams._set(self, **values)
 
 
 @accessors
 class EstimatorParams(_Freely):
-    """Names of Horovod's estimators that have no effect here."""
+    """Names of Horovod's estimators without effect here."""
 
     num_gpus = _unused(accessors=("NumGPUs",))
     loader_num_epochs = _unused()

@@ -1,7 +1,7 @@
-"""Data of a fit as plain Parquet in the store's folders: for data modules of the user's, and for `fit_on_parquet()` after a fit.
+"""Data of a fit as plain Parquet in the store's folders: for the user's data modules, and for `fit_on_parquet()` after a fit.
 
-As Horovod's `fit` leaves them: data sets are counted from 0 in a process, and one of the same DataFrame is written once. A fit whose ranks read
-packed data writes none; the DataFrame of the last one is kept, and written when it is asked for.
+As in Horovod's `fit`, data sets are counted from 0 in a process, and each DataFrame is written once. A fit whose ranks read
+packed data writes no Parquet; the DataFrame of the last such fit is kept and written on demand.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["find", "remember", "write"]
 
-# A Hadoop of Spark's own has the file system of S3 under this name only.
+# Spark's own Hadoop registers the S3 file system only under this name.
 _SPARKS_SCHEMES = {"s3": "s3a"}
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a data set is made of.
+    """Description of a data set.
 
     Attributes:
         sources: of a fit.
-        columns: that its ranks need.
-        seed: of a split by chance.
+        columns: needed by its ranks.
+        seed: of a random split.
     """
 
     sources: FitSources
@@ -63,7 +63,7 @@ class _Wanted:
         return self._columns(training), None if validation is None else self._columns(validation)
 
     def _columns(self, df: DataFrame) -> DataFrame:
-        """Select the columns, vectors as arrays, which every reader of Parquet knows."""
+        """Select the columns, with vectors as arrays, which every Parquet reader supports."""
         kinds = {field.name: type(field.dataType).__name__ for field in df.schema.fields}
         columns = {name: sql.col(f"`{name}`") for name in self.columns}
         return df.select(
@@ -81,7 +81,7 @@ def _frame(source: Any) -> DataFrame:
 
 @dataclass(frozen=True)
 class _Written:
-    """A data set in the store; DataFrames that are gone are none of a later fit's."""
+    """Data set in the store; it refers to its DataFrames weakly, so that a later fit's cannot be confused with deleted ones."""
 
     training: weakref.ref[DataFrame]
     validation: weakref.ref[DataFrame] | None
@@ -97,7 +97,7 @@ class _Written:
         )
 
     def is_of(self, wanted: _Wanted) -> bool:
-        """Return True if the data set is of a fit's very DataFrames."""
+        """Return True if the data set was written from these DataFrames."""
         other = _Written.of(wanted)
         pairs = ((self.training, other.training), (self.validation, other.validation))
         is_same = all((a and a()) is (b and b()) for a, b in pairs)
@@ -113,7 +113,7 @@ class _DataSets:
         self.last: _Wanted | None = None
 
     def write(self, wanted: _Wanted, store: Store) -> int:
-        """Write a data set, unless it is there; return its index."""
+        """Write a data set unless it exists; return its index."""
         with self._lock:
             for index, each in enumerate(self._written):
                 if each.is_of(wanted):
@@ -142,13 +142,13 @@ def _of(store: Store) -> _DataSets:
 
 
 def remember(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> None:
-    """Keep the DataFrame of a fit, in place of that of the last one."""
+    """Keep the DataFrame of a fit, replacing that of the last fit."""
     if isinstance(sources.training, DataFrameSource):
         _of(store).last = _Wanted(sources, tuple(columns), seed)
 
 
 def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int | None) -> DataPaths:
-    """Write the data of a fit by one Spark job for each role, unless they are there; return their places.
+    """Write the data of a fit by one Spark job for each role, unless they exist; return their places.
 
     Raises:
         Exception: of Spark, which cannot write there.
@@ -160,10 +160,10 @@ def write(store: Store, sources: FitSources, columns: Sequence[str], seed: int |
 def find(
     store: Store, places: DataPaths, spark: SparkSession, *, has_validation: bool
 ) -> DataPaths:
-    """Return the places of the store's data for `fit_on_parquet`; those of the last fit are written where there are none.
+    """Return the places of the store's data for `fit_on_parquet`, writing those of the last fit if necessary.
 
     Raises:
-        InvalidArgumentError: there are none, or validation rows are asked for and the last fit had none.
+        InvalidArgumentError: there are no data, or validation rows are required and the last fit had none.
     """
     index = places.dataset_idx
     is_asked = has_validation and places.validation_path is None
@@ -208,7 +208,7 @@ def _is_there(store: Store, places: DataPaths, spark: SparkSession) -> bool:
 
 
 def _data_path(store: Store, role: str, idx: int | None) -> str:
-    """Return the folder of a store's data, "train" or "val", as the store says, or as Horovod's stores have it."""
+    """Return the folder of a store's data, "train" or "val", from the store or by Horovod's convention."""
     asked = getattr(store, f"get_{role}_data_path", None)
     if asked is not None:
         return str(asked(idx))

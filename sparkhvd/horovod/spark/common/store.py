@@ -1,6 +1,7 @@
-"""Horovod's `horovod.spark.common.store`: sparkhvd's store, which opens every kind of place by its URL, with Horovod's names of paths.
+"""Horovod's `horovod.spark.common.store`: sparkhvd's store, which opens every kind of place by its URL, with Horovod's path
+methods.
 
-Paths that these methods give are URLs; methods that take a path take one of these, or one relative to the store.
+These methods return URLs; arguments are these URLs or paths relative to the store.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ARGUMENTS = (
     *("storage_options", "checkpoint_filename"),
 )
 
-# Begins of paths in DBFS.
+# Prefixes of DBFS paths.
 _DBFS = re.compile(r"(dbfs:/+|(file:(//)?)?/dbfs(/+|$))")
 
 __all__ = [
@@ -54,13 +55,13 @@ __all__ = [
 class Store(StoreWithRuns):
     """Store with Horovod's methods; `Store.create(path_or_url, **storage_options)` opens one."""
 
-    # Folders of data that the constructor was given.
+    # Data folders passed to the constructor.
     _folders: Mapping[str, str] = MappingProxyType({})
     _save_runs = True
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], *names: Any, **options: Any) -> Any:
-        """Open the store at a path or URL, of the kind that it needs.
+        """Open the store at a path or URL, of the required kind.
 
         Args:
             path_or_url: absolute path or URL; the folder is made.
@@ -81,7 +82,7 @@ class Store(StoreWithRuns):
     # --- saved files
 
     def described(self) -> dict[str, Any]:
-        """Return what a saved estimator or model says of the store: the folders that its methods name, in place of a subclass."""
+        """Return the description of the store in a saved estimator or model: the folders of its methods, in place of a subclass."""
         folders = {r: getattr(self, f"get_{r}_data_path")(None) for r in ("train", "val", "test")}
         runs = bare_url(self._absolute(self.get_run_path("a-run"))).rpartition("/")[0]
         moved = None if runs == bare_url(own.Store.full_url(self, "runs")) else runs
@@ -118,7 +119,7 @@ class Store(StoreWithRuns):
         return folder if idx is None else _appended(folder, f".{idx}")
 
     def saving_runs(self) -> bool:
-        """Return True if runs stay after their fit."""
+        """Return True if runs are kept after their fit."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
@@ -130,7 +131,7 @@ class Store(StoreWithRuns):
         return _appended(self.get_runs_path(), f"/{run_id}")
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return the folder of a run's checkpoints; None if runs do not stay."""
+        """Return the folder of a run's checkpoints; None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, "/checkpoints") if self.saving_runs() else None
 
@@ -144,7 +145,7 @@ class Store(StoreWithRuns):
         return [self.full_url(path) for path in found if path.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Return the folder of a run's logs; None if runs do not stay."""
+        """Return the folder of a run's logs; None if runs are not kept."""
         run = self.get_run_path(run_id)
         return _appended(run, f"/{self.get_logs_subdir()}") if self.saving_runs() else None
 
@@ -162,12 +163,12 @@ class Store(StoreWithRuns):
         return functools.partial(Store.get_full_path, self)
 
     def get_localized_path(self, path: str) -> str:
-        """Return a path as `fs` takes it."""
+        """Return a path in the form for `fs`."""
         place, relative = self._located(path)
         return place._place.full(relative)
 
     def _located(self, path: str) -> tuple[own.Store, str]:
-        """Return the store that a path is in, and the path there; one elsewhere is in that of its folder."""
+        """Return the store of a path, and the path in it; a path elsewhere is in the store of its folder."""
         root = own.Store.local_path(self, "") or ""
         for prefix in (self.url, root, f"file://{root}", f"file:{root}"):
             if prefix and (path == prefix or path.startswith(f"{prefix.rstrip('/')}/")):
@@ -211,7 +212,7 @@ class Store(StoreWithRuns):
         place.write_bytes(relative, text.encode())
 
     def copy(self, lpath: str | os.PathLike[str], rpath: str, recursive: bool = False) -> None:
-        """Copy a local file to a path, or with `recursive` what is in a local folder."""
+        """Copy a local file to a path, or with `recursive` the content of a local folder."""
         source = Path(lpath)
         for file in [source, *source.rglob("*")] if recursive else [source]:
             if file.is_dir() and recursive:
@@ -222,7 +223,7 @@ class Store(StoreWithRuns):
                 shutil.copyfileobj(content, sink)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Return a function that copies what is in a local folder to that of a run; it also works on ranks."""
+        """Return a function that copies the content of a local folder to that of a run; it also works on ranks."""
         return functools.partial(Store.copy, self, rpath=self.get_run_path(run_id), recursive=True)
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
@@ -231,7 +232,7 @@ class Store(StoreWithRuns):
         return tempfile.TemporaryDirectory
 
     def _writable(self, path: str) -> tuple[own.Store, str]:
-        """Return what `_located` does, with the folder made."""
+        """Return the result of `_located`, and make the folder."""
         place, relative = Store._located(self, path)
         if place is not self:
             place.prove_writable()
@@ -280,13 +281,13 @@ class FilesystemStore(Store):
 
     Args:
         prefix_path: absolute path or URL; the folder is made.
-        train_path: folder of training data for `fit_on_parquet` and data modules; an index of a data set comes behind it, after a dot.
+        train_path: folder of training data for `fit_on_parquet` and data modules; a data set's index is appended after a dot.
         val_path: folder of validation data.
         test_path: folder of test data.
         runs_path: folder of the runs, in the store's file system.
-        save_runs: whether runs stay after their fit, with checkpoints and logs.
-        storage_options: credentials and such.
-        checkpoint_filename: of Horovod's; without effect.
+        save_runs: whether runs are kept after their fit, with checkpoints and logs.
+        storage_options: credentials and other options.
+        checkpoint_filename: of Horovod; without effect.
 
     Raises:
         InvalidArgumentError: the place cannot be written, or `runs_path` is in another file system.
@@ -329,7 +330,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """Return the URL of a path in DBFS as files are opened by it: "file:///dbfs/...".
+        """Return the file URL of a path in DBFS: "file:///dbfs/...".
 
         Raises:
             InvalidArgumentError: it is not in DBFS.
@@ -348,7 +349,7 @@ class HDFSStore(FilesystemStore):
         prefix_path: path, or URL with its host.
         host: of the name node; None: that of Hadoop's configuration.
         port: its port.
-        user: as who it is written.
+        user: user for access.
         kerb_ticket: path of a ticket's cache.
         **names: others as of `FilesystemStore`; `driver` and `extra_conf` have no effect.
 
@@ -381,7 +382,7 @@ class HDFSStore(FilesystemStore):
 
 
 def _appended(url: str, text: str) -> str:
-    """Put a text behind the path of a URL."""
+    """Append a text to the path of a URL."""
     path, mark, query = url.partition("?")
     return f"{path}{text}{mark}{query}"
 

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.spark.common.util`: where a program runs."""
+"""Horovod's `horovod.spark.common.util`: the environment of a program."""
 
 from sparkhvd import as_horovod
 from sparkhvd.runner.preflight import databricks_runtime

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EstimatorParams", "KerasEstimator", "KerasModel"]
 
-# Arguments of `SparkBackend` that are those of `run`.
+# Arguments of `SparkBackend` passed to `run`.
 _LAUNCH = ("stderr", "stdout", "verbose", "start_timeout", "prefix_output_with_timestamp")
 
 
 def to_network(value: object) -> Any:
-    """Wrap a model of Keras, whose own pickle knows no classes of the user's layers."""
+    """Wrap a Keras model, whose own pickle lacks the classes of user-defined layers."""
     return value if value is None or isinstance(value, Network) else Network(value)
 
 
@@ -65,10 +65,10 @@ class KerasModel(HorovodModel, OwnModel):  # type: ignore[misc]  # `history` is 
 
 @accessors
 class KerasEstimator(HorovodEstimator, own.KerasEstimator):
-    """Estimator of a model of Keras that does what Horovod's does.
+    """Estimator of a Keras model with Horovod's behaviour.
 
-    As there, and other than `sparkhvd.keras.KerasEstimator`: learning rates are multiplied by the number of ranks, unless they follow a schedule, and a
-    run whose `run_id` is there goes on.
+    Differences from `sparkhvd.keras.KerasEstimator`: learning rates are multiplied by the number of ranks, unless they follow a
+    schedule, and a run with an existing `run_id` is continued.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {
@@ -131,5 +131,5 @@ class KerasEstimator(HorovodEstimator, own.KerasEstimator):
             given = {name: given[name] for name in _LAUNCH if name in given}
             given["env"] = {**of_backend, **env}
             return own.KerasEstimator._run_ranks(self, order, options, spark, following, **given)
-        order = replace(order, logs_epochs=False)  # of an output of its own
+        order = replace(order, logs_epochs=False)  # the backend has its own output
         return list(self._backend.run(train, args=(order,), kwargs={}, env=env))

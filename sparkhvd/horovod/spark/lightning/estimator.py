@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MIN_PL_VERSION", "EstimatorParams", "TorchEstimator", "TorchModel"]
 
-# The oldest pytorch-lightning of Horovod's estimator, with which programs compare theirs. sparkhvd itself needs 2.4.
+# Oldest pytorch-lightning of Horovod's estimator, with which programs compare theirs. sparkhvd itself needs 2.4.
 MIN_PL_VERSION = "1.3.8"
 
-# Params of a plain module that its LightningModule takes.
+# Params of a plain module for its LightningModule.
 _OF_PLAIN = (
     *("optimizer", "learning_rate", "weight_decay"),
     *("loss", "loss_constructors", "loss_weights", "metrics"),
@@ -54,17 +54,17 @@ class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `histor
 
 
 class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
-    """Estimator of a LightningModule that does what Horovod's does; another module is made one with `optimizer` and `loss`, and stays what it is.
+    """Estimator of a LightningModule with Horovod's behaviour; a plain module is wrapped using `optimizer` and `loss`.
 
-    As there, and other than `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step
-    of all ranks are left out, `transformation_fn` gets a dict of a row's values, text and bytes among them, on the rank, and the default logger writes
-    into the run's folder.
+    Differences from `sparkhvd.lightning.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no
+    step of all ranks are dropped, `transformation_fn` receives a dict of a row's values, including text and bytes, on the rank,
+    and the default logger writes into the run's folder.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
 
     _moves_files: ClassVar[bool] = True
-    # Horovod takes it, and does nothing with it.
+    # Accepted and ignored by Horovod.
     train_minibatch_fn = param(any_value, "no effect", no_effect="training_step is that")
 
     def get_model_class(self) -> type[Any]:
@@ -73,7 +73,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
 
     @property
     def _is_plain(self) -> bool:
-        """True if the model is no LightningModule; of a function that makes it, an optimizer tells."""
+        """True for a plain module; a function that makes the model counts as plain if an optimizer is given."""
         model = self._get("model")
         if isinstance(model, torch.nn.Module):
             return not is_module(model)
@@ -109,9 +109,9 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     def _loop(self, options: FitOptions) -> LightningLoop:
         loop = super()._loop(options)
         if self._is_plain:
-            # The module finds columns by their names, and its optimizer is made with these two already.
+            # The module finds columns by name, and its optimizer is built with these two already.
             loop = replace(loop, columns=None, strategy={})
-        # Horovod's default is TensorBoard, where it is installed; Lightning's takes a table of CSV else.
+        # Horovod's default is TensorBoard if installed; Lightning otherwise writes a CSV table.
         return loop if self._get("logger") is not None else replace(loop, logger=True)
 
     def _loading(self, options: FitOptions) -> dict[str, Any]:
@@ -134,11 +134,11 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
     def _read_options(self, options: type[Any]) -> Any:
         read = super()._read_options(options)
         if not self._is_plain:
-            # Horovod has them, and does nothing with them for a LightningModule.
+            # Horovod accepts and ignores them for a LightningModule.
             read = replace(read, metrics=[], explicit=read.explicit - {"metrics"})
         if read.transformation_fn is None and not self._reads_parquet():
             return read
-        # The function, or the data module, gets values as they are.
+        # The function, or the data module, receives raw values.
         names = {*(read.feature_cols or []), *(read.label_cols or [])}
         raw = {name: encoded for name in names & (self._texts | self._binaries)}
         return replace(

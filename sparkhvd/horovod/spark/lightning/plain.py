@@ -1,4 +1,6 @@
-"""Training of a plain module by Lightning's trainer: a LightningModule around it, of `optimizer`, `loss`, `loss_weights` and `metrics`."""
+"""Training of a plain module by Lightning's trainer: a LightningModule around it, from `optimizer`, `loss`, `loss_weights` and
+`metrics`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ __all__ = ["PlainModule", "check_metrics", "package_name"]
 
 
 def package_name(parts: Iterable[object]) -> str:
-    """Return the package of Lightning that callbacks, loggers and the like are of; where there are none, the one that is used here."""
+    """Return the Lightning package of callbacks, loggers and other parts, or the default package."""
     for part in parts:
         kinds = part.__mro__ if isinstance(part, type) else type(part).__mro__
         for name in NAMES:
@@ -33,10 +35,10 @@ def package_name(parts: Iterable[object]) -> str:
 
 
 def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
-    """Return metrics that are means over rows.
+    """Return the metrics, which must be means over rows.
 
     Raises:
-        InvalidArgumentError: one is another.
+        InvalidArgumentError: a metric is not a mean over rows.
     """
     for each in metrics:
         if not isinstance(each, Metric):
@@ -49,9 +51,9 @@ def check_metrics(metrics: Sequence[AnyMetric]) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainModule:
-    """Makes the LightningModule of a rank around the run's module; picklable if what it holds is.
+    """Makes the LightningModule of a rank around the run's module; picklable if its parts are.
 
-    Logged are `train_loss`, `val_loss`, and metrics by their names, of validation rows with `val_` before.
+    It logs `train_loss`, `val_loss`, and metrics by their names, with the prefix `val_` for validation rows.
 
     Attributes:
         package: name of the package of Lightning.
@@ -80,7 +82,7 @@ class PlainModule:
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 del batch_idx
                 loss, means, num_rows = step(self, batch)
-                # Of this rank alone: the ranks' mean in each step would be one more message.
+                # Only of this rank: the ranks' mean in each step would be another message.
                 self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
                 self._log_means({"train_loss": loss.detach(), **means}, num_rows)
                 return loss
@@ -128,7 +130,7 @@ class _Step:
             plain.losses, outputs, labels, spec.loss_weights, strict=True
         ):
             value: Any = loss(output, label)
-            if weights is not None:  # the mean over rows, whatever the weights add up to
+            if weights is not None:  # the mean over rows, for any sum of weights
                 per_row = value.reshape(len(weights), -1).mean(1)
                 value = (per_row * weights.to(per_row.dtype)).mean()
             total = value * factor if total is None else total + value * factor
@@ -141,7 +143,7 @@ class _Step:
         return total, means, num_rows
 
     def _checked(self, batch: Any) -> Mapping[str, Any]:
-        """Return the batch, if it has the columns."""
+        """Return the batch after a check of its columns."""
         spec = self._spec
         if not isinstance(batch, Mapping):
             raise InvalidArgumentError(
@@ -157,7 +159,7 @@ class _Step:
         return batch
 
     def _input(self, argument: Argument, batch: Mapping[str, Any]) -> Any:
-        """Return an argument of `forward`: values of the fit's loaders have their shape and dtype, but for columns that are joined."""
+        """Return an argument of `forward`: values of the fit's loaders have their shape and dtype, except joined columns."""
         names = _names(argument, batch)
         values = [batch[name] for name in names]
         dtype = getattr(torch, argument.dtype) if argument.is_joined else self._dtype
@@ -174,6 +176,6 @@ class _Step:
 
 
 def _names(argument: Argument, batch: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names in a batch of what an argument is made of."""
+    """Return the names in a batch of an argument's parts."""
     name = argument.name
     return [name] if name is not None and name in batch else argument.columns

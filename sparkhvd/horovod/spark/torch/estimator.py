@@ -20,17 +20,18 @@ class TorchModel(HorovodModel, own.TorchModel):  # type: ignore[misc]  # `histor
 
 
 class TorchEstimator(HorovodEstimator, own.TorchEstimator):
-    """Estimator of a PyTorch module that does what Horovod's does.
+    """Estimator of a PyTorch module with Horovod's behaviour.
 
-    As there, and other than `sparkhvd.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step of all ranks
-    are left out, labels are float32 unless the loss takes class indices, a run stays in the store, and one whose `run_id` is there is trained further.
+    Differences from `sparkhvd.TorchEstimator`: learning rates are multiplied by the number of ranks, rows that fill no step of
+    all ranks are dropped, labels are float32 unless the loss takes class indices, a run is kept in the store, and a run with an
+    existing `run_id` is trained further.
     """
 
     _other_defaults: ClassVar[Mapping[str, object]] = {**OUTPUTS_ALONE, **DEFAULTS}
 
     def _read_options(self, options: type[Any]) -> Any:
         read = super()._read_options(options)
-        # Horovod takes callbacks of any kind, and calls none.
+        # Horovod accepts callbacks of any kind, and calls none of them.
         return replace(read, callbacks=[c for c in read.callbacks or [] if isinstance(c, Callback)])
 
     def get_model_class(self) -> type[Any]:
