@@ -12,33 +12,28 @@
     run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
 
 Start: a launch plans its slots (`slots`), checks the cluster (`preflight`) and starts one process per rank, the trainer
-(`trainer`).
-Under Spark a barrier task is its parent (`job`, `task`), without Spark the caller (`local`) or an agent on each host
-(`hosts`). The
-zygote of the process or executor forks trainers of later launches (`zygote`, `zygote_client`, `prewarm`). `sparkhvdrun`
-starts the user's command instead
-(`command`, `script`, `local_processes`). Elastic jobs replace ranks that fail (`elastic`).
+(`trainer`). Under Spark a barrier task is its parent (`job`, `task`), without Spark the caller (`local`) or an agent on
+each host (`hosts`). The zygote of the process or executor forks trainers of later launches (`zygote`, `zygote_client`,
+`prewarm`). `sparkhvdrun` starts the user's command instead (`command`, `script`, `local_processes`). Elastic jobs
+replace ranks that fail (`elastic`).
 
 Communication: the parent sends a trainer its function and job over a pipe and reads results and messages from another
-(`protocol`). Facts of all ranks
-travel through Spark's barrier, ssh or the parent. Output and Ctrl-C have a port of the driver each (`live`,
-`interrupts`, `driver_port`). Nothing of
-Spark is imported here, so a rank may import this package cheaply.
+(`protocol`). Facts of all ranks travel through Spark's barrier, ssh or the parent. Output and Ctrl-C have a port of the
+driver each (`live`, `interrupts`, `driver_port`). Nothing of Spark is imported here, so a rank may import this package
+cheaply.
 
 End: a rank's result, exception or signal reaches the driver as data (`outcomes`), which raises the root cause as a
-`RankError` and relaunches only
-after a lost process, executor or host. A trainer watches its parent's pipe, dies with it, and takes its process group
-along. `run_local` and `run_hosts` also
-kill processes in other sessions (`orphans`). After Ctrl-C the function has 5 s to save.
+`RankError` and relaunches only after a lost process, executor or host. A trainer watches its parent's pipe, dies with
+it, and takes its process group along. `run_local` and `run_hosts` also kill processes in other sessions (`orphans`).
+After Ctrl-C the function has 5 s to save.
 
 Threads: several threads of the driver may launch; slots are assigned in call order. In a task, threads read the
-trainer's pipes and one waits
-for Ctrl-C. A trainer calls the function on its main thread and watches its parent on another.
+trainer's pipes and one waits for Ctrl-C. A trainer calls the function on its main thread and watches its parent on
+another.
 
 Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the
-parent's pipe. The key is never
-in argv, the environment or a file. The driver unpickles only what its own ranks return. Its ports accept only tasks
-that prove a key derived from the attempt's.
+parent's pipe. The key is never in argv, the environment or a file. The driver unpickles only what its own ranks return.
+Its ports accept only tasks that prove a key derived from the attempt's.
 
 Each module imports only those above it:
 
@@ -131,23 +126,20 @@ def run(
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
 
     Each rank is a process beside a Spark task. `sparkhvd.torch.init()` connects the ranks. The standard torch variables
-    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
-    are set too. Jobs launched from several threads of one Spark application run side by side while its task slots
-    suffice. A job that does not fit
-    waits, and later jobs do not overtake it. Jobs whose ranks find GPUs by local rank take turns.
+    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set too. Jobs launched from several threads of one
+    Spark application run side by side while its task slots suffice. A job that does not fit waits, and later jobs do
+    not overtake it. Jobs whose ranks find GPUs by local rank take turns.
 
     Output of a rank is shown line by line, prefixed with its [rank], while the rank runs: on `stdout`, else on stderr,
-    in a notebook in
-    the cell. It never blocks a rank. Lines beyond 2,000 lines or 1 MiB per second and rank are left out here and counted; the
-    executor's log has all of them. Over Spark Connect the executors may not reach the client: one line says so after 10
-    s. A fit's lines travel through
-    its store. See `sparkhvd.log_to_driver(message)` and docs/observe.md.
+    in a notebook in the cell. It never blocks a rank. Lines beyond 2,000 lines or 1 MiB per second and rank are left
+    out here and counted; the executor's log has all of them. Over Spark Connect the executors may not reach the client:
+    one line says so after 10 s. A fit's lines travel through its store. See `sparkhvd.log_to_driver(message)` and
+    docs/observe.md.
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job. `fn` has
-    5 s to save before
-    it is killed; a second Ctrl-C kills it at once. This requires a launch from the main thread, and executors that
-    reach the driver (docs/training.md).
-    A job cancelled in Spark (its UI, `cancelJobGroup`), or one that loses its executor, ends without notice.
+    5 s to save before it is killed; a second Ctrl-C kills it at once. This requires a launch from the main thread, and
+    executors that reach the driver (docs/training.md). A job cancelled in Spark (its UI, `cancelJobGroup`), or one that
+    loses its executor, ends without notice.
 
     Args:
         fn: any picklable function, also from a notebook cell, `__main__` or a `--py-files` module.
@@ -252,8 +244,8 @@ def run_local(
     The processes are those of `run`, so a program can be tried without a cluster. Never relaunched.
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, also while it waits in a collective. `fn` has 5 s to save in
-    its `except` or
-    `finally` before it is killed; a second Ctrl-C kills it at once. If this process is killed, the ranks are too.
+    its `except` or `finally` before it is killed; a second Ctrl-C kills it at once. If this process is killed, the
+    ranks are too.
 
     Args:
         fn: any picklable function.
@@ -262,7 +254,8 @@ def run_local(
         num_proc: number of processes, at least 1.
         env: environment variables of the ranks, set before `fn` and its modules load. Settings among them (SPARKHVD_*,
             HOROVOD_*) override this process's environment.
-        settings: engine settings. Values other than the defaults are final. None reads them from this process's environment.
+        settings: engine settings. Values other than the defaults are final. None reads them from this process's
+            environment.
         verbose: 0 hides the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr, each
             line prefixed with its [rank].
         use_gpu: True: every rank gets a GPU of its own (`context().gpu` is its index in the process), or the job fails
@@ -284,7 +277,8 @@ def run_local(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: the processes may have too little address space for torch, or too few GPUs. `fn` has not started.
+        PreflightError: the processes may have too little address space for torch, or too few GPUs. `fn` has not
+            started.
         RankError: `fn` failed on a rank; it has the rank, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments, local
@@ -343,13 +337,11 @@ def run_hosts(
     """Call `fn(*args, **kwargs)` on processes of several hosts over ssh; return results by rank.
 
     The processes are those of `run_local`, without Spark. ssh must reach every host without a password. Every host has
-    this Python, at the same path and in the same minor
-    version, this version of the package, and the working directory. Never relaunched. Output is shown live, each line
-    prefixed with its [rank].
+    this Python, at the same path and in the same minor version, this version of the package, and the working directory.
+    Never relaunched. Output is shown live, each line prefixed with its [rank].
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank. `fn` has 5 s to save before it is killed; a second Ctrl-C
-    kills it at once. If this
-    process is killed, or the connection to a host is lost, all ranks end.
+    kills it at once. If this process is killed, or the connection to a host is lost, all ranks end.
 
     Args:
         fn: any picklable function.
@@ -361,12 +353,14 @@ def run_hosts(
         env: environment variables of the ranks, set before `fn` and its modules load, in addition to those of an ssh
             login and those forwarded automatically (docs/running.md). Settings among them override this process's
             environment.
-        settings: engine settings. Values other than the defaults are final. None reads them from this process's environment.
+        settings: engine settings. Values other than the defaults are final. None reads them from this process's
+            environment.
         verbose: 0 hides the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr.
         use_gpu: as for `run_local`.
         ssh_port: of the other hosts; None means ssh's configuration.
         ssh_identity_file: private key for ssh; None likewise.
-        start_timeout: longest wait in seconds for each step of the start; None means 30. A host has 10 s to answer at all.
+        start_timeout: longest wait in seconds for each step of the start; None means 30. A host has 10 s to answer at
+            all.
         network_interfaces: interfaces that the ranks use, by name or as networks (10.0.0.0/8). None means the address
             at which ssh reached a host, or `Settings.interfaces`.
         stdout: a stream for the ranks' output, line by line.
@@ -379,7 +373,8 @@ def run_hosts(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not started.
+        PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not
+            started.
         RankError: `fn` failed on a rank, or a host was lost; it has the rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments

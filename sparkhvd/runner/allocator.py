@@ -5,9 +5,9 @@ frees and allocates every gradient and activation, so every step pays for new, z
 64 MiB as writing them, a quarter of the step of an MLP with 19 million parameters (`docs/results/step.md`).
 
 Before 2.39, glibc's aligned allocation, which torch uses, requests slightly more than it returns, and the rest may end
-up in the thread's cache of small blocks. There it keeps the freed block from coalescing to the size of the next request:
-a loop over one block of 64 MiB used new pages 12 times before it reused old ones. So such a process must
-start without that cache. The cost for small allocations is below the noise of a step.
+up in the thread's cache of small blocks. There it keeps the freed block from coalescing to the size of the next
+request: a loop over one block of 64 MiB used new pages 12 times before it reused old ones. So such a process must start
+without that cache. The cost for small allocations is below the noise of a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ranks of this host that run the user's command: their start, output and end.
 
 **Ownership**: each rank leads its own session and process group. Both end with it, and so do all processes that have
-its mark in their
-environment. A `ParentDeathReaper` ends them if this process is killed.
+its mark in their environment. A `ParentDeathReaper` ends them if this process is killed.
 
 **Threads**: per rank two for its output streams, one that waits for its end, and one for its claim.
 """

@@ -1,10 +1,8 @@
 """Outcomes of ranks as data, on their way to the driver.
 
 An `Outcome` travels three ways: as rows of the barrier task, as a file below the run's folder, and, because Spark keeps
-only the text of a
-failure, inside the text of the exception that ends the stage: complete without a run's folder (`embed`), else as a
-reference (`refer`).
-Everything here is pure.
+only the text of a failure, inside the text of the exception that ends the stage: complete without a run's folder
+(`embed`), else as a reference (`refer`). Everything here is pure.
 """
 
 from __future__ import annotations
@@ -76,7 +74,8 @@ class Outcome:
         run_s: seconds that the function ran.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
-        unsent: numbers, texts and lines of live output records that the driver may not have shown; see `live.frames.Record`.
+        unsent: numbers, texts and lines of live output records that the driver may not have shown; see
+            `live.frames.Record`.
         num_parts: rows of its result.
     """
 

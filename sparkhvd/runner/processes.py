@@ -1,8 +1,7 @@
 """Trainer processes: fresh interpreters, or forks of a zygote.
 
 **Ownership**: a process takes over the descriptors of `InheritedPipes`, and the parent closes its copies. Its pid stays
-reserved until `reap`, so
-no signal can reach another process.
+reserved until `reap`, so no signal can reach another process.
 """
 
 from __future__ import annotations
@@ -150,9 +149,7 @@ class ForkedProcess:
 
 
 def python_of(module: str) -> list[str]:
-    """Return the start of a command that runs a module without the working directory in the search path, where a
-    `random.py` is not Python's.
-    """
+    """Return the start of a command that runs a module without the working directory in the search path, where a `random.py` is not Python's."""
     # Python 3.10 cannot leave the directory out.
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [os.path.abspath(sys.executable), *safe, "-m", module]

@@ -204,8 +204,8 @@ def dump_program(
 ) -> bytes:
     """Pickle a call as (names of modules, fn, args, kwargs, backend).
 
-    The names are those that `fn` refers to: if it is pickled by reference, the pickle does not contain them. The backend is
-    `sparkhvd.distributed` if this process has imported it: then `fn` need not import it.
+    The names are those that `fn` refers to: if it is pickled by reference, the pickle does not contain them. The
+    backend is `sparkhvd.distributed` if this process has imported it: then `fn` need not import it.
     """
     backend = sys.modules.get("sparkhvd.distributed")
     return dumps((_names_in(fn), fn, args, kwargs, backend))
@@ -238,11 +238,10 @@ def _names_in(fn: Callable[..., object]) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Payloads: bytes that a Python function of Spark brings to its tasks, without leaving a file per function.
-# pyspark writes every pickled function above 1 MiB as a broadcast variable: a file in the driver's `spark.local.dir`,
-# which
-# stays until the application ends. So large bytes become a broadcast variable here, and the function stays small.
-# Spark Connect has no broadcast variables: there the bytes stay in the function.
+# Payloads: bytes that a Python function of Spark brings to its tasks, without leaving a file per function. pyspark
+# writes every pickled function above 1 MiB as a broadcast variable: a file in the driver's `spark.local.dir`, which
+# stays until the application ends. So large bytes become a broadcast variable here, and the function stays small. Spark
+# Connect has no broadcast variables: there the bytes stay in the function.
 #
 # Threads: safe from any thread.
 
@@ -284,8 +283,7 @@ def kept_carried(shim: SparkShim, data: bytes) -> Payload:
     """Return a payload that a DataFrame may need at any later time.
 
     Equal bytes share a broadcast variable while they are among the last few. Older ones are deleted once no plan of the
-    JVM uses
-    them, which each call checks.
+    JVM uses them, which each call checks.
     """
     if shim.is_connect or len(data) <= INLINE_BYTES:
         return data

@@ -188,11 +188,10 @@ def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -
 
 
 # ----------------------------------------------------------------------------------------------------
-# Admission: launches take the task slots of their application in call order.
-# Spark starts a barrier stage when all its slots are free in one round of offers and never reserves some of them, so
-# stages
-# cannot deadlock. But small stages may starve a large one, so launches take slots here, before Spark sees
-# them. Where the number of slots is unknown, Spark decides alone.
+# Admission: launches take the task slots of their application in call order. Spark starts a barrier stage when all its
+# slots are free in one round of offers and never reserves some of them, so stages cannot deadlock. But small stages may
+# starve a large one, so launches take slots here, before Spark sees them. Where the number of slots is unknown, Spark
+# decides alone.
 #
 # **Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list at the end of its
 # block.

@@ -1,25 +1,20 @@
 """Zygote process: preloads what trainers import first, and forks a trainer per request.
 
-`zygote_client.ZygoteClient` starts it as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY`. It serves owners, which
-launch ranks: a single process, or the Python workers of a Spark executor.
+`zygote_client.ZygoteClient` starts it as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY`. It serves owners,
+which launch ranks: a single process, or the Python workers of a Spark executor.
 
     owner -> zygote    {"modules": [...]} + descriptors of a channel, a gate and `InheritedPipes`   fork a trainer
-    owner -> zygote    {"modules": [...]}   import them for later trainers, once no trainer runs whose end would be
-    reported late
+    owner -> zygote    {"modules": [...]}   import them for later trainers, once no trainer runs whose end would be reported late
     zygote -> zygote   a connection: a newer zygote of the family has started
-    zygote -> owner    {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has
-    answered (channel)
-    owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on
-    its pipe
+    zygote -> owner    {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
+    owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
 
 **Threads**: a fork with threads would be unsafe, so it checks after each import and stops forking if there are any.
-**Trust**: owners
-run as the same user. Their code runs in forks only; the zygote imports the modules that an owner names. **Failure**: a
-trainer survives its
-zygote, and dies with the pipe of its owner. **Shutdown**: after its last trainer, once the process of the pidfd, or the
-only owner of a
-private zygote, is gone; and after a minute without a request, or 5 s if two newer zygotes have started since the last one:
-alternating launches keep theirs, and unused zygotes do not accumulate.
+**Trust**: owners run as the same user. Their code runs in forks only; the zygote imports the modules that an owner
+names. **Failure**: a trainer survives its zygote, and dies with the pipe of its owner. **Shutdown**: after its last
+trainer, once the process of the pidfd, or the only owner of a private zygote, is gone; and after a minute without a
+request, or 5 s if two newer zygotes have started since the last one: alternating launches keep theirs, and unused
+zygotes do not accumulate.
 """
 
 from __future__ import annotations
