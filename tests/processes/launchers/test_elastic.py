@@ -67,7 +67,7 @@ def test_a_stopped_rank_that_wakes_after_it_was_left_out_ends_with_an_error(tmp_
         job.wait_for(r"3 -> 1 rank in 1\.\d\d s: .*process 1 on localhost the others waited 1 s")
         os.kill(first[1], signal.SIGCONT)
         (left,) = job.wait_for(r"^\[1\] sparkhvd.errors.LeftOutError: (.*)")
-        assert "the others waited 1 s for it and went on without it" in left[1]
+        assert "the others waited 1 s for it and continued without it" in left[1]
         job.wait_for(r"^\[\d\] rank \d of 3", 6)
         assert job.end() == 0
 
@@ -134,7 +134,7 @@ def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     with elastic_run(tmp_path, "-np", "3", "--min-np", "1", "--reset-limit", "0") as job:
         os.kill(job.ranks(3)[2], signal.SIGKILL)
         assert job.wait() == 1
-        text = "the elastic job cannot go on: the job was reset 0 times, as often as its reset limit allows (--reset-limit"
+        text = "the elastic job cannot continue: the job was reset 0 times, as often as its reset limit allows (--reset-limit"
         assert sum(text in line for line in job.lines if line.startswith("sparkhvdrun:")) == 1
 
 
@@ -154,7 +154,7 @@ def test_too_few_ranks_end_the_job_after_the_timeout(tmp_path: Path) -> None:
         hosts.write_text("localhost:1\n")
         assert job.wait() == 1
         job.wait_for(
-            r"cannot go on: after 2 s .* 1 of the 2 ranks are there that it needs \(--min-np"
+            r"cannot continue: after 2 s .* it has 1 of the 2 ranks that it needs \(--min-np"
         )
         assert wait_until_gone(set(first.values()), 1) == set()
 
