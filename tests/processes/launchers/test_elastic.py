@@ -82,7 +82,7 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         assert job.ranks(3)[0] == first[0]
         hosts.write_text("localhost:1\n")
         job.wait_for(
-            r"3 -> 1 rank in .*: process 1 on localhost left: its slot is not there any more; process 2"
+            r"3 -> 1 rank in .*: process 1 on localhost left: its slot is gone; process 2"
         )
         job.wait_for(r"rank 0 of 1", 2)
         hosts.write_text("nonsense here\n")
