@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tools.keywords
 
-Type checkers and editors read the keywords; the options have the values of one fit or transform. A test compares the file with the table.
+Type checkers and editors read the keywords. The options hold the values of one fit or transform. A test compares the
+file with the table.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def option_types(classes: Mapping[str, type] = OPTIONS) -> str:
         lines = [
             "\n\n@dataclass(frozen=True, kw_only=True)",
             f"class {name}{bases}:",
-            f'    """Values of `{cls.__name__}`, by group; None where there is none."""',
+            f'    """Values of `{cls.__name__}`, by group; None for unset ones."""',
         ]
         if name == base:
             lines += [

@@ -584,7 +584,7 @@ class MemberLink:
             raise self._lost(error) from error
 
     def _receive(self, deadline: float, *, wait: bool = True) -> Message | None:
-        """Receive a message; None if there is none and `wait` is False."""
+        """Receive a message; None if nothing has arrived and `wait` is False."""
         while (message := take(self._came)) is None:
             sock = self._connected()
             left = deadline - time.monotonic() if wait else 0.0

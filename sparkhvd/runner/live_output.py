@@ -58,7 +58,7 @@ class LiveOutput:
         *,
         on_terminal: bool,
     ) -> None:
-        """Prepare live output, which runs inside `with`. Prints a line if there is none, for a Connect client also later.
+        """Prepare live output, which runs inside `with`. Prints a line if it is impossible, for a Connect client also later.
 
         Args:
             shim: session.

@@ -102,7 +102,7 @@ class Raised:
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """User frames, or third-party frames if there are none."""
+        """User frames, or third-party frames without any."""
         users = tuple(frame for frame in self.frames if not frame.library)
         return users or tuple(frame for frame in self.frames if frame.library not in _OURS)
 

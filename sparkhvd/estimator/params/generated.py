@@ -165,7 +165,7 @@ class EstimatorKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Values of `PredictParams`, by group; None where there is none."""
+    """Values of `PredictParams`, by group; None for unset ones."""
 
     explicit: frozenset[str] = frozenset()  # names of those that were set
 
@@ -196,7 +196,7 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(PredictOptions):
-    """Values of `TrainParams`, by group; None where there is none."""
+    """Values of `TrainParams`, by group; None for unset ones."""
 
     # model
     model: nn.Module | Callable[..., nn.Module] | None = None
