@@ -167,7 +167,7 @@ for make, name, word in (
     (HorovodParamsReader, "horovod.spark.common.serialization.HorovodParamsReader", "call save() and"),
     (util.anything, "horovod.spark.lightning.util.anything", "it belongs to Horovod's training loop"),
     (store.host_hash, "horovod.spark.common.util.host_hash", "tell which ranks share a host"),
-    (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write what you need of it"),
+    (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write your own version"),
     (horovod.spark.common.util.prepare_data, "horovod.spark.common.util.prepare_data", "Use sparkhvd.data.prepare"),
     (horovod.torch.mpi_ops.HorovodAllreduce, "horovod.torch.mpi_ops.HorovodAllreduce", "call allreduce()"),
 ):

@@ -81,9 +81,7 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         hosts.write_text("localhost:8\n")
         assert job.ranks(3)[0] == first[0]
         hosts.write_text("localhost:1\n")
-        job.wait_for(
-            r"3 -> 1 rank in .*: process 1 on localhost left: its slot is gone; process 2"
-        )
+        job.wait_for(r"3 -> 1 rank in .*: process 1 on localhost left: its slot is gone; process 2")
         job.wait_for(r"rank 0 of 1", 2)
         hosts.write_text("nonsense here\n")
         job.wait_for(r"printed 'nonsense here'; each of its lines must be .* are kept\.$")
@@ -125,7 +123,7 @@ def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path
         hosts.write_text("")
         job.wait_for("printed no host. The last process that has the training's state stays")
         hosts.write_text("127.0.0.1:1\n")
-        job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is not there")
+        job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is gone")
         job.wait_for(r"^\[1\] rank 0 of 1")
         assert job.end() == 0
 
