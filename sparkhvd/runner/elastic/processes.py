@@ -101,7 +101,7 @@ class ElasticProcessesOnHosts:
                 self._threads.append(thread)
                 thread.start()
             agent.members.add(join_token.number)
-            values = {"slot": slot.number, "slots": slots, "invitation": join_token.to_dict()}
+            values = {"slot": slot.number, "slots": slots, "join_token": join_token.to_dict()}
             agent.ask("start", **values)
 
     def send(self, number: int, member: int | None = None) -> None:

@@ -132,7 +132,7 @@ class TaskSlot:
 
     def _run_process(self, values: Mapping[str, Any]) -> None:
         """Run a process to its end, and report it to the coordinator."""
-        member, result = int(values["invitation"]["number"]), b""
+        member, result = int(values["join_token"]["number"]), b""
         try:
             outcome, result = self._run(member, values)
         except Exception as error:  # noqa: BLE001 - the coordinator must be notified of every end
@@ -180,7 +180,7 @@ class TaskSlot:
                 trainer.kill()
             visible = prologue.env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
             gpu = self._gpu(trainer, slot, visible)
-            join_token = dict(values["invitation"])
+            join_token = dict(values["join_token"])
             # This host may not know the coordinator's own name for its host.
             join_token["coordinator"] = {**join_token["coordinator"], "address": self._coordinator}
             trainer.send(

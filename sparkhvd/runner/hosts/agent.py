@@ -305,7 +305,7 @@ def _serve_elastic(
         while message := _receive(channel):
             values = message.values
             if message.kind == "start":
-                join_token = JoinToken.from_dict(values["invitation"])
+                join_token = JoinToken.from_dict(values["join_token"])
                 members.start(join_token, int(values["slot"]), int(values["slots"]))
             else:
                 members.send(int(values["number"]), values["member"])
