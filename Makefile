@@ -1,40 +1,40 @@
-# Build, test, measure. `make env` is what everything else stands on; CONTRIBUTING.md says more.
+# Build, test, measure. Everything else needs `make env`. See CONTRIBUTING.md.
 #
 #   make demo     train on handwritten digits with two Spark tasks
-#   make quick    an answer in two minutes: lint, and the cheapest tests of everything
+#   make quick    two minutes: lint, and the cheapest tests of everything
 #   make test     lint, C++ tests, Python tests (what .ci/run runs)
-#   make soak     everything, with the long legs; also by parts: make soak-help
+#   make soak     everything, including the long tests; also in parts: make soak-help
 #   make wheel    the wheels, into dist/
-#   make release  the wheels, checked and tried under every Python that is there
+#   make release  the wheels, checked and tested under every installed Python
 #   make docs     the documentation as a site, into build/site
-#   make fuzz     bytes of a peer through libFuzzer, where there is clang
-#   make gpu      what one GPU can show, where there is one: checks and figures, one table each
-#   make bench    every benchmark that needs nothing but this machine
+#   make fuzz     libFuzzer on parsers of a peer's bytes; needs clang
+#   make gpu      checks and figures on one GPU, one table each
+#   make bench    every benchmark that needs only this machine
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
-# Pinned, so that everybody tests the same torch, and so that pip takes this version's CPU build where its
-# own configuration offers one. PyPI's build brings gigabytes of CUDA; without GPUs, name PyTorch's index of
+# Pinned, so that all developers test the same torch, and so that pip uses this version's CPU build if its
+# own configuration offers one. PyPI's build includes gigabytes of CUDA; without GPUs, use PyTorch's index of
 # CPU builds: make env TORCH_INDEX=<address>.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-# How long the Python tests may take before they are stopped: four times what they need on a machine that does other
-# things too. A single test that hangs is stopped by its own timeout.
+# Timeout of the Python tests: four times their duration on a busy machine. A single test that hangs is stopped by its
+# own timeout.
 TEST_TIMEOUT_S ?= 2700
-# Test files that run at a time. Many tests wait for Spark or for a deadline; 0 runs all in one process.
+# Test files that run in parallel. Many tests wait for Spark or for a deadline; 0 runs all in one process.
 TEST_JOBS ?= 2
 PYTEST_FLAGS ?=
 
 export VENV TORCH TORCH_INDEX
-# Ranks, workers and tests are new processes all the time: none of them should compile what another one has.
+# Ranks, workers and tests constantly start processes, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 ifdef PYTHON
 export PYTHON
 endif
-# Whatever tools keep for themselves stays in the checkout (build/ is ignored by git).
+# Caches of tools stay in the checkout (build/ is ignored by git).
 export MPLCONFIGDIR := $(CURDIR)/build/cache/matplotlib
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/cache/torchinductor
 export IPYTHONDIR := $(CURDIR)/build/cache/ipython
@@ -50,10 +50,10 @@ BYTECODE := $(VENV)/.stamp-bytecode
 CLASSES := $(VENV)/.stamp-classes
 PYTHON_SOURCES := $(shell find sparkhvd -name '*.py')
 NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
-# Every command that starts Spark runs behind this; found again each time, because Java comes from outside.
+# Prefix of every command that starts Spark; looked up each time, because Java is installed outside.
 WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
-# One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
+# One target at a time, because the compiler and the tests each use all cores; only package downloads run in parallel.
 .NOTPARALLEL:
 .PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
@@ -64,7 +64,7 @@ $(BUILD_TOOLS): tools/env.sh
 	@tools/env.sh build-tools
 	@touch $@
 
-# The compiler works while packages are downloaded; on $(COMPILE).
+# The compiler runs while packages are downloaded; on $(COMPILE).
 COMPILE = $(NATIVE)
 $(PACKAGES): pyproject.toml setup.py tools/env.sh | $(BUILD_TOOLS)
 	@mkdir -p build
@@ -89,13 +89,13 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 
 classes: $(CLASSES)
 
-# Else both workers would compile torch's bytecode and that of the tests.
+# Otherwise both workers would compile the bytecode of torch and of the tests.
 collected: env
 	@$(PY) -m pytest --collect-only -q | tail -n 1
 
 native: $(NATIVE) stand-in
 
-# What the tests of GPUs run against where there is none; asked for each time, so that no test meets an old one.
+# Stand-in for GPU tests without a GPU; checked each time, so that no test uses a stale one.
 stand-in: $(NATIVE)
 	@$(VENV)/bin/cmake --build build/native --target fake_cuda nccl_conformity
 
@@ -103,15 +103,15 @@ java:
 	@tools/java.sh >/dev/null
 
 test: COMPILE = compiled
-# Counts where nothing has been compiled before.
+# Matters if nothing has been compiled before.
 test: export SPARKHVD_UNITY_BUILD = ON
-# Lint, the C++ tests and a JVM side by side: they wait for clocks as much as they compute.
+# Lint, the C++ tests and a JVM run in parallel: they wait for timers as much as they compute.
 test: env
 	@tools/together.sh lint test-native test-races classes collected torch-env
 	@$(MAKE) --no-print-directory test-python
 	@$(MAKE) --no-print-directory test-torch
 
-# A cross-section: what a change breaks most likely, on a checkout that is built.
+# A cross-section of what a change breaks most likely, on a built checkout.
 QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_collectives.py \
   tests/ranks/torch/test_reduced_gradients.py tests/ranks/torch/test_context.py 'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
 QUICK_FLAGS ?= --durations=5 --timeout=60
@@ -142,14 +142,14 @@ compiled: stand-in
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
 
-# Real libraries of NCCL, from PyPI, without a GPU; kept in build/nccl, skipped where there is no index.
+# Real NCCL libraries from PyPI, without a GPU; cached in build/nccl, skipped without an index.
 test-nccl: stand-in
 	@$(PY) -m tools.nccl_libraries
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/soak/nccl
 
-# The C++ tests again, watched. The short leg looks for data races and freed memory where threads meet or bytes of a peer are read, and
-# checks indices (_GLIBCXX_ASSERTIONS), but for three tests that compute more than they meet; the long ones run all of them, for races, and for
-# memory and undefined behaviour.
+# The C++ tests under sanitizers. The short leg checks for data races and freed memory where threads interact or bytes of a peer are read, and
+# checks indices (_GLIBCXX_ASSERTIONS), except in three compute-bound tests. The long legs run all tests, for races, and for
+# memory errors and undefined behaviour.
 define BUILD_SANITIZED
 	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1)$(if $(filter OFF,$(2)),-all) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1) -DSPARKHVD_SANITIZE_QUICK=$(2)
@@ -166,8 +166,8 @@ test-sanitizers: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,address,OFF,check)
 	$(call BUILD_SANITIZED,thread,OFF,check)
 
-# libFuzzer on what reads bytes of a peer; needs clang 16 or newer (Debian: apt-get install clang-16 libclang-rt-16-dev).
-# The corpus stays in build/fuzz/corpus, so each run goes on from the last.
+# libFuzzer on parsers of a peer's bytes; needs clang 16 or newer (Debian: apt-get install clang-16 libclang-rt-16-dev).
+# The corpus stays in build/fuzz/corpus, so each run continues the last.
 CLANGXX ?= $(shell for name in clang++ clang++-{22..16}; do \
   command -v $$name >/dev/null && test "$$($$name -dumpversion | cut -d. -f1)" -ge 16 && { command -v $$name; break; }; done)
 FUZZ_S ?= 60
@@ -181,20 +181,20 @@ fuzz: $(PACKAGES)
 	cd build/fuzz && ./message_fuzz -max_total_time=$(FUZZ_S) -max_len=16384 -timeout=10 -rss_limit_mb=2048 \
 	  -print_final_stats=1 corpus
 
-# What a mutex guards is touched under it only (native/src/sync.h), as clang sees it.
+# clang's thread safety analysis: data guarded by a mutex is accessed only under it (native/src/sync.h).
 test-locks:
 	@if test -z "$(CLANGXX)"; then echo "test-locks: skipped, because there is no clang++ here"; exit 0; fi; \
 	find native/src -name '*.cc' -not -path '*/kernels/*' | xargs -n 8 $(CLANGXX) -std=c++20 -fsyntax-only -Werror=thread-safety \
 	  -Inative/include -Inative/src && echo "test-locks: nothing found"
 
-# Part of the long legs where there is a clang.
+# Part of the long legs if clang is installed.
 fuzz-if-clang:
 	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
 
 test-python: env stand-in $(CLASSES)
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS)
 
-# The newest torch that is supported, in an environment of its own beside .venv: a cross-section of what calls torch. Skipped where pip
+# The newest supported torch, in its own environment beside .venv: a cross-section of the code that calls torch. Skipped if pip
 # does not find it, as behind a constraint or without an index.
 TORCH_NEWEST ?= torch==2.14.1
 TORCH_ENV := build/torch-env-$(subst torch==,,$(TORCH_NEWEST))
@@ -211,7 +211,7 @@ test-torch: env torch-env
 	@if test ! -f $(TORCH_ENV)/.stamp; then echo "test-torch: skipped, because pip finds no $(TORCH_NEWEST) here"; exit 0; fi; \
 	$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(TORCH_ENV)/bin/python -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS) $(TORCH_TESTS)
 
-# The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
+# The oldest supported pyspark, pyarrow and numpy, in their own environment; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env
 OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/pure/data/test_parquet_dataset.py tests/pure/data/test_parquet_source.py \
   tests/pure/data/test_packed.py
@@ -224,7 +224,7 @@ test-oldest: env $(OLDEST_ENV)/.stamp
 	@test ! -x $(OLDEST_ENV)/bin/python || { $(WITH_JAVA) $(OLDEST_ENV)/bin/python -c "import petastorm" && \
 	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(OLDEST_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(OLDEST_TESTS); }
 
-# Libraries that run on torch.distributed, in an environment of their own; with another torch than .venv's: make test-users USERS_TORCH=2.14.1
+# Libraries that run on torch.distributed, in their own environment; with another torch than .venv's: make test-users USERS_TORCH=2.14.1
 USERS_TORCH ?=
 USERS_ENV := build/users-env$(USERS_TORCH:%=-%)
 
@@ -236,7 +236,7 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 test-users: env $(USERS_ENV)/.stamp
 	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
 
-# Wheels are compiled by zig for old and other machines; it has an environment of its own.
+# zig compiles wheels for old and other machines; it has its own environment.
 WHEEL_ENV := build/wheel-env
 WHEEL_TOOLS := $(WHEEL_ENV)/.stamp
 PYTHONS ?= 3.10 3.11 3.12 3.13
@@ -255,7 +255,7 @@ $(RELEASE_ENV)/.stamp: pyproject.toml | $(PACKAGES)
 	@$(RELEASE_ENV)/bin/python -m pip --disable-pip-version-check --no-cache-dir install -q --group release
 	@touch $@
 
-# What is tried beside torch and pyspark, and written into docs/compatibility.md.
+# Tests beside torch and pyspark; writes docs/compatibility.md.
 release: wheel $(RELEASE_ENV)/.stamp
 	@$(RELEASE_ENV)/bin/python -m twine check --strict dist/*
 	@$(WITH_JAVA) $(RELEASE_ENV)/bin/python -m tools.release $(PY)
@@ -266,7 +266,7 @@ test-wheels: wheel
 test-aarch64: $(WHEEL_TOOLS)
 	@tools/test_aarch64.sh $(WHEEL_ENV)/bin/python
 
-# The documentation as a site, in build/site; warnings, such as a link that leads nowhere, are errors.
+# The documentation as a site, in build/site; warnings, such as broken links, are errors.
 DOCS_ENV := build/docs-env
 
 $(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
@@ -276,7 +276,7 @@ $(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
 docs: $(DOCS_ENV)/.stamp
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html; its search needs a server, such as: python3 -m http.server -d build/site"
 
-# Its pages in a real browser, where there is one (Debian: apt-get install chromium).
+# Its pages in a real browser, if installed (Debian: apt-get install chromium).
 test-site: env docs
 	@$(PY) -m pytest $(PYTEST_FLAGS) tests/soak/site
 
@@ -284,8 +284,8 @@ demo: env
 	@mkdir -p demo-output
 	@$(WITH_JAVA) $(PY) examples/digits.py --plot demo-output/digits-loss.png
 
-# The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
-# part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
+# The long legs: more random examples, longer stress, tests outside of `make test`, sanitizers, wheels, other machines. Single
+# parts: make soak-python. Tests read the variable through tests/harness/soak.py.
 SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users test-sanitizers test-locks fuzz-if-clang \
   test-aarch64 test-wheels test-site
 soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
@@ -293,7 +293,7 @@ soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0
 soak-python: PYTEST_FLAGS += --timeout=3600
 
-# Goes on behind a part that fails, and says at the end what it ran.
+# Continues after a failed part, and prints a summary at the end.
 soak:
 	@failed=; for part in $(SOAK_PARTS); do \
 	  begin=$$SECONDS; if $(MAKE) $$part; then state=passed; else state=FAILED; failed=1; fi; \
@@ -305,15 +305,15 @@ soak-python: test-python
 soak-packaging: env
 	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging
 
-# Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random; executors that come and go.
+# Real MPIs, linters and schemas, from PyPI into build/, skipped without an index; processes killed at random; dynamic executors.
 soak-launchers: env
 	@$(WITH_JAVA) $(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers tests/soak/spark tests/soak/distributed
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
 
-# Needs torch with CUDA, and neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
-# (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error: there is no GPU.
+# Needs torch with CUDA, but neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
+# (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error, means no GPU.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_FLAGS ?=
 

@@ -1,11 +1,11 @@
 """sparkhvd: train PyTorch models on Spark DataFrames, with Horovod's API on compiled collectives.
 
-Every public name below is imported when it is first used, so `import sparkhvd` loads neither torch nor
-pyspark. The `__init__` of each package says its purpose, threads, trust, failures and shutdown where it has them.
+Every public name below is imported at its first use, so `import sparkhvd` loads neither torch nor
+pyspark. The `__init__` of each package describes its purpose, threads, trust, failures and shutdown.
 
 Each module imports only those above it:
 
-    _moved         modules under the names of earlier versions, which saved models, checkpoints and pickles may hold
+    _moved         former module names, which saved models, checkpoints and pickles may contain
     _version       version of the package
     arrow_buffers  Arrow arrays of plain values
     cpus           CPUs that a process may use
@@ -14,13 +14,13 @@ Each module imports only those above it:
     interfaces     addresses of this host
     rank_messages  messages of a rank to the driver
     settings       every setting of engine and launch
-    topology       hosts to local and cross ranks
+    topology       local and cross ranks from hosts
     engine         compiled collectives: the only ctypes
     spark          a session, classic or Connect, behind one interface
     observe        report, loggers, timeline, autotune
     rendezvous     authenticated connections between ranks
-    elastic        members of a job whose ranks change
-    launchers      a script's rendezvous, by what started it
+    elastic        membership of elastic jobs
+    launchers      a script's rendezvous, by its launcher
     runner         a function on every rank
     torch          Horovod's API on the engine
     data           a DataFrame's rows as batches of a rank
@@ -107,7 +107,7 @@ _ERRORS = (
     "UntrustedError",
 )
 
-# Where each public name lives.
+# Module of each public name.
 _HOMES = {
     **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
     "Settings": "sparkhvd.settings",
@@ -140,7 +140,7 @@ __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data
 
 
 def __getattr__(name: str) -> Any:
-    if name == "runner":  # a package, whose import takes its time
+    if name == "runner":  # a package with a slow import
         return importlib.import_module("sparkhvd.runner")
     home = _HOMES.get(name)
     if home is None:

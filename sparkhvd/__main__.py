@@ -13,13 +13,13 @@ from sparkhvd.runner.doctor import examine
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparkhvd")
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="what this machine can do and lacks")
+    doctor = commands.add_parser("doctor", help="report what this machine supports and lacks")
     doctor.add_argument("--store", metavar="PATH_OR_URL", help="an estimator's store, to try")
     runs = commands.add_parser("runs", help="list the runs of a store")
     runs.add_argument("store", metavar="STORE", help="path or URL of the store")
     report = commands.add_parser("report", help="print where the report of a run is")
     report.add_argument("run", metavar="RUN", help="folder of the run: <store>/runs/<run_id>")
-    report.add_argument("-o", "--output", metavar="FILE", help="make the page anew, in this file")
+    report.add_argument("-o", "--output", metavar="FILE", help="write the page again, to this file")
     report.add_argument("--open", action="store_true", help="open it in a browser")
     compare = commands.add_parser("compare", help="what distinguishes two runs")
     compare.add_argument("runs", metavar="RUN", nargs=2, help="folders of the runs")
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status.
 
     Args:
-        arguments: of the command line; None: those of this process.
+        arguments: of the command line; None means this process's.
     """
     given = _parser().parse_args(arguments)
     if given.command == "doctor" and given.store is None:

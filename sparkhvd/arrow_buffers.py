@@ -1,7 +1,7 @@
-"""Arrow arrays of plain values, made of buffers.
+"""Arrow arrays of plain values, built from buffers.
 
-`pa.array` looks whether it was given a list of pandas' and imports pandas for that, which takes a second of CPU in every Python worker of
-Spark that has not done so.
+`pa.array` checks for pandas objects and imports pandas for that, which costs a second of CPU in every Python worker of
+Spark that has not imported it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def int32_array(*values: int) -> pa.Array:
-    """Return an Arrow array of numbers of 32 bits."""
+    """Return an Arrow array of 32-bit integers."""
     import pyarrow as pa
 
     buffer = pa.py_buffer(struct.pack(f"={len(values)}i", *values))
@@ -23,7 +23,7 @@ def int32_array(*values: int) -> pa.Array:
 
 
 def binary_array(*values: bytes) -> pa.Array:
-    """Return an Arrow array of bytes, together less than 2 GiB."""
+    """Return an Arrow array of bytes, less than 2 GiB in total."""
     import pyarrow as pa
 
     ends = list(accumulate(map(len, values), initial=0))

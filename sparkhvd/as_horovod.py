@@ -1,8 +1,9 @@
-"""The name `horovod` for the modules of `sparkhvd.horovod`, in processes that ask for it.
+"""The name `horovod` for the modules of `sparkhvd.horovod`, in processes that request it.
 
-`import horovod.torch` then gives the module `sparkhvd.horovod.torch` itself, so that a class has one identity under both names.
-A finder of imports does it: nothing is written, and no distribution is called horovod. Python programs that this process starts
-have the name, too: they inherit a variable, and a PYTHONPATH with the folder `import_path`, whose `horovod` installs the finder.
+`import horovod.torch` then returns the module `sparkhvd.horovod.torch` itself, so a class has one identity under both
+names. An import finder does it: nothing is written, and no distribution is called horovod. Python programs that this
+process starts inherit the name through a variable and a PYTHONPATH with the folder `import_path`, whose `horovod`
+installs the finder.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparkhvd.errors import InvalidArgumentError
 VARIABLE = "SPARKHVD_AS_HOROVOD"
 _NAME = "horovod"
 _IMPORT_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "import_path")
-# Where a module is looked for, in this order.
+# Modules are looked up in this order.
 _HOMES = (
     ("horovod", "sparkhvd.horovod"),
     ("horovod.torch", "sparkhvd.torch"),
@@ -37,7 +38,7 @@ _HOMES = (
 _PYTORCH_ONLY = (
     "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
 )
-_OLD_KERAS = "It is of a Keras that sparkhvd does not have. Train with Keras 3 on its torch backend and horovod.spark.keras"
+_OLD_KERAS = "It belongs to a Keras version that sparkhvd does not support. Train with Keras 3 on its torch backend and horovod.spark.keras"
 _ABSENT = {
     "horovod.tensorflow": f"{_PYTORCH_ONLY}, or with Keras 3 on its torch backend (KERAS_BACKEND=torch) and horovod.keras",
     "horovod.mxnet": _PYTORCH_ONLY,
@@ -47,11 +48,11 @@ _ABSENT = {
     "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
 }
 _BATCHES = "batches come from the fit, or from data_module= of the Lightning estimator, a LightningDataModule of your own"
-_DATA_PATH = "it is of Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read"
-_ELASTIC = "it is of Horovod's launcher. Start ranks with sparkhvdrun --host-discovery-script, and train with horovod.torch.elastic"
+_DATA_PATH = "it belongs to Horovod's data path. Use sparkhvd.data.prepare(df, store), whose loaders any rank can read"
+_ELASTIC = "it belongs to Horovod's launcher. Start ranks with sparkhvdrun --host-discovery-script, and train with horovod.torch.elastic"
 _GRADIENTS = "call allreduce() and its like, which have gradients and take average="
-_HELPER = "it is of Horovod's own modules. Write what you need of it; extension_available(), nccl_built() and their like tell what there is"
-_LAUNCHER = "it is of Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
+_HELPER = "it belongs to Horovod's internals. Write your own version; extension_available(), nccl_built() and others report what is available"
+_LAUNCHER = "it belongs to Horovod's launcher. Call horovod.run or horovod.spark.run, or start ranks with sparkhvdrun, mpirun or torchrun"
 # Modules of Horovod's launcher, by package.
 _OF_LAUNCHER = {
     "horovod.runner": "common driver gloo_run http js_run launch mpi_run run_task task task_fn util",
@@ -67,9 +68,9 @@ _OF_LAUNCHER = {
     "horovod.spark.task": "gloo_exec_fn mpirun_exec_fn task_info task_service",
 }
 _LOADERS = "sparkhvd.data has loaders for any loop"
-_OWN_LOOP = "it is of Horovod's training loop. Give the estimator what a fit needs"
+_OWN_LOOP = "it belongs to Horovod's training loop. Give the estimator what a fit needs"
 _SAVING = "call save() and load() of the estimator or the model"
-# Modules whose names that sparkhvd has not got are stubs, and what there is instead.
+# Modules whose missing names are stubs, with the replacement.
 STUBS = {
     "horovod.common.elastic": "train a loop of your own with horovod.torch.elastic",
     "horovod.common.exceptions": "nothing has two parts whose versions differ. Leave it out",
@@ -114,7 +115,7 @@ _WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 
 
 class Stub:
-    """A class or function of Horovod's that sparkhvd has not got: to make or call it is an error, to derive from it is not."""
+    """Stub of an unsupported symbol: calling it raises, subclassing is allowed."""
 
     refusal = ""
 
@@ -122,21 +123,21 @@ class Stub:
         """Refuse.
 
         Raises:
-            NotImplementedError: always; says what there is instead.
+            NotImplementedError: always, with the replacement.
         """
         raise NotImplementedError(cls.refusal)
 
 
 @functools.cache
 def stub(name: str, instead: str) -> type[Any]:
-    """Make the stub of a name with its module."""
+    """Create the stub of a name with its module."""
     module, _, last = name.rpartition(".")
     refusal = f"{name} is not in sparkhvd: {instead}."
     return type(last, (Stub,), {"__module__": module, "refusal": refusal})
 
 
 def _stub_in(module: str, name: str) -> object:
-    """Return a name of a module of `STUBS`: a module of stubs in it, else the stub of a class or function; names with an underscore have none."""
+    """Return a name of a module of `STUBS`: a stub module, or the stub of a class or function; raises for names with an underscore."""
     if f"{module}.{name}" in STUBS:
         return importlib.import_module(f"{module}.{name}")
     if name.startswith("_"):
@@ -145,7 +146,7 @@ def _stub_in(module: str, name: str) -> object:
 
 
 def _module_in(package: str, earlier: Callable[[str], object] | None, name: str) -> object:
-    """Import a module of stubs of a package that has another name, by which `from package import name` would look for it; else ask the package."""
+    """Import a stub module of a package under another name, as `from package import name` requires; else ask the package."""
     if f"{package}.{name}" in STUBS:
         return importlib.import_module(f"{package}.{name}")
     if earlier is None:
@@ -154,14 +155,14 @@ def _module_in(package: str, earlier: Callable[[str], object] | None, name: str)
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives a module that is there under another name, or one of stubs alone."""
+    """Loads a module that exists under another name, or a pure stub module."""
 
     def __init__(self, home: str | None) -> None:
         self._home = home
         self._spec: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Import the module under its own name, if it has one; let it make stubs of names that it has not."""
+        """Import the module under its own name, if any; add stubs of its missing names."""
         if self._home is None:
             module, self._spec = ModuleType(spec.name), spec
         else:
@@ -175,20 +176,20 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it back its own specification, which the import system has just replaced."""
+        """Restore its own specification, which the import system has just replaced."""
         module.__spec__ = self._spec
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `horovod` and what is in it."""
+    """Finds `horovod` and its submodules."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the specification of a module of Horovod's; None for all others.
+        """Return the specification of a Horovod module; None for all others.
 
         Raises:
-            ModuleNotFoundError: it is one that sparkhvd has not got; says what there is instead.
+            ModuleNotFoundError: sparkhvd has no such module; the message has the replacement.
         """
         if name.partition(".")[0] != _NAME:
             return None
@@ -209,19 +210,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # its parent is not a package
         return False
 
 
 def is_installed() -> bool:
-    """Return True if this process takes `horovod` for `sparkhvd.horovod`."""
+    """Return True if `horovod` means `sparkhvd.horovod` in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def install() -> None:
-    """Let `import horovod` mean `sparkhvd.horovod`, in this process and in those that sparkhvd starts from it.
+    """Make `import horovod` mean `sparkhvd.horovod`, in this process and in those that sparkhvd starts from it.
 
-    Call it before anything imports `horovod`; a Horovod that is installed is hidden. Again: nothing happens.
+    Call it before anything imports `horovod`; an installed Horovod is hidden. Further calls do nothing.
 
     Raises:
         InvalidArgumentError: another `horovod` has been imported.
@@ -237,11 +238,11 @@ def install() -> None:
     environ.update(path_variables(environ))
     if not is_installed():
         sys.meta_path.insert(0, _Finder())
-        _tell_spawned()
+        _install_in_spawned()
 
 
 class _ProcessName(str):
-    """Name of a process of multiprocessing, which takes the name `horovod` when it unpickles its own: before it imports the program."""
+    """Name of a multiprocessing process, which installs `horovod` when unpickled: before the process imports the program."""
 
     __slots__ = ()
 
@@ -255,8 +256,8 @@ def _named(name: str) -> str:
     return name
 
 
-def _tell_spawned() -> None:
-    """Let processes that multiprocessing spawns, or lets its fork server fork, such as a DataLoader's, have the name, too."""
+def _install_in_spawned() -> None:
+    """Give the name to processes that multiprocessing spawns, or its fork server forks, such as a DataLoader's."""
     made = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def _tell_spawned() -> None:
 
 
 def install_if_asked() -> None:
-    """Do `install()` where the process that has started this one has asked for it."""
+    """Call `install()` if the parent process has requested it."""
     if _is_asked():
         install()
 
@@ -277,7 +278,7 @@ def _is_asked() -> bool:
 
 
 def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONPATH by which Python programs of an environment import `horovod`; empty where it does not ask for the name."""
+    """Return the PYTHONPATH with which Python programs of an environment import `horovod`; empty without the request."""
     if environ.get(VARIABLE) != "1":
         return {}
     others = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
@@ -287,12 +288,12 @@ def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables by which other processes do as this one does."""
+    """Return the variables that give other processes the same name."""
     return {VARIABLE: "1"} if is_installed() else {}
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command as one that runs Python with the name, where that is asked for; other commands as they are."""
+    """Return a command that runs Python with the name, if requested; other commands unchanged."""
     if (
         not _is_asked()
         or not words
@@ -302,6 +303,6 @@ def command(words: Sequence[str]) -> list[str]:
     first = 1
     while first < len(words) and words[first].startswith("-") and words[first] not in ("-m", "-c"):
         first += 2 if words[first] in _WITH_VALUE else 1
-    if first >= len(words):  # it reads its standard input, or only says its version
+    if first >= len(words):  # it reads its standard input, or only prints its version
         return list(words)
     return [*words[:first], "-m", "sparkhvd.horovod", *words[first:]]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def allowed() -> float:
-    """Return the processors' worth of time that this process may use: affinity and quota, with fractions."""
+    """Return the processors' worth of time that this process may use, by affinity and quota; may be a fraction."""
     quota = cgroup_quota()
     return affinity() if quota is None else min(affinity(), quota)
 
 
 def whole() -> int:
-    """Return the processors that the JVM counts in this process's place: a fraction is one more."""
+    """Return the number of processors that a JVM would count in this process: fractions are rounded up."""
     return max(1, math.ceil(allowed()))
 
 
@@ -27,14 +27,14 @@ def affinity() -> int:
 def cgroup_quota(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Return the processors' worth of time that this process's control group may use; None when unlimited."""
+    """Return the processors' worth of time that this process's control group may use; None if unlimited."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
         return None
     quotas = []
     for _, controllers, path in (group for group in groups if len(group) == 3):
-        if not controllers:  # version 2; a limit of any group above counts too
+        if not controllers:  # version 2; limits of parent groups count too
             here = root / path.lstrip("/")
             for folder in (here, *here.parents):
                 quotas.append(_quota(read_text(folder / "cpu.max").split()))
@@ -52,14 +52,14 @@ def cgroup_quota(
 
 
 def _quota(words: Sequence[str]) -> float | None:
-    """Parse quota and period in microseconds, as the kernel writes them; None for unlimited ("max", "-1" or nothing)."""
+    """Parse quota and period in microseconds, as the kernel writes them; None if unlimited ("max", "-1" or empty)."""
     if len(words) != 2 or not (words[0].isdigit() and words[1].isdigit()) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])
 
 
 def read_text(path: Path) -> str:
-    """Return the stripped text of a file; "" where it cannot be read."""
+    """Return the stripped text of a file; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

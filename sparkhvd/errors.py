@@ -3,7 +3,7 @@
 A caller does one of three things with an error, so there are three kinds: fix the call
 (`InvalidArgumentError`, `MismatchError`), restore and try again because the set of ranks changed
 (`CollectiveError`), or report a defect (`InternalError`). `RankError` is raised on the driver when a rank of a run
-failed: it carries the failure as data.
+failed, and carries the failure as data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InvalidArgumentError(SparkhvdError, ValueError):
 
 
 class UnsupportedError(InvalidArgumentError, NotImplementedError):
-    """No version of this package does what the call asks for. Never retried."""
+    """The call asks for something that this package does not support. Never retried."""
 
 
 class MismatchError(InvalidArgumentError, RuntimeError):
@@ -52,7 +52,7 @@ class MismatchError(InvalidArgumentError, RuntimeError):
 
 
 class PreflightError(InvalidArgumentError, RuntimeError):
-    """The cluster or the store cannot run this job; raised before anything long has started."""
+    """The cluster or the store cannot run this job; raised before ranks start."""
 
 
 class UntrustedError(InvalidArgumentError):
@@ -62,12 +62,13 @@ class UntrustedError(InvalidArgumentError):
 class CollectiveError(SparkhvdError, RuntimeError):
     """The set of ranks changed under an operation.
 
-    The contents of every buffer that was in flight are undefined, and the engine is unusable until it is
+    The contents of all buffers in flight are undefined, and the engine is unusable until it is
     initialised again.
 
     Attributes:
-        lost: by rank, how it was lost, as far as this rank knows: "dead" (its process has ended), "silent" (it may live, but
-            does not answer, stopped in the middle of an operation, or its connection broke), "left" (it shut down).
+        lost: by rank, how it was lost, as far as this rank knows: "dead" (its process has ended), "silent" (it may
+            live, but does not answer, stopped in the middle of an operation, or its connection broke), "left" (it shut
+            down).
     """
 
     lost: Mapping[int, str] = MappingProxyType({})
@@ -92,15 +93,15 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class PeerLostError(CollectiveError, ConnectionError):
-    """The process or the connection of another rank is gone; the message names it, and `lost` all that are."""
+    """The process or the connection of another rank is gone; the message names it, and `lost` lists all lost ranks."""
 
 
 class ElasticError(SparkhvdError, RuntimeError):
-    """An elastic job cannot go on: too few ranks, too many resets, no rank with the training's state, or no coordinator. Never retried."""
+    """An elastic job cannot continue: too few ranks, too many resets, no rank with the training's state, or no coordinator. Never retried."""
 
 
 class LeftOutError(ElasticError):
-    """The other ranks of an elastic job went on without this one, which did not answer in time. It must end, and write nothing."""
+    """The other ranks of an elastic job continued without this one, which did not answer in time. It must end, and write nothing."""
 
 
 HorovodInternalError = CollectiveError
@@ -110,12 +111,12 @@ HorovodInternalError = CollectiveError
 class StoreError(SparkhvdError, OSError):
     """The store cannot be read or written now: it is full, gone, unreachable, or closed to this user.
 
-    Files that were written before stay: a fit with the same `run_id` goes on from the last checkpoint. Never retried.
+    Files written before remain: a fit with the same `run_id` resumes from the last checkpoint. Never retried.
     """
 
 
 class EngineUnavailableError(SparkhvdError, ImportError):
-    """The compiled library is missing or does not fit this version of the package."""
+    """The compiled library is missing or does not match this version of the package."""
 
 
 class InternalError(SparkhvdError, RuntimeError):
@@ -126,14 +127,14 @@ class RankError(SparkhvdError, RuntimeError):
     """A rank of a run failed. Raised on the driver; names the root cause, not its consequences.
 
     Attributes:
-        rank: the rank that failed first, or None when no rank had started.
-        host: the host it ran on, or None when unknown.
+        rank: the rank that failed first, or None if no rank had started.
+        host: the host it ran on, or None if unknown.
         exit: how its process ended: "exception", "exit 3", "signal SIGKILL", "lost".
-        error_type: class of the exception on that rank, "ValueError" or "torch.OutOfMemoryError"; empty if there was none.
+        error_type: class of the exception on that rank, "ValueError" or "torch.OutOfMemoryError"; empty without one.
             `__cause__` is an exception of that class and text if it is one of Python's or of this package, else None.
-        traceback: the whole Python traceback on that rank; empty if there was none. The text of this error has the frames of
+        traceback: the whole Python traceback on that rank; empty without one. The text of this error has the frames of
             the user's code.
-        log_tail: the last lines that the rank printed; empty if there were none.
+        log_tail: the last lines that the rank printed; may be empty.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
-# Address at which processes of this host meet, whatever its name and its networks are.
+# Address for processes of this host, independent of its name and networks.
 LOOPBACK = "127.0.0.1"
 # Requests of ioctl, and flags of an interface, as Linux numbers them.
 _ALL_ADDRESSES = 0x8912
@@ -23,9 +23,9 @@ _IS_UP, _HAS_CARRIER = 0x1, 0x40
 _ENTRY_BYTES = 40
 _MOST = 1024
 _LINK_LOCAL = 0x20
-# Linux tells of a carrier up to a second after it has come.
+# Linux reports a new carrier up to a second late.
 _CARRIER_S = 2.0
-# Hosts of documentation, which nobody has: where the default route leads.
+# Documentation addresses, which no host has: they follow the default route.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -36,7 +36,7 @@ class Interface:
     Attributes:
         name: of the interface.
         address: one of its addresses, IPv4 or IPv6.
-        is_up: whether it is switched on and has a carrier.
+        is_up: whether it is up and has a carrier.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return the addresses of this host's interfaces, IPv4 first; none of a link alone (fe80::)."""
+    """Return the addresses of this host's interfaces, IPv4 first, without link-local ones (fe80::)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = [*_ipv4(probe), *_ipv6()]
         return [Interface(name, address, _is_up(probe, name)) for name, address in found]
@@ -79,20 +79,20 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
     try:
         answer = fcntl.ioctl(probe, _FLAGS, struct.pack("40s", name.encode()))
-    except OSError:  # it went away
+    except OSError:  # it has disappeared
         return False
     wanted = _IS_UP | _HAS_CARRIER
     return int(struct.unpack_from("H", answer, 16)[0]) & wanted == wanted
 
 
 def address_on(choice: str) -> str:
-    """Return this host's address on the first interface of a choice that is here and up.
+    """Return this host's address on the first matching interface that is up.
 
     Args:
         choice: names, addresses or networks such as `10.0.0.0/8`, separated by commas.
 
     Raises:
-        InvalidArgumentError: a network of the choice is none.
+        InvalidArgumentError: a network of the choice is invalid.
         PreflightError: no interface of the choice is here and up.
     """
     wanted = [part for text in choice.split(",") if (part := text.strip())]
@@ -125,7 +125,7 @@ def _is_in(interface: Interface, part: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the numeric address of this host from which the routing table reaches another."""
+    """Return the numeric address of this host on the route to another."""
     family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)  # UDP: sends nothing
@@ -137,10 +137,10 @@ def own_address(choice: str, towards: str) -> str:
 
     Args:
         choice: as for `address_on`; empty for the interface towards another host.
-        towards: that host. Where it is this one by a name for itself alone, the default route counts.
+        towards: that host. If it resolves to this host, the default route counts.
 
     Raises:
-        PreflightError: this host has no address but its loopback's.
+        PreflightError: this host has only its loopback address.
     """
     if choice:
         return address_on(choice)

@@ -1,6 +1,6 @@
-"""Messages of a rank to the driver of its job, and how far its training is.
+"""Messages of a rank to its driver, and the progress of its training.
 
-Threads: any. A process that the rank has forked, and one that the runner did not start, write them to stderr.
+Threads: any. A fork of the rank, and a process that the runner did not start, write them to stderr.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import SupportsFloat
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Begins the line of `log_metrics`; an object of JSON follows.
+# Prefix of the line of `log_metrics`; a JSON object follows.
 METRICS = "metrics "
 
-# The rest of a longer message is left out.
+# Longer messages are cut.
 _MAX_BYTES = 64 << 10
-# At most one entry: the process, and its ways to the driver, of messages (False: it is closed) and of progress.
+# At most one entry: the pid, and functions that send a message (False: closed) and progress to the driver.
 _installed: list[tuple[int, Callable[[bytes], bool], Callable[[bytes], bool]]] = []
 
 
 def log_to_driver(message: object) -> None:
-    """Show a message on the driver, within a second, behind the number of this rank.
+    """Show a message on the driver, within a second, prefixed with the number of this rank.
 
-    From any rank and any thread, whatever the rank prints: it counts apart from the limit of lines (docs/observe.md). 100 messages per second of
-    a rank are shown, and 64 KiB of each. In a process that `run`, `run_local`, `run_hosts` or a fit did not start, such as one of `sparkhvdrun`
-    or mpirun, it is a line of stderr. Never waits for the driver.
+    From any rank and thread, with its own rate limit (docs/observe.md): the driver shows 100 messages per second of a
+    rank, and 64 KiB of each. In a process that `run`, `run_local`, `run_hosts` or a fit did not start, such as one of
+    `sparkhvdrun` or mpirun, it is a line of stderr. Never waits for the driver.
 
     Args:
-        message: text of one or more lines; of anything else its `str`.
+        message: text of one or more lines; `str` of anything else.
     """
     data = str(message).encode(errors="replace")
     if len(data) > _MAX_BYTES:
@@ -47,17 +47,17 @@ def log_to_driver(message: object) -> None:
 
 
 def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
-    """Give numbers to the loggers of the driver: those of `run(fn, loggers=[...])`, `run_local` and `run_hosts`; else they are a line of output.
+    """Send numbers to the driver's loggers (`loggers=` of `run`, `run_local` and `run_hosts`); without loggers they are a line of output.
 
-    From any rank and thread; what several ranks give under one name, the loggers get several times. Never waits for the driver. 100 calls per second
-    of a rank are taken.
+    From any rank and thread; each rank's value of a name is logged. Never waits for the driver. At most 100 calls per
+    second of a rank are logged.
 
     Args:
-        metrics: numbers by name: floats, or what `float` takes, such as a tensor with one element.
+        metrics: numbers by name: floats, or values that `float` accepts, such as a tensor with one element.
         step: such as the epoch, or the number of the step.
 
     Raises:
-        InvalidArgumentError: a value is no number, or `step` no whole number.
+        InvalidArgumentError: a value is not a number, or `step` is not a whole number.
     """
     try:
         values = {str(name): float(value) for name, value in metrics.items()}
@@ -71,16 +71,16 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
 
 
 def report_progress(text: str) -> None:
-    """Tell the driver in one line how far the training is; only the newest counts. In other processes nothing happens."""
+    """Report the training's progress to the driver in one line; only the newest counts. Does nothing in other processes."""
     if _installed and _installed[-1][0] == os.getpid():
         _installed[-1][2](text.encode(errors="replace"))
 
 
 def install(send: Callable[[bytes], bool], progress: Callable[[bytes], bool]) -> None:
-    """Set the ways to the driver for this process; called by the trainer process.
+    """Set the functions that reach the driver for this process; called by the trainer process.
 
     Args:
-        send: takes a message in UTF-8, from any thread; returns False when it cannot be sent any more.
-        progress: the same for a short line on how far the training is.
+        send: sends a message in UTF-8, from any thread; returns False once that is impossible.
+        progress: the same for a short line about the training's progress.
     """
     _installed[:] = [(os.getpid(), send, progress)]

@@ -1,4 +1,4 @@
-"""Commands `runs`, `report` and `compare` of the command line: what the reports in a store say. They change no run."""
+"""Commands `runs`, `report` and `compare`, which print reports of a store. They change no run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def list_runs(store_url: str) -> None:
 
 
 def _shown(value: object, form: str) -> str:
-    """Format a number of a document; "-" where it has none."""
+    """Format a number of a document; "-" if missing."""
     return "-" if value is None else f"{number(value):{form}}"
 
 
 def show_report(run: str, output: str | None, *, is_opened: bool) -> None:
-    """Print where the page of a run's report is; make it anew from the document if `output` asks for it, or it is not there.
+    """Print where the page of a run's report is; write it again from the document if `output` is given or it is missing.
 
     Args:
         run: folder of the run, `<store>/runs/<run_id>`, as a path or URL.
@@ -64,7 +64,7 @@ def show_report(run: str, output: str | None, *, is_opened: bool) -> None:
 
 
 def compare_runs(first: str, second: str) -> None:
-    """Print what distinguishes two runs, each given as in `show_report`."""
+    """Print the differences between two runs, each given as in `show_report`."""
     documents = [_document(Store(_folder(run))) for run in (first, second)]
     sys.stdout.write(f"{compare(*documents)}\n")
 

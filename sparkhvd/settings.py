@@ -1,10 +1,10 @@
-"""Every engine and launch setting, with its unit, default, meaning and environment name.
+"""Every engine and launch setting, with its unit, default, meaning and environment variable.
 
 Later sources win: the default, the driver's environment, the Spark conf (`spark.executorEnv.<variable>`, then
 `spark.sparkhvd.<setting>`), `env=` of a launch, variables that the rank's function sets before `init()`, and values
-given in code (`settings=`). All but the last-but-one are resolved once, on the driver or in a process that was not
-launched, and shipped whole to every rank (`rank_settings`). The executors' own environment does not count, because hosts
-may differ in it. Nothing else in the package reads the environment for a setting.
+given in code (`settings=`). All except the rank's variables are resolved once, on the driver or in a process that was
+not launched, and sent whole to every rank (`RankSettings`). The executors' own environment does not count, because
+hosts may differ in it. No other module reads the environment for a setting.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def knob(
     """Declare a setting: a field of a dataclass.
 
     Args:
-        default: its default; its type is the type of the setting.
+        default: its default, which also determines its type.
         env: its environment variable.
         unit: its unit.
         doc: its meaning.
         alias: Horovod's variable for it.
-        limit: values that are allowed; None for all of the type.
+        limit: allowed values; None for all of the type.
     """
     metadata = {"env": env, "unit": unit, "doc": doc, "alias": alias, "limit": limit}
     return field(default=default, metadata=metadata)
 
 
 def variables_of(f: Field[object]) -> list[str]:
-    """Return the environment variables of a setting; the first that is set counts."""
+    """Return the environment variables of a setting; the first one that is set counts."""
     return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
 
 
@@ -67,7 +67,7 @@ _PARSERS: dict[type, Callable[[str], object]] = {
 
 
 def parse(f: Field[object], source: str, text: str) -> object:
-    """Return the value of a setting in the text of a variable or key.
+    """Parse the value of a setting in a variable or key.
 
     Args:
         f: the setting.
@@ -90,7 +90,7 @@ def parse(f: Field[object], source: str, text: str) -> object:
 
 
 def check(f: Field[object], value: object, source: str) -> None:
-    """Refuse a value that the setting does not allow.
+    """Reject a value that the setting does not allow.
 
     Args:
         f: the setting.
@@ -108,7 +108,7 @@ def check(f: Field[object], value: object, source: str) -> None:
 
 
 def parse_place(text: str) -> tuple[str, int] | None:
-    """Return host and port of `host:port` or `[host]:port`; None if it is none."""
+    """Return host and port of `host:port` or `[host]:port`; None if invalid."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
@@ -116,14 +116,14 @@ def parse_place(text: str) -> tuple[str, int] | None:
 
 
 def may_be_caught(number: int) -> bool:
-    """Return True if a program may handle the signal, or for 0. Numbers of Linux."""
-    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot go on
+    """Return True if a program may handle the signal, and for 0. Uses Linux's numbers."""
+    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot continue
     reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
     return 0 <= number <= 64 and number not in faults | reserved
 
 
 def parse_port_range(text: str) -> range | None:
-    """Return the ports of `first-last`; `range(1)` for no text; None if it is none."""
+    """Return the ports of `first-last`; `range(1)` for no text; None if invalid."""
     if not text:
         return range(1)
     first, dash, last = text.partition("-")
@@ -134,17 +134,17 @@ def parse_port_range(text: str) -> range | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number; a bool is none."""
+    """Return whether a value is a number; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_seconds(name: str, seconds: object, such_as: float) -> None:
-    """Refuse a wait that is not a number of seconds above 0.
+    """Reject a wait that is not a number of seconds above 0.
 
     Args:
         name: of the argument or flag.
         seconds: the wait.
-        such_as: seconds that the message gives as an example.
+        such_as: seconds for the example in the message.
 
     Raises:
         InvalidArgumentError: it is not a number of seconds above 0.
@@ -156,7 +156,7 @@ def check_seconds(name: str, seconds: object, such_as: float) -> None:
         )
 
 
-# Of the settings in the Spark conf: spark.sparkhvd.bucket_bytes and the like.
+# Prefix of settings in the Spark conf: spark.sparkhvd.bucket_bytes and the like.
 CONF_PREFIX = "spark.sparkhvd."
 _EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
@@ -171,7 +171,7 @@ _DURATION: Limit[float] = (lambda value: value > 0, "more than 0")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of engine and launch. Built once, shipped whole to every rank."""
+    """Settings of engine and launch. Built once, sent whole to every rank."""
 
     isa: str = knob(
         "auto",
@@ -232,13 +232,13 @@ class Settings:
         True,
         env="SPARKHVD_KEEP_FREED_MEMORY",
         unit="0 or 1",
-        doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc as it is.",
+        doc="Processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc unchanged.",
     )
     nursery: str = knob(
         "auto",
         env="SPARKHVD_NURSERY",
         unit="auto, 0 or 1",
-        doc="Fork the ranks of later launches from a process per executor that has imported torch; it ends after a minute unused. "
+        doc="Fork the ranks of later launches from a zygote, a process per executor that has imported torch; it ends after an idle minute. "
         "auto = not on YARN and Kubernetes, where it is not tested.",
         limit=(lambda value: value in ("auto", "0", "1"), "auto, 0 or 1"),
     )
@@ -269,9 +269,9 @@ class Settings:
         44,
         env="SPARKHVD_STACK_SIGNAL",
         unit="number",
-        doc="Signal at which a rank that keeps others waiting writes its Python stacks for the warning; ignored "
+        doc="Signal at which a straggler writes its Python stacks for the warning; ignored "
         "if the program uses it; 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
-        limit=(lambda value: may_be_caught(value), "0, or a signal to be caught"),
+        limit=(lambda value: may_be_caught(value), "0, or a signal that can be caught"),
     )
     timeline: str = knob(
         "",
@@ -328,34 +328,34 @@ class Settings:
         "",
         env="SPARKHVD_INTERFACES",
         unit="names or networks",
-        doc="Interfaces by which hosts talk, such as eth0 or 10.0.0.0/8, with commas; a host's first that is up counts. Empty = by address.",
+        doc="Interfaces between hosts, such as eth0 or 10.0.0.0/8, separated by commas; each host uses the first that is up. Empty = by address.",
         alias="HOROVOD_GLOO_IFACE",
     )
     directory: str = knob(
         "",
         env="SPARKHVD_DIRECTORY",
         unit="host:port",
-        doc="Where rank 0 listens for ranks that a launcher has started on several hosts; empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
+        doc="Address at which rank 0 listens for ranks started by a launcher on several hosts; empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
         limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
     )
     ssh_command: str = knob(
         "ssh",
         env="SPARKHVD_SSH",
         unit="command",
-        doc="OpenSSH's client, with any options, by which sparkhvdrun and run_hosts reach other hosts.",
+        doc="OpenSSH's client, with any options, with which sparkhvdrun and run_hosts reach other hosts.",
     )
     job_key_file: str = knob(
         "",
         env="SPARKHVD_JOB_KEY_FILE",
         unit="path",
-        doc="File of this user alone (mode 0600), 32 or more random bytes, the same on every host, by which ranks without a launcher's key know each other.",
+        doc="File of this user only (mode 0600) with 32 or more random bytes, the same on every host, with which ranks without a launcher's key authenticate.",
     )
     trust_network: bool = knob(
         False,
         env="SPARKHVD_TRUST_NETWORK",
         unit="0 or 1",
-        doc="Let ranks on several hosts hand each other the job's key over the network, where whoever reaches rank 0 can join; "
-        "without it they need a launcher that gives one, or a file of the key.",
+        doc="Ranks on several hosts send each other the job's key over the network, where any process that reaches rank 0 can join; "
+        "without it they need a launcher that provides a key, or a key file.",
     )
     cuda_library: str = knob(
         "",
@@ -367,14 +367,14 @@ class Settings:
         "auto",
         env="SPARKHVD_LIVE_OUTPUT",
         unit="auto, messages or 0",
-        doc="Show on the driver what ranks print while they run; messages = only those of `hvd.log_to_driver`; 0 = the last lines at the end.",
+        doc="Show the ranks' output on the driver live; messages = only those of `hvd.log_to_driver`; 0 = the last lines at the end.",
         limit=(lambda value: value in LIVE_OUTPUT, f"one of {', '.join(LIVE_OUTPUT)}"),
     )
     start_timeout_s: float = knob(
         600.0,
         env="SPARKHVD_START_TIMEOUT_S",
         unit="s",
-        doc="Longest wait for enough free Spark task slots, and of a rank that a launcher has started for the others.",
+        doc="Longest wait for enough free Spark task slots, and for the other ranks of a launcher.",
         alias="HOROVOD_SPARK_START_TIMEOUT",
         limit=_DURATION,
     )
@@ -382,7 +382,7 @@ class Settings:
         30.0,
         env="SPARKHVD_ELASTIC_PATIENCE_S",
         unit="s",
-        doc="Longest wait of the ranks of an elastic job, while ranks change, for one that lives and does not answer; then they go on without it.",
+        doc="Time that an unresponsive rank may delay a change of the ranks of an elastic job; then the others continue without it.",
         limit=_DURATION,
     )
 
@@ -392,7 +392,7 @@ class Settings:
 
     @property
     def tuning(self) -> str:
-        """Knobs that may be tuned: "" none, "on" those that cannot change bits, "all" all."""
+        """Settings that may be tuned: "" for none, "on" for those that cannot change bits, "all" for all."""
         return {"": "", "0": "", "1": "on"}.get(self.autotune, self.autotune)
 
     @property
@@ -415,7 +415,7 @@ class Settings:
         conf: Mapping[str, str] | None = None,
         **explicit: object,
     ) -> Settings:
-        """Build settings: an argument wins over the conf, it over the environment, and that over the default.
+        """Build settings: arguments override the conf, which overrides the environment, which overrides defaults.
 
         Args:
             environ: variables to read; None means this process's environment.
@@ -424,7 +424,7 @@ class Settings:
 
         Raises:
             InvalidArgumentError: a value is not of the field's type or out of its range, or a name is unknown. The
-                message has the variable or key that holds it.
+                message has the variable or key.
         """
         conf = conf or {}
         known = {f.name for f in fields(cls)}
@@ -440,7 +440,7 @@ class Settings:
         return replace(settings, **{**in_conf, **given})
 
     def overridden(self, variables: Mapping[str, str], keep: Collection[str] = ()) -> Settings:
-        """Return these settings with the values that environment variables hold.
+        """Return these settings with the values of environment variables.
 
         Args:
             variables: values by name; names that are not settings are ignored. An empty value means the default.
@@ -519,16 +519,16 @@ def markdown_table() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Settings on their way from the driver to a launched rank.
+# Transfer of settings from the driver to a launched rank.
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings of a launch, as the driver has decided on them.
+    """Settings of a launch, decided by the driver.
 
     Attributes:
         values: the settings.
-        fixed: names of those that were given in code and that no variable of a rank changes.
+        fixed: names of settings given in code, which no variable of a rank changes.
     """
 
     values: Settings
@@ -548,14 +548,14 @@ class JobSettings:
 class RankSettings:
     """Settings of a launched rank: the job's, changed by variables that its function sets before `init()`.
 
-    Variables that were set when this was made do not count: they are the host's, or the job's settings have them.
+    Variables that were set before do not count: they are the host's, or already in the job's settings.
 
     Args:
         job: settings of the job.
-        before: variables that were set when the rank began; None for those of now.
+        before: variables that were set when the rank started; None for the current ones.
     """
 
-    # Settings that have had their effect before the function begins.
+    # Settings that have taken effect before the function starts.
     _EARLY = (
         "elastic_patience_s",
         "keep_freed_memory",
@@ -572,7 +572,7 @@ class RankSettings:
         """Return the current settings.
 
         Raises:
-            InvalidArgumentError: the value of a variable is not allowed, or comes too late to have an effect.
+            InvalidArgumentError: the value of a variable is not allowed, or is too late to have an effect.
         """
         changed = {
             name: text for name, text in os.environ.items() if self._before.get(name) != text

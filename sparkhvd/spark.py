@@ -1,6 +1,6 @@
 """Sessions of classic Spark and of Spark Connect behind one interface.
 
-The rest of the package uses the DataFrame API; operations that it lacks are here, such as cancelling a job or counting
+The rest of the package uses the DataFrame API. Operations outside of it are here, such as cancelling a job or counting
 slots.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def check_session(spark: object) -> None:
-    """Refuse a value that is not a session, and a session that has been stopped.
+    """Reject a value that is not a session, and a stopped session.
 
     Raises:
         InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
@@ -56,14 +56,14 @@ def is_stopped(session: Any) -> bool:
 
 
 def check_dataframe(call: str, value: object) -> None:
-    """Refuse a value that is not a DataFrame of Spark.
+    """Reject a value that is not a Spark DataFrame.
 
     Args:
-        call: or argument that got it, for the message.
+        call: or argument that received it, for the message.
         value: given.
 
     Raises:
-        InvalidArgumentError: it is none; the message says how to make one.
+        InvalidArgumentError: it is not a DataFrame; the message says how to create one.
     """
     if is_dataframe(value):
         return
@@ -84,7 +84,7 @@ def is_connect(spark: SparkSession) -> bool:
 
 
 def session_key(spark: SparkSession) -> str:
-    """Return the key of a session; two objects of one session have one key."""
+    """Return the key of a session; two objects of one session have the same key."""
     session: Any = spark
     if is_connect(spark):
         return str(session.session_id)
@@ -106,11 +106,11 @@ def has_died(spark: SparkSession) -> bool:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
-    """Return how many tasks of the jobs with a tag have begun, and how many others of the application run; None where that is unknown."""
+    """Count started tasks of the jobs with a tag, and running tasks of other jobs of the application; None if unknown."""
     if is_connect(spark):
         return None
     context: Any = spark.sparkContext
-    with contextlib.suppress(Exception):  # of another Spark, or the application is over
+    with contextlib.suppress(Exception):  # another Spark version, or the application has ended
         tracker = context.statusTracker()
         tagged = context._jsc.sc().statusTracker().getJobIdsForTag(tag)
         jobs = [tracker.getJobInfo(job) for job in tagged]
@@ -139,12 +139,12 @@ def active_session() -> SparkSession:
     """Return the active session of this thread, classic or Connect.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: there is no active session.
     """
     from pyspark.sql import SparkSession
 
     session: SparkSession | None = SparkSession.getActiveSession()
-    if session is None:  # a thread or connection of its own has only the default session
+    if session is None:  # other threads and connections have only the default session
         with contextlib.suppress(Exception):
             session = SparkSession.active()
     if session is None:
@@ -179,14 +179,14 @@ def is_dataframe(value: object) -> TypeIs[DataFrame]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What only sessions of Spark Connect have: a server elsewhere, and news of the tasks of their operations.
+# Operations of Spark Connect sessions: the server elsewhere, and progress of the tasks of their operations.
 
 
 def server_host(session: Any) -> str:
     """Return the host of a session's server, a name or an address.
 
     Raises:
-        OSError: the session's channel was built in a way that does not tell it.
+        OSError: the session's channel does not provide it.
     """
     try:
         return str(session.client.host).strip("[]")
@@ -204,20 +204,20 @@ def is_served_here(session: Any) -> bool:
 
 
 def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Read the values of conf keys in one request to a session's server; None for those that are not set."""
+    """Read the values of conf keys in one request to a session's server; None for unset keys."""
     names = list(keys)
     values = session.client.get_config_with_defaults(*((name, None) for name in names))
     return list(zip(names, values, strict=True))
 
 
 def file_roots(df: Any) -> list[str]:
-    """List paths that the scans of a DataFrame were given, two of each scan; asks no server."""
+    """List paths given to the scans of a DataFrame, two of each scan; sends no request."""
     roots: list[str] = []
     messages = [df._plan.to_proto(df.sparkSession.client)]
     while messages:
         message = messages.pop()
         if message.DESCRIPTOR.name == "DataSource":
-            # Spark's default is Parquet; other formats are no data files of tables, or tables with their logs.
+            # Spark's default is Parquet. Other formats are not data files of tables, or are tables with logs.
             if message.format in ("", "parquet", "orc", "avro"):
                 by_option = [v for k, v in message.options.items() if k.lower() == "path"]
                 roots += [*message.paths, *by_option][:2]
@@ -230,7 +230,7 @@ def file_roots(df: Any) -> list[str]:
 
 
 def register_profile(session: Any, profile: ResourceProfile) -> None:
-    """Register a resource profile at a session's server; by itself it would use the thread's active session."""
+    """Register a resource profile at a session's server; by default it would use the thread's active session."""
     from pyspark.sql.connect import proto
 
     tasks = {
@@ -242,12 +242,12 @@ def register_profile(session: Any, profile: ResourceProfile) -> None:
 
 @contextlib.contextmanager
 def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Iterator[None]:
-    """Call a function again and again, from pyspark's threads, while tasks of a stage run that is executed inside the block.
+    """Call a function repeatedly, from pyspark's threads, while tasks of a stage executed inside the block run.
 
     Args:
         session: that executes it.
-        size: number of the stage's tasks, by which it is known.
-        notice: must not raise: it would end the operation.
+        size: number of the stage's tasks, which identifies it.
+        notice: must not raise, which would end the operation.
     """
 
     def poll(
@@ -272,7 +272,7 @@ if TYPE_CHECKING:
 
     ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
-# gRPC refuses larger messages; the program is in the plan, next to little else.
+# gRPC refuses larger messages; the plan holds the program and little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
@@ -291,7 +291,7 @@ class SparkShim:
 
     Attributes:
         session: the session.
-        is_connect: whether it is one of Spark Connect.
+        is_connect: whether it is a Spark Connect session.
     """
 
     def __init__(self, spark: SparkSession) -> None:
@@ -301,14 +301,14 @@ class SparkShim:
             InvalidArgumentError: `spark` is not a SparkSession.
         """
         check_session(spark)
-        self.session: Any = spark  # the two kinds have no type in common
+        self.session: Any = spark  # the two kinds have no common type
         self.is_connect = is_connect(spark)
         self._choose_python()
 
     def _choose_python(self) -> None:
-        """Let the workers of a local master run this Python, which has the package, where nobody has chosen one.
+        """Make the workers of a local master run this Python, which has the package, unless the user has chosen one.
 
-        By default they run `python3` of the search path, another one in a virtual environment that is not activated.
+        By default they run `python3` of the search path, which differs in a virtual environment that is not activated.
         """
         if not self._has_executors_here() or not sys.executable:
             return
@@ -317,11 +317,11 @@ class SparkShim:
         self.session.sparkContext.pythonExec = sys.executable
 
     def _has_executors_here(self) -> bool:
-        """Return True if executors are on the driver's host by the master's kind: `local[...]` and `local-cluster[...]`."""
+        """Return True if the master runs executors on the driver's host: `local[...]` and `local-cluster[...]`."""
         return not self.is_connect and self.session.sparkContext.master.startswith("local")
 
     def is_served_here(self) -> bool:
-        """Return True if this process has Spark's driver: a classic session, or one of a Connect server that it has started."""
+        """Return True if this process has Spark's driver: a classic session, or a session of a Connect server that it started."""
         return not self.is_connect or is_served_here(self.session)
 
     def runs_this_python(self) -> bool:
@@ -351,7 +351,7 @@ class SparkShim:
     def own_addresses(self) -> tuple[str, str]:
         """Return the address at which this process can listen for executors, and its host as they reach it."""
         if self.is_connect:
-            # Towards the server; it is unknown whether executors on other hosts can use it.
+            # Towards the server; executors on other hosts may be unable to reach it.
             address = address_towards(server_host(self.session))
             return address, address
         if self._has_executors_here():
@@ -369,7 +369,7 @@ class SparkShim:
         return is_stopped(self.session)
 
     def registered_slots(self, profile: ResourceProfile | None = None) -> int | None:
-        """Return the barrier tasks that the registered executors can run at once; None if unknown."""
+        """Return the number of barrier tasks that the registered executors can run at once; None if unknown."""
         if self.is_connect:
             return None
         context = self.session.sparkContext._jsc.sc()
@@ -377,22 +377,22 @@ class SparkShim:
             chosen = context.resourceProfileManager().defaultResourceProfile()
         else:
             chosen = profile._java_resource_profile
-        if chosen is None:  # built before there was a session: Spark learns of it with the stage
+        if chosen is None:  # built before there was a session: Spark receives it with the stage
             return None
         return int(context.maxNumConcurrentTasks(chosen))
 
     def decommissioned(self, executors: Iterable[str]) -> set[str]:
-        """Return those of these executors that Spark will take away; none over Connect, which does not tell."""
+        """Return the executors that Spark is decommissioning; empty over Connect, which does not report them."""
         if self.is_connect:
             return set()
         scheduler = self.session.sparkContext._jsc.sc().taskScheduler()
         return {e for e in executors if scheduler.getExecutorDecommissionState(e).isDefined()}
 
     def profile(self, cpus: int | None, gpus: float | None) -> ResourceProfile:
-        """Register a resource profile with so much for each task of a stage; None leaves a resource out.
+        """Register a resource profile with these resources per task of a stage; None leaves a resource out.
 
         Raises:
-            Exception: of Spark's own kinds, where its master takes no profiles.
+            Exception: of Spark's own kinds, if its master does not support profiles.
         """
         from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
@@ -419,7 +419,7 @@ class SparkShim:
 
     @property
     def closure_limit(self) -> int | None:
-        """Most bytes that a program may have; None where Spark sets no limit."""
+        """Most bytes of a program; None without a limit of Spark."""
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
     def stage(
@@ -431,15 +431,15 @@ class SparkShim:
         *,
         is_barrier: bool = True,
     ) -> DataFrame:
-        """Return the DataFrame whose `collect` runs `task` in a stage of `size` tasks, which start together or as slots are free."""
+        """Return the DataFrame whose `collect` runs `task` in a stage of `size` tasks, which start together or as slots become free."""
         rows: DataFrame = self.session.range(0, size, 1, numPartitions=size)
         given = {} if profile is None else {"profile": profile}
         return rows.mapInArrow(task, schema, barrier=is_barrier, **given)
 
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
-        """Give the jobs of this thread a tag inside the block, by which `cancel` finds them."""
-        # On classic the context's own tags, because pyspark 3.5 has no others.
+        """Tag the jobs of this thread inside the block, for `cancel`."""
+        # Classic sessions use the context's tags, because pyspark 3.5 has no others.
         if self.is_connect:
             self.session.addTag(tag)
         else:
@@ -450,7 +450,7 @@ class SparkShim:
             if self.is_connect:
                 self.session.removeTag(tag)
             else:
-                # The application may be over: then its tags are too.
+                # The application may have ended, and its tags with it.
                 with contextlib.suppress(Exception):
                     self.session.sparkContext.removeJobTag(tag)
 
@@ -466,7 +466,7 @@ class SparkShim:
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # the application may be over
+            with contextlib.suppress(Exception):  # the application may have ended
                 context.setJobDescription(before)
 
     def collect(
@@ -478,9 +478,9 @@ class SparkShim:
     ) -> list[Row]:
         """Collect the rows of a stage, whose job gets this tag; an interrupted wait cancels the job.
 
-        Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and
-        leaves a broken one; an interrupted call of Connect ends its job. So the main thread waits, and another one calls,
-        with the Spark properties of the main thread.
+        Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and leaves a
+        broken one. An interrupted call of Connect ends its job. So the main thread waits, and another one calls, with
+        the Spark properties of the main thread.
 
         Args:
             stage: DataFrame to collect.
@@ -506,10 +506,10 @@ class SparkShim:
     def call_in_worker(
         self, function: Callable[[], str], limit_s: float, is_held: Callable[[], bool]
     ) -> str:
-        """Call a function in one of Spark's workers; on classic as an RDD, which works without pyarrow.
+        """Call a function in a Spark worker; on classic through an RDD, which works without pyarrow.
 
         Args:
-            function: to call; it travels by value.
+            function: to call; it is pickled by value.
             limit_s: longest wait in seconds.
             is_held: as for `collect_within`.
 
@@ -523,7 +523,7 @@ class SparkShim:
         def task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             import pyarrow as pa
 
-            for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+            for _ in batches:  # unread input would cost Spark the Python worker
                 pass
             yield pa.RecordBatch.from_pydict({"answer": [function()]})
 
@@ -533,12 +533,12 @@ class SparkShim:
     def collect_within(
         self, df: DataFrame, limit_s: float, is_held: Callable[[], bool] = lambda: False
     ) -> list[Row]:
-        """Collect the rows of a DataFrame, whose jobs are cancelled after a time.
+        """Collect the rows of a DataFrame, cancelling its jobs after a timeout.
 
         Args:
             df: DataFrame to collect.
             limit_s: longest wait in seconds.
-            is_held: returns True while the slots are known to be taken; such time does not count.
+            is_held: returns True while the slots are known to be in use; such time does not count.
 
         Raises:
             TimeoutError: there were no rows after `limit_s` seconds.
@@ -572,7 +572,7 @@ class SparkShim:
                 watcher.join(_CANCEL_WAIT_S)
 
     def cancel(self, tag: str) -> None:
-        """Cancel the jobs with this tag; never raises, because something else is already being raised."""
+        """Cancel the jobs with this tag; never raises, because another error is already being raised."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 self.session.interruptTag(tag)
@@ -607,7 +607,7 @@ def _collect_beside(
         cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # not done if it was interrupted
         if future.done():
             thread.join(_CANCEL_WAIT_S)
-        else:  # a slow driver has yet to submit the job, which nobody would end
+        else:  # a slow driver has yet to submit the job, which must still be cancelled
             rest = (shim, tag, future, _CANCEL_REST_S)
             job_thread(shim, lambda: cancel_until_over(*rest), "sparkhvd-cancel").start()
 
@@ -615,7 +615,7 @@ def _collect_beside(
 def cancel_until_over(
     shim: SparkShim, tag: str, future: concurrent.futures.Future[Any], limit_s: float
 ) -> None:
-    """Cancel the jobs of a tag again and again: they may not have been submitted yet."""
+    """Cancel the jobs of a tag repeatedly: they may not have been submitted yet."""
     deadline = time.monotonic() + limit_s
     while not future.done() and time.monotonic() < deadline:
         shim.cancel(tag)
@@ -623,7 +623,7 @@ def cancel_until_over(
 
 
 def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
-    """Return a daemon thread; on classic Spark its jobs have the properties of this thread's."""
+    """Return a daemon thread; on classic Spark its jobs inherit the properties of this thread."""
     if shim.is_connect:
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
@@ -633,7 +633,7 @@ def job_thread(shim: SparkShim, target: Callable[[], None], name: str) -> thread
 
 @contextlib.contextmanager
 def plain_interrupts() -> Iterator[None]:
-    """Let Ctrl-C only raise KeyboardInterrupt inside the block, and call pyspark's handler, which cancels all jobs, after it."""
+    """Make Ctrl-C only raise KeyboardInterrupt inside the block; afterwards call pyspark's handler, which cancels all jobs."""
     handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not getattr(handler, "__module__", "").startswith("pyspark."):

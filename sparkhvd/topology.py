@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Horovod's variables of a rank's place.
+# Horovod's variables for the place of a rank.
 HOROVOD_NAMES = tuple(
     f"HOROVOD_{name}"
     for name in (
@@ -46,17 +46,17 @@ class Topology:
 
     @property
     def is_homogeneous(self) -> bool:
-        """True when every host has the same number of ranks."""
+        """True if every host has the same number of ranks."""
         counts = {self.hosts.count(host) for host in set(self.hosts)}
         return len(counts) == 1
 
 
 def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
-    """Return the place of `rank`, where rank r runs on `hosts[r]`.
+    """Return the place of `rank` if rank r runs on `hosts[r]`.
 
     Args:
         rank: the rank to describe.
-        hosts: one name or number of a host per rank, in rank order.
+        hosts: name or number of the host of each rank, by rank.
 
     Raises:
         InvalidArgumentError: `rank` is not one of the ranks.
@@ -112,10 +112,10 @@ class RankContext:
         size: number of processes in the job.
         local_rank: index among the job's processes on this host.
         attempt: 0 for the first launch of the job, then one more per relaunch.
-        num_threads: threads this process may use; already set for OpenMP and MKL.
-        gpu: ordinal of this rank's GPU in this process, which `sparkhvd.torch.init()` makes the current one; None if the
-            rank has none. It is the local rank where this process sees the GPUs of all ranks of its host, and 0 where it
-            sees only its own.
+        num_threads: threads that this process may use; already set for OpenMP and MKL.
+        gpu: ordinal of this rank's GPU in this process, which `sparkhvd.torch.init()` makes the current one; None
+            without a GPU. It is the local rank if this process sees the GPUs of all ranks of its host, and 0 if it sees
+            only its own.
     """
 
     rank: int

@@ -1,7 +1,7 @@
-"""A C++ compiler for another machine, from PyPI's `ziglang`: what CMake needs to use it.
+"""C++ cross compiler from PyPI's `ziglang`, as a CMake toolchain.
 
-zig carries clang, libc++ and the symbols of every glibc, so one download compiles for x86-64 and aarch64 and
-for the oldest glibc that a wheel has to run with, without containers.
+zig includes clang, libc++ and the symbols of every glibc, so one download compiles for x86-64 and aarch64 and
+for the oldest supported glibc, without containers.
 
     python -m tools.cross aarch64     writes the toolchain file of aarch64 and prints its path
 """
@@ -45,7 +45,7 @@ def toolchain(architecture: str) -> Path:
     tools = {"c++": f"c++ -target {target}", "ar": "ar", "ranlib": "ranlib"}
     for name, arguments in tools.items():
         path = FOLDER / f"{architecture}-{name}"
-        # zig keeps what it compiled of libc++ here; its default is a folder in the user's home.
+        # zig caches its build of libc++ here instead of in the user's home.
         cache = f"export ZIG_GLOBAL_CACHE_DIR='{FOLDER}/zig' ZIG_LOCAL_CACHE_DIR='{FOLDER}/zig'"
         write(path, f"#!/bin/sh\n{cache}\nexec '{zig}' {arguments} \"$@\"\n")
         path.chmod(0o755)

@@ -1,8 +1,8 @@
 """Hooks of mkdocs (`make docs`): files outside docs/ that pages link to become part of the site.
 
-The pages are written for a checkout, where a link to ../examples/digits.py leads to that file. Here README.md becomes the first
-page; other Markdown files and sources keep their place, below `source/`; a link to a folder leads to its README.md. A notebook
-becomes a page with its cells.
+The pages are written for a checkout, where a link to ../examples/digits.py leads to that file. Here README.md becomes
+the first page. Other Markdown files and sources keep their place, below `source/`, and a link to a folder leads to its
+README.md. A notebook becomes a page with its cells.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def place(path: str) -> str:
-    """Return where the site has a file of the checkout; both paths are relative to their roots."""
+    """Return the site's path of a file of the checkout; both paths are relative to their roots."""
     if path == HOME:
         return "index.md"
     if path.endswith(NOTEBOOK):
@@ -37,7 +37,7 @@ def place(path: str) -> str:
 
 
 def origin(path: str) -> str:
-    """Return which file of the checkout the site's file is: the inverse of `place`."""
+    """Return the checkout's path of a file of the site: the inverse of `place`."""
     if path == "index.md":
         return HOME
     if not path.startswith("source/"):
@@ -57,7 +57,7 @@ def as_page(notebook: str) -> str:
 
 
 def target(page: str, link: str) -> str:
-    """Return the file of the checkout that a link of a page (also of the checkout) leads to; "" for none."""
+    """Return the file of the checkout that a link of a page leads to; "" without one."""
     path = os.path.normpath(os.path.join(os.path.dirname(page), link))
     if (ROOT / path).is_dir():
         path = f"{path}/README.md"
@@ -65,7 +65,7 @@ def target(page: str, link: str) -> str:
 
 
 def moved(page: str, text: str) -> str:
-    """Return a page's text with its links as the site has their files."""
+    """Return a page's text with links to the site's files."""
     here = os.path.dirname(place(page))
 
     def one(match: re.Match[str]) -> str:
@@ -73,7 +73,7 @@ def moved(page: str, text: str) -> str:
         if not link or "://" in link or link.startswith("mailto:"):
             return match[0]
         found = target(page, link)
-        # What leads nowhere stays, for mkdocs to complain.
+        # Keep broken links, which mkdocs reports.
         return f"{words}({os.path.relpath(place(found), here) if found else link}{anchor})"
 
     parts = FENCED.split(text)
@@ -106,12 +106,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead the links of a page to where the site has their files."""
+    """Rewrite the links of a page to the site's files."""
     return moved(origin(page.file.src_uri), markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let names in tables break behind points and underlines instead of anywhere."""
+    """Break names in tables after dots and underscores."""
 
     def breaking(code: re.Match[str]) -> str:
         text = re.sub(r"([._/=])(?=[^._/=])", r"\1<wbr>", code[1])

@@ -1,6 +1,6 @@
-"""Symbols and needs of a compiled library or object, read with nm and readelf (binutils, beside every g++).
+"""Symbols and dependencies of a compiled library or object, read with nm and readelf (binutils).
 
-Both read the files of other architectures too.
+Both also read the files of other architectures.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# The parts of glibc, by architecture's loader too: newer releases have merged all of them into libc.so.6.
+# The parts of glibc, including the loaders; newer releases have merged all of them into libc.so.6.
 GLIBC = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux-\w[\w-]*)\.so\.\d+")
-# The symbol types of nm that another file can see or that the linker merges with another file's: capital
+# Symbol types of nm that are invisible to other files and not merged by the linker. Visible are capital
 # letters, and u, v, w, which are weak or unique. U is a reference, not a definition.
 PRIVATE = "abdrnstN"
 
@@ -33,7 +33,7 @@ def _output(*command: str | Path) -> str:
 
 
 def exported(library: Path) -> set[str]:
-    """Return the names that a shared library offers to others."""
+    """Return the names that a shared library exports."""
     lines = _output("nm", "-D", "--defined-only", "--format=posix", library).splitlines()
     return {line.split()[0].split("@")[0] for line in lines}
 
@@ -44,14 +44,14 @@ def needed(library: Path) -> list[str]:
 
 
 def newest_glibc(library: Path) -> tuple[int, ...]:
-    """Return the newest version of glibc's symbols that a shared library asks for, such as (2, 17); () for none."""
+    """Return the newest version of glibc's symbols that a shared library requires, such as (2, 17); () without any."""
     text = _output("readelf", "-VW", library)
     versions = re.findall(r"GLIBC_(\d+(?:\.\d+)+)", text)
     return max((tuple(map(int, v.split("."))) for v in versions), default=())
 
 
 def machine(library: Path) -> str:
-    """Return the architecture in the words of `uname -m`."""
+    """Return the architecture as `uname -m` names it."""
     text = _output("readelf", "-hW", library)
     found = re.search(r"Machine:\s+(.*)", text)
     assert found is not None, text
@@ -76,7 +76,7 @@ def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> 
 
     Args:
         library: a shared library.
-        glibc: the oldest glibc that it has to load with; None does not ask.
+        glibc: the oldest glibc that it must load with; None skips the check.
     """
     problems = []
     names = exported(library)
@@ -96,9 +96,9 @@ def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> 
 def kernel_problems(object_file: Path) -> list[str]:
     """Check that an object of one instruction set shares nothing with the rest of the library; return the problems as sentences.
 
-    The linker keeps one copy of what several objects define (inline functions, templates). Were that the copy of
-    an object that was compiled for AVX-512, older CPUs would run it and die of an illegal instruction. So such an
-    object may define nothing visible but the functions that return its tables.
+    The linker keeps one copy of what several objects define (inline functions, templates). If that were the copy of
+    an object compiled for AVX-512, older CPUs would die of an illegal instruction. So such an
+    object may define nothing visible except the functions that return its tables.
     """
     isa = object_file.name.removesuffix(".o").removesuffix(".cc").split("_")[-1]
     own = re.compile(rf"sparkhvd::kernels_detail::(\w+_)?{isa}(_\w+)?_table\(\)")

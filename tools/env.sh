@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The two halves of `make env`: `env.sh build-tools` creates .venv with what compiles the native library, `env.sh packages`
+# The two halves of `make env`: `env.sh build-tools` creates .venv with the tools that compile the native library, `env.sh packages`
 # installs torch and the package itself, editable, with its test extras.
 #
-# Writes nothing outside the checkout and the temporary folder: pip runs without a cache. Takes from the
+# Writes nothing outside the checkout and the temporary folder: pip runs without a cache. Variables of the
 # Makefile: VENV, PYTHON, TORCH, TORCH_INDEX.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +16,7 @@ fail() {
   exit 1
 }
 
-# The Python that the environment is made from: $PYTHON, else the first of these that is new enough.
+# The base Python of the environment: $PYTHON, else the first of these that is new enough.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.10}; do
@@ -30,7 +30,7 @@ find_python() {
 }
 
 python=$venv/bin/python
-# Most of what is installed is never imported: what is, is compiled then, and its bytecode kept.
+# Most installed files are never imported. Imported ones are compiled at import, and the bytecode is kept.
 install() { pip install -q --no-compile "$@"; }
 say() { echo "make env: $*"; }
 pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }

@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every message that the package's own exceptions are made with.
+"""Write docs/errors.md: every message of the package's own exceptions.
 
     .venv/bin/python -m tools.errors
 
@@ -23,18 +23,18 @@ _INTRODUCTION = """# Errors
 
 <!-- Written by `python -m tools.errors`; do not edit. -->
 
-Messages by exception and by the package that raises it. `<...>` stands for a value, `[...]` for text that is not always there. Search for the
-words between the values. What an exception means to a caller stands below its name. A `TypeError` that begins with `Invalid param value given
-for param` is Spark ML's way to refuse a value of another type, and ends with what is expected. Messages of the compiled engine arrive as
-`MismatchError`, `CollectiveError` and their like with its text, and are not listed; neither are texts that pass on another error unchanged.
+Messages by exception and by the package that raises it. `<...>` is a value, `[...]` is optional text. Search for the words between the values.
+The meaning of an exception for a caller is below its name. With a `TypeError` that starts with `Invalid param value given for param`, Spark ML
+rejects a value of another type. It ends with the expected type. Messages of the compiled engine, raised as `MismatchError`, `CollectiveError` and
+others, are not listed, and neither are texts that forward another error unchanged.
 """
 
-# Functions whose argument says more than their name.
+# Functions whose argument is more informative than their name.
 _TRANSPARENT = {"str", "repr", "sorted", "list", "tuple", "set", "int", "shown", "hide", "join"}
 
 
 def page() -> str:
-    """Return the page for the sources as they are."""
+    """Return the page for the current sources."""
     messages: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in sorted((ROOT / "sparkhvd").rglob("*.py")):
         package = ".".join(path.parent.relative_to(ROOT).parts)
@@ -57,7 +57,7 @@ def _classes() -> list[type[Exception]]:
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield class and template of each exception that the module makes."""
+    """Yield class and template of each exception that the module creates."""
     names = {cls.__name__ for cls in _classes()}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     # The innermost function of a call comes last, and its assignments count.
@@ -73,7 +73,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _templates(message: ast.expr, scope: ast.AST) -> list[str]:
-    """Return the texts of a message: more than one where a name was assigned several."""
+    """Return the texts of a message: several if a name was assigned several."""
     if isinstance(message, ast.IfExp):
         return [*_templates(message.body, scope), *_templates(message.orelse, scope)]
     if isinstance(message, ast.Name):
@@ -133,14 +133,14 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the last name of `a.b.c`, and nothing for what has none."""
+    """Return the last name of `a.b.c`; "" without a name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _order(text: str) -> tuple[str, str]:
-    """Sort by words, so that texts that begin with a value stand by their first word."""
+    """Sort by words, so that texts that start with a value are sorted by their first word."""
     return re.sub(r"[^a-z ]", "", text.lower()), text
 
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tools.horovod_names
 
-Names are those of Horovod 0.28.1's documentation; whether a name is there is found by importing it as `horovod.<module>` here. A note says how it
-differs, or why it is not there. A test compares the page with what this writes.
+The names are those of Horovod 0.28.1's documentation. Each is imported here as `horovod.<module>` to see whether it
+exists. A note says how it differs, or why it is missing. A test compares the page with the output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGIN, END = (
     "<!-- end of names -->\n",
 )
 
-# Of the numbers of ranks.
+# For the numbers of ranks.
 _ELASTIC = "by default as many ranks as there are slots"
 
 NAMES: dict[str, str] = {
@@ -133,7 +133,7 @@ NAMES: dict[str, str] = {
     "horovod.mxnet": "DistributedTrainer",
 }  # fmt: skip
 
-# What to know of a name, or of all names of a module.
+# Notes on a name, or on all names of a module.
 NOTES: dict[str, str] = {
     "horovod.run": "`output_filename` is an error",
     "horovod.runner.run": "as `horovod.run`",
@@ -151,7 +151,7 @@ NOTES: dict[str, str] = {
     "horovod.torch.broadcast_optimizer_state": "steps nothing; every class of `torch.optim`",
     "horovod.common.exceptions.HorovodVersionMismatchError": "nothing raises it: there is one part",
     "horovod.spark.torch": "predictions are not rounded; `train_minibatch_fn` is an error that names `train_step`; exact rows and resume are ours",
-    "horovod.spark.lightning": "as sparkhvd.lightning's, with Horovod's hooks, Params and values; a run that stopped goes on exactly",
+    "horovod.spark.lightning": "as sparkhvd.lightning's, with Horovod's hooks, Params and values; a stopped run resumes exactly",
     "horovod.spark.keras": "for Keras 3 on its torch backend",
     "horovod.spark.keras.estimator": "for Keras 3 on its torch backend",
     "horovod.keras": "for Keras 3 on its torch backend",
@@ -174,7 +174,7 @@ NOTES: dict[str, str] = {
 
 
 def _found(module: str, name: str) -> Any:
-    """Return what a name of a module or of a class is; None if it is not there, True if what a frontend needs is not installed here."""
+    """Return the value of a name of a module or class; None if missing, True if a frontend's requirement is not installed here."""
     home, _, last = module.rpartition(".")
     is_class = last[:1].isupper()
     try:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prints the home of a Java 17 or newer, which Spark 4 needs.
 #
-# Looks at $JAVA_HOME, PATH and /usr/lib/jvm. Finds none: installs one with apt when it may (root on Debian
-# or Ubuntu), else says in one sentence what to run. With --find it only looks (exit status 1: none).
+# Searches $JAVA_HOME, PATH and /usr/lib/jvm. If there is no Java, installs it with apt if possible (root on Debian
+# or Ubuntu), else prints what to run. With --find it only searches (exit status 1: not found).
 set -euo pipefail
 
 readonly MINIMUM=17

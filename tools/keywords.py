@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tools.keywords
 
-Type checkers and editors read the keywords; the options have the values of one fit or transform. A test compares the file with the table.
+Type checkers and editors read the keywords. The options hold the values of one fit or transform. A test compares the
+file with the table.
 """
 
 from __future__ import annotations

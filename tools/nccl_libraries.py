@@ -1,9 +1,9 @@
-"""Fetches real libnccl for tests without a GPU, from the wheels on PyPI (`make test-nccl`).
+"""Fetch real libnccl for tests without a GPU, from the wheels on PyPI (`make test-nccl`).
 
     python -m tools.nccl_libraries
 
-The libraries of RELEASES come into build/nccl/ and stay there: a wheel is 200 to 300 MB. Where the index cannot be
-reached, this says so in one line per release and ends well; the tests that miss a library are then skipped with
+The libraries of RELEASES are stored in build/nccl/: a wheel is 200 to 300 MB. If the index cannot be
+reached, this prints one line per release and succeeds. The tests that lack a library are then skipped with
 that line as the reason.
 """
 
@@ -56,7 +56,7 @@ RELEASES = (
 
 
 def fetch(release: Release) -> str:
-    """Put the library into its folder; return the problem in one line, empty if it is there."""
+    """Put the library into its folder; return the problem in one line, empty on success."""
     if release.library.exists():
         return ""
     wheels = FOLDER / "wheels" / release.name

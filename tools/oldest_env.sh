@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-oldest`: oldest_env.sh <python of the main environment> <folder>.
 #
-# petastorm 0.13.1 needs pyarrow below 15, numpy below 2 and setuptools below 70, which current pyspark and torch do not go
-# with. So these are installed here, and all else (torch, pandas, pytest) comes from the main environment, by a path that is
-# looked at last. That needs the same Python; where there is no pyarrow 14 for it, this exits with status 3 and says so.
+# petastorm 0.13.1 needs pyarrow below 15, numpy below 2 and setuptools below 70, which current pyspark and torch do not
+# support. So these are installed here, and the rest (torch, pandas, pytest) comes from the main environment, by the last entry
+# of the path. That needs the same Python. If there is no pyarrow 14 for it, this exits with status 3 and a message.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
@@ -16,7 +16,7 @@ fi
 
 echo "test-oldest: installing pyspark 3.5, pyarrow 14, numpy 1.26 and petastorm into $folder"
 rm -rf "$folder"
-# The Python that the main environment was made from.
+# The base Python of the main environment.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
 pip install "pyspark==3.5.*" "pyarrow==14.0.2" "numpy==1.26.4" "setuptools<70" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prints the command that runs programs of Linux aarch64 here: qemu-user with the C library of aarch64.
 #
-# Looks on PATH and in /usr/aarch64-linux-gnu. Finds none: installs both with apt when it may (root on Debian or
-# Ubuntu), else says in one sentence what to run (exit status 1). Prints nothing on an aarch64 machine.
+# Searches PATH and /usr/aarch64-linux-gnu. If they are missing, installs both with apt if possible (root on Debian or
+# Ubuntu), else prints what to run (exit status 1). Prints nothing on an aarch64 machine.
 set -euo pipefail
 
 readonly LIBRARIES=/usr/aarch64-linux-gnu
@@ -28,7 +28,7 @@ fi
 echo "No qemu-user found; installing it with apt-get." >&2
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq >&2 || true
-# Newer releases have the static build only inside qemu-user.
+# Newer releases include the static build only in qemu-user.
 for package in qemu-user-static qemu-user; do
   if apt-get install -y -qq --no-install-recommends "$package" libc6-arm64-cross >&2 && find_qemu; then exit 0; fi
 done

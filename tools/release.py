@@ -1,11 +1,12 @@
-"""Tries the distributions in dist/ in fresh environments, and writes docs/compatibility.md (`make release`, behind `make wheel`).
+"""Test the distributions in dist/ in fresh environments, and write docs/compatibility.md (`make release`, after `make wheel`).
 
     python -m tools.release .venv/bin/python            every Python that pyproject.toml names
-    python -m tools.release .venv/bin/python 3.12       one of them; the page stays as it is
+    python -m tools.release .venv/bin/python 3.12       one of them; the page is not changed
 
-A fresh environment has a distribution, NumPy and cloudpickle, and neither torch nor pyspark. What this machine cannot try is written
-as "not tried", with the reason. A fit and the time of an installation are tried beside torch and pyspark of the main environment. Other
-versions of torch are tried with the checkout, in environments by tools/torch_env.sh.
+A fresh environment has a distribution, NumPy and cloudpickle, but neither torch nor pyspark. What this machine cannot
+test is listed as "not tried", with the reason. A fit and the time of an installation are tested beside torch and
+pyspark of the main environment. Other versions of torch are tested with the checkout, in environments of
+tools/torch_env.sh.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ error = model.transform(df).selectExpr("avg(abs(prediction - label))").first()[0
 assert error < 0.1, error
 print(f"torch {torch.__version__}, pyspark {pyspark.__version__}, pyarrow {pyarrow.__version__}")
 """
-# By what they are, as pip is asked for them. What a constraint of pip forbids is not found.
+# Requirements for pip; versions that a constraint of pip forbids are not found.
 TORCHES = {"newest": "torch", "main": "", "between": "torch==2.9.*", "oldest": "torch==2.4.*"}
 TORCH_HEADER = [
     *("torch", "version", "engine", "`hvd`", "`torch.distributed`", "fit"),
@@ -111,7 +112,7 @@ dist.destroy_process_group()
 
 
 class Failed(Exception):
-    """Something did not work; the message is what the command printed."""
+    """A command failed; the message is its output."""
 
 
 def run(
@@ -122,7 +123,7 @@ def run(
     check: bool = True,
     **variables: str,
 ) -> str:
-    """Run a command away from the checkout's package; return what it printed."""
+    """Run a command isolated from the checkout's package; return its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SPARKHVD_"))}
     done = subprocess.run(
         command, cwd=folder, env={**clean, **variables}, stdout=subprocess.PIPE,
@@ -139,7 +140,7 @@ def pip(python: Path, *arguments: str | Path) -> str:
 
 
 def environment(name: str, version: str) -> Path:
-    """Make a fresh environment; return its Python."""
+    """Create a fresh environment; return its Python."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     run([python_of(version), "-m", "venv", "--without-pip", folder])
@@ -164,7 +165,7 @@ def try_engine(distribution: Path, version: str) -> str:
 
 
 def try_client(distribution: Path, version: str) -> str:
-    """Use what a client uses, without torch and the library."""
+    """Test what a client uses, without torch and the library."""
     python = environment(f"{version}-client", version)
     pip(python, *ALONE)
     pip(python, "--no-deps", distribution)
@@ -173,7 +174,7 @@ def try_client(distribution: Path, version: str) -> str:
 
 
 def beside(name: str, *mains: Path) -> Path:
-    """Make an environment with the packages of others but this one, the first ones' first; return its Python."""
+    """Create an environment with the packages of others except this one, the first taking precedence; return its Python."""
     version = run([mains[-1], "-c", VERSION]).strip()
     python = environment(name, version)
     others = WORK / f"{name}-packages"
@@ -189,7 +190,7 @@ def beside(name: str, *mains: Path) -> Path:
 
 
 def installation(python: Path, wheel: Path) -> str:
-    """Install the wheel with its dependencies beside them; return how long it took, and what it takes."""
+    """Install the wheel with its dependencies present; return its time and size."""
     begin = time.monotonic()
     pip(python, "--no-index", wheel)
     seconds = time.monotonic() - begin
@@ -205,7 +206,7 @@ def megabytes(python: Path) -> float:
 
 
 def attempt(what: str, action: Callable[[], str]) -> str:
-    """Return the outcome of an action in words; what goes wrong is printed."""
+    """Return the outcome of an action in words; print failures."""
     try:
         outcome = action()
     except Missing as e:
@@ -218,13 +219,13 @@ def attempt(what: str, action: Callable[[], str]) -> str:
 
 
 def versions() -> list[str]:
-    """Return the Pythons that the metadata name."""
+    """Return the Pythons named in the metadata."""
     text = (ROOT / "pyproject.toml").read_text()
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
 def distributions() -> dict[str, Path | None]:
-    """Return the files that a release has, by kind; None for one that is not there."""
+    """Return the files of a release, by kind; None for a missing one."""
     patterns = {"source": "*.tar.gz", "x86_64": "*x86_64.whl", "aarch64": "*aarch64.whl"}
     patterns["any"] = "*-none-any.whl"
     return {
@@ -265,7 +266,7 @@ def fit(python: Path) -> str:
 
 
 def fits(main: Path, wheel: Path) -> list[list[str]]:
-    """Time an installation and fit something, with the newest and the oldest versions that are here."""
+    """Time an installation and fit something, with the newest and the oldest installed versions."""
 
     def oldest() -> str:
         if not OLDEST.exists():
@@ -284,7 +285,7 @@ def fits(main: Path, wheel: Path) -> list[list[str]]:
 
 
 def torch_environment(main: Path, name: str, requirement: str) -> Path:
-    """Make an environment with another torch; return its Python."""
+    """Create an environment with another torch; return its Python."""
     folder = ROOT / "build" / f"torch-env-{name}"
     command = [ROOT / "tools" / "torch_env.sh", main, folder, requirement]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=3600)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the C++ tests for aarch64 with zig and runs them under qemu-user (`make test-aarch64`).
 #
-# Skips, with the reason, where qemu-user cannot be had. Usage: tools/test_aarch64.sh <python of the wheel tools>
+# Skips, with the reason, if qemu-user is unavailable. Usage: tools/test_aarch64.sh <python of the wheel tools>
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +15,7 @@ if ! EMULATOR=$(tools/qemu.sh); then
 fi
 export EMULATOR
 toolchain=$("$python" -m tools.cross aarch64)
-# Without -Werror: g++ judges the warnings in `make test`, and clang has others.
+# Without -Werror: `make test` checks g++'s warnings, and clang's differ.
 "$tools/cmake" -Snative "-B$build" -GNinja -DCMAKE_BUILD_TYPE=Release -DSPARKHVD_WERROR=OFF \
   "-DCMAKE_MAKE_PROGRAM=$tools/ninja" "-DCMAKE_TOOLCHAIN_FILE=$toolchain"
 "$tools/cmake" --build "$build" --target check

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make several targets at the same time: `together.sh TARGET ...`. The output of each is shown whole, in the order given; fails if one has failed.
+# Make several targets in parallel: `together.sh TARGET ...`. Shows each target's whole output, in the given order; fails if a target failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

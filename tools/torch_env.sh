@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Creates an environment with another torch: torch_env.sh <python of the main environment> <folder> <torch==2.x.y>.
 #
-# Only torch and the libraries that it is linked against are installed; all else comes from the main environment, by a path
-# that is looked at last. Without triton (0.9 GB) and bytecode this takes half the time of `pip install torch`. Exit status 3
+# Installs only torch and the libraries that it is linked against. The rest comes from the main environment, by the last entry
+# of the path. Without triton (0.9 GB) and bytecode this takes half the time of `pip install torch`. Exit status 3
 # means that pip finds no such version; the reason is printed.
 set -euo pipefail
 
@@ -18,7 +18,7 @@ index=()
 
 say "installing $torch into $folder"
 rm -rf "$folder"
-# The Python that the main environment was made from.
+# The base Python of the main environment.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 mkdir -p "$folder"
@@ -28,13 +28,13 @@ if ! install ${index[@]+"${index[@]}"} --no-deps "$torch"; then
   say "skipped $torch: $reason"
   exit 3
 fi
-# Of its requirements those of CUDA; CPU builds have none.
+# Its requirements for CUDA; CPU builds have no such requirements.
 mapfile -t cuda < <("$python" -c '
 import importlib.metadata
 for requirement in importlib.metadata.requires("torch"):
     if requirement.startswith(("nvidia-", "cuda-toolkit")):
         print(requirement)')
 [ ${#cuda[@]} -eq 0 ] || install "${cuda[@]}"
-# The checkout, too: the main environment's own path to it is a file that is not read from here.
+# Add the checkout: the file with the main environment's path to it is not read here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$python")/zz_main_environment.pth"
 "$python" -c 'import torch; print("torch", torch.__version__)'

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder> [version of torch].
 #
-# Lightning, Accelerate, transformers, PEFT, TRL, MLflow, TensorBoard and ONNX are installed here, and torch if a version is given; all else comes from the
-# main environment, by a path that is looked at last. They want torch, which pip would bring anew: so what else they want is named here.
-# Takes from the Makefile: TORCH_INDEX.
+# Lightning, Accelerate, transformers, PEFT, TRL, MLflow, TensorBoard and ONNX are installed here, and torch if a version is given. The rest comes from the
+# main environment, by the last entry of the path. Because pip would install torch again for them, their other requirements are listed here.
+# Variable of the Makefile: TORCH_INDEX.
 set -euo pipefail
 
 main=${1:?the Python of the main environment}
@@ -12,7 +12,7 @@ torch=${3-}
 
 echo "test-users: installing ${torch:+torch $torch, }lightning, accelerate, transformers, peft, trl, mlflow, tensorboard and onnx into $folder"
 rm -rf "$folder"
-# The Python that the main environment was made from.
+# The base Python of the main environment.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir -q "$@"; }
 if [ -n "$torch" ]; then
@@ -23,7 +23,7 @@ pip install --no-deps "lightning>=2.4,<3" "pytorch-lightning>=2.4,<3" "lightning
   "transformers>=4.50,<6" "peft>=0.15,<1" "trl>=0.20,<2" "torchdata>=0.8"
 
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-# The checkout, too: the main environment's own path to it is a file that is not read from here.
+# Add the checkout: the file with the main environment's path to it is not read here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
-# What these want besides is mostly there now.
+# Most of their other requirements are now installed.
 pip install "datasets>=3,<6" "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2"

@@ -1,10 +1,10 @@
-"""Builds the source distribution and the wheels into dist/, and checks what is in them (`make wheel`).
+"""Build the source distribution and the wheels into dist/, and check their contents (`make wheel`).
 
     python -m tools.wheel                 the three wheels
     python -m tools.wheel any x86_64      some of them
 
-The wheels are built from the unpacked source distribution, so that one that lacks a file fails here. One wheel
-per architecture serves every Python and every torch; `py3-none-any` has no library and serves clients.
+The wheels are built from the unpacked source distribution, so a missing file fails here. One wheel
+per architecture serves every Python and every torch. `py3-none-any` has no library and serves clients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def platform_tag(kind: str) -> str:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    """Run `command`, return what it printed; on failure print that and end."""
+    """Run `command` and return its output; on failure print that and exit."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -117,7 +117,7 @@ def check(kind: str, wheel: Path, tree: Path) -> list[str]:
 
 
 def kernels(tree: Path) -> list[str]:
-    """Check the objects of single instruction sets that the wheel's compiler made; return their problems as sentences."""
+    """Check the objects of single instruction sets built by the wheel's compiler; return their problems as sentences."""
     objects = [
         path
         for path in sorted(tree.glob("build/temp*/native/**/kernels/*.o"))

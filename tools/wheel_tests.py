@@ -1,10 +1,10 @@
-"""Installs the wheel of this machine under several Pythons and runs the engine's tests there (`make test-wheels`).
+"""Install the wheel of this machine under several Pythons and run the engine's tests there (`make test-wheels`).
 
     python -m tools.wheel_tests                3.10 3.11 3.12 3.13
     python -m tools.wheel_tests 3.12           one of them
 
-Each Python gets a fresh environment with the wheel, NumPy and pytest and nothing else: no torch, no pyspark, no
-compiler's output of this checkout. The tests run from a copy, so that they cannot import the checkout's package.
+Each Python gets a fresh environment with only the wheel, NumPy and pytest: no torch, no pyspark, no
+compiled files of this checkout. The tests run from a copy, so that they cannot import the checkout's package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.wheel import DIST
 WORK = ROOT / "build" / "wheel"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 TIMEOUT_S = 900
-# Where the package comes from, that it has the engine, and that this knows the CPU.
+# The package's location, its engine, and the engine's detection of the CPU.
 PROBE = """
 import sys, sparkhvd.engine.engine as engine
 assert engine.__file__.startswith(sys.prefix), engine.__file__
@@ -37,10 +37,10 @@ print(*kernels)
 
 
 class Missing(Exception):
-    """Something that the machine lacks; the message says what to do."""
+    """Something that the machine lacks; the message has the remedy."""
 
 
-# Of the engine: they need no torch.
+# Tests of the engine need no torch.
 TESTS = ("tests/ranks/engine", "tests/processes/engine")
 
 
@@ -78,7 +78,7 @@ def copy_tests() -> Path:
 
 
 def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
-    """Install and test under one Python; whether all is well."""
+    """Install and test under one Python; return whether all succeeded."""
     environment = WORK / f"python{version}"
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([python_of(version), "-m", "venv", "--without-pip", environment], check=True)

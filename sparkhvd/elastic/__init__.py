@@ -1,17 +1,18 @@
-"""Elastic jobs: ranks come and go, and those that stay keep their processes.
+"""Elastic jobs: the set of ranks changes, and surviving ranks keep their processes.
 
-The process that starts the ranks has a `Coordinator`, which decides who is in each generation; every rank has an `ElasticRendezvous`, whose
-`connect` asks it and then meets the others as ranks of any job do. Why not the ranks among themselves: a rank that was stopped for a while
-cannot tell from the others whether they have died, or have gone on without it and finished; the process that has started them can. A question
-costs a message each way on one host or network.
+The process that starts the ranks has a `Coordinator`, which decides the members of each generation. Every rank has an
+`ElasticRendezvous`, whose `connect` asks the coordinator and then connects to the others like a rank of any job. The
+ranks cannot decide among themselves: a rank that was stopped for a while cannot find out whether the others have died,
+or have continued without it and finished. The process that started them can. A question costs a message each way on one
+host or network.
 
-Ownership: the coordinator owns its listener and connections; a rank its listener, which stays open over all generations, and one connection
-to the coordinator, whose end means that the rank is gone.
+Ownership: the coordinator owns its listener and connections. A rank owns its listener, which stays open over all
+generations, and one connection to the coordinator, whose end means that the rank is gone.
 
 Each module imports only those above it:
 
-    membership   who is in the next generation; pure
-    coordinator  the deciding process's part
+    membership   decides the members of the next generation; pure
+    coordinator  coordinator, and a member's connection to it
     rendezvous   a rank's rendezvous
 """
 

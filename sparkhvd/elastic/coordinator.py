@@ -1,9 +1,9 @@
-"""Coordinator of an elastic job: the process that starts the members decides who takes part.
+"""Coordinator of an elastic job: the process that starts the members decides who is in each generation.
 
-**Threads**: one, "sparkhvd-elastic", which owns the sockets and the `Membership`. Other threads call `expect`, `end`, `remove` and `fail`, which
-only hand over. **Trust**: a connection that has not proved the job's key is closed after 5 s, and nothing that it sends disturbs the job. A
-member's number is part of its proof; only numbers that `expect` has named may ask. **Failure**: a member whose connection ends
-takes no part any more. The end of this process ends the job.
+**Threads**: one, "sparkhvd-elastic", which owns the sockets and the `Membership`. Other threads call `expect`, `end`,
+`remove` and `fail`, which only post to it. **Trust**: a connection that has not proved the job's key is closed after 5
+s, and cannot disturb the job. A member's number is part of its proof; only numbers registered by `expect` may ask.
+**Failure**: a member whose connection ends has left the job. The end of this process ends the job.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
 
 # ----------------------------------------------------------------------------------------------------
-# A thread that serves connections, and does what other threads hand over to it.
+# Thread that serves connections and runs calls of other threads.
 
 _IDLE_S = 3600.0
-# Longest wait for the end of the thread, whose steps never wait.
+# Longest wait for the end of the thread, whose steps never block.
 _END_S = 10.0
 
 
 class CoordinatorThread:
-    """Thread with a loop.
+    """Thread with an event loop.
 
     Args:
         name: of the thread.
-        after: called in the thread behind what was handed over.
+        after: called in the thread after posted calls.
 
     Attributes:
         loop: of the thread; tasks are started there before `start`, or by the thread.
@@ -75,25 +75,27 @@ class CoordinatorThread:
         self._after = after
         self._at_end: Callable[[], None] = lambda: None
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
         self._is_closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, at_end: Callable[[], None]) -> None:
-        """Start the thread; `at_end` is called in it, whatever ends it."""
+        """Start the thread; it calls `at_end` however it ends."""
         self._at_end = at_end
         self._thread.start()
 
     def call(self, step: Callable[[], None]) -> None:
-        """Hand a function over to the thread, which calls it; returns at once."""
+        """Post a function to the thread; returns at once."""
         self._calls.put(step)
-        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
-            self._ringer.send(b"\0", socket.MSG_DONTWAIT)
+        with contextlib.suppress(
+            OSError
+        ):  # full: a wakeup is pending; closed: the thread has ended
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """End the thread; in a fork, which has none, close what it would have closed."""
+        """End the thread; in a fork, which has no thread, close its sockets."""
         if self._thread.is_alive() and os.getpid() == self._pid:
 
             def stop() -> None:
@@ -101,13 +103,13 @@ class CoordinatorThread:
 
             self.call(stop)
             self._thread.join(_END_S)
-            if self._thread.is_alive():  # it is a daemon, and still has its sockets
+            if self._thread.is_alive():  # it is a daemon, and still uses its sockets
                 return
-        for sock in (self._bell, self._ringer):
+        for sock in (self._wakeup, self._waker):
             sock.close()
 
     def _run(self) -> None:
-        for task in (self._hear(), self._live()):
+        for task in (self._run_calls(), self._stay_awake()):
             self.loop.start(task)
         try:
             self.loop.run(lambda: self._is_closing)
@@ -115,39 +117,39 @@ class CoordinatorThread:
             self.loop.close()
             self._at_end()
 
-    def _hear(self) -> Task:
-        """Do what other threads have asked for."""
+    def _run_calls(self) -> Task:
+        """Run the calls of other threads."""
         while True:
-            yield Wait(self._bell, selectors.EVENT_READ, float("inf"))
+            yield Wait(self._wakeup, selectors.EVENT_READ, float("inf"))
             with contextlib.suppress(BlockingIOError):
-                self._bell.recv(_READ_BYTES)
+                self._wakeup.recv(_READ_BYTES)
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._calls.get_nowait()()
             self._after()
 
-    def _live(self) -> Task:
-        """Keep the loop from waiting for ever, which a selector cannot."""
+    def _stay_awake(self) -> Task:
+        """Bound each wait of the loop: a selector cannot wait forever."""
         while True:
             yield from sleep(_IDLE_S)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Authenticated connections between members and their coordinator, and messages on them.
-# A connection begins with the handshake of ranks (`rendezvous.handshake`), under a key of its own that both derive from the job's.
-# Then each message is a JSON object behind its length.
+# Authenticated connections between members and their coordinator, and their messages.
+# A connection starts with the handshake of ranks (`rendezvous.handshake`), under its own key, derived from the job's.
+# Then each message is a length-prefixed JSON object.
 
 FIRST_TURN = ConnectionPhase(0, 0)
 _LENGTH = struct.Struct("!I")
-# A decision names every member: 64 MiB are enough for a hundred thousand.
+# A decision names every member: 64 MiB suffice for a hundred thousand.
 _MOST_BYTES = 64 << 20
-# Above any member's number; the handshake wants one.
+# Above any member's number, as the handshake requires.
 _SIZE = 1 << 31
 
 
 @dataclass(frozen=True)
 class CoordinatorSide:
-    """One side of the handshake, as `rendezvous.handshake` takes it: the coordinator is 0, member n is n + 1."""
+    """A `HandshakeSide`: the coordinator is 0, member n is n + 1."""
 
     key: bytes = field(repr=False)
     job_id: str
@@ -171,7 +173,7 @@ def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
 def dial(
     endpoint: Endpoint, side: CoordinatorSide, until: float
 ) -> Generator[Wait, None, socket.socket | None]:
-    """Connect to the coordinator and prove this member; return the connection, or None if the proof was wrong.
+    """Connect to the coordinator and authenticate; return the connection, or None if its proof was wrong.
 
     Raises:
         OSError: it does not listen, or does not answer in time.
@@ -200,10 +202,10 @@ def pack(message: Message) -> bytes:
 
 
 def take(came: bytearray) -> Message | None:
-    """Take the first message out of bytes that have come; None if it is not complete.
+    """Remove the first message from received bytes; None if it is incomplete.
 
     Raises:
-        ValueError: they are no message.
+        ValueError: they are not a valid message.
     """
     if len(came) < _LENGTH.size:
         return None
@@ -226,12 +228,12 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class GenerationFormed:
-    """A change of the members that all of them have carried out.
+    """Change of the members that all of them have carried out, or that was superseded.
 
     Attributes:
         change: what has changed.
-        seconds: from the first member's question to the last one's meeting.
-        has_met: whether the members have met; False where another change came before.
+        seconds: from the first member's question until the last one has connected.
+        has_met: whether the members have connected; False if another change came before.
     """
 
     change: Change
@@ -241,7 +243,7 @@ class GenerationFormed:
 
 @dataclass(frozen=True)
 class Decided:
-    """Decision on the members of a generation, before they learn of it.
+    """Decision on the members of a generation, before they receive it.
 
     Attributes:
         members: their numbers, by rank.
@@ -260,7 +262,7 @@ class Coordinator:
         limits: of the job.
         on_decided: called from the thread before each change.
         on_formed: called from the thread after each change.
-        on_refused: called from the thread when a member is told that it takes no part.
+        on_refused: called from the thread when a member is refused.
     """
 
     def __init__(
@@ -284,7 +286,7 @@ class Coordinator:
         self._loop = self._service.loop
         self._links: dict[int, socket.socket] = {}
         self._expected: set[int] = set()
-        self._unmet: set[int] = set()  # of the change that is being carried out
+        self._unmet: set[int] = set()  # members that have not carried out the current change
         self._change: Change | None = None
         self._alarm: tuple[float, Task] | None = None
         acceptor = Acceptor(
@@ -305,7 +307,7 @@ class Coordinator:
         return self._listener.endpoint()
 
     def expect(self, number: int) -> None:
-        """Let a new process ask; called before it starts."""
+        """Register a new process; called before it starts."""
 
         def note() -> None:
             self._expected.add(number)
@@ -314,11 +316,11 @@ class Coordinator:
         self._service.call(note)
 
     def end(self, number: int, why: str) -> None:
-        """Note that a member's process has ended."""
+        """Record the end of a member's process."""
         self._service.call(lambda: self._membership.end(number, why, time.monotonic()))
 
     def finish(self, number: int) -> None:
-        """Note that a member's process has ended well: nobody joins any more."""
+        """Record that a member's process has succeeded: no further process joins."""
 
         def note() -> None:
             self._membership.receive(number, MemberReport("finished", 0), time.monotonic())
@@ -327,11 +329,11 @@ class Coordinator:
         self._service.call(note)
 
     def remove(self, number: int, why: str) -> None:
-        """Let a member leave at its next commit."""
+        """Have a member leave at its next commit."""
         self._service.call(lambda: self._membership.remove(number, why, time.monotonic()))
 
     def fail(self, text: str) -> None:
-        """End the job for all members: it cannot go on."""
+        """End the job for all members: it cannot continue."""
         self._service.call(lambda: self._membership.fail(text, time.monotonic()))
 
     def close(self) -> None:
@@ -349,11 +351,11 @@ class Coordinator:
     # --- The thread. ---
 
     def _close_links(self) -> None:
-        for link in self._links.values():  # whatever ended the thread: members do not wait
+        for link in self._links.values():  # however the thread ended, members must not wait
             link.close()
 
     def _set_alarm(self) -> None:
-        """Wake when the membership has something to do."""
+        """Wake when the membership has a step to do."""
         at = self._membership.next_step_at()
         if self._alarm is not None and self._alarm[0] != at:
             self._loop.cancel(self._alarm[1])
@@ -392,7 +394,7 @@ class Coordinator:
                     self._receive(number, message)
         except OSError as error:
             why = f"{why} ({error})"
-        except ValueError as error:  # a member with the key that is not one of ours
+        except ValueError as error:  # a member with the key that runs other code
             why = f"it sent {error}"
         self._expected.discard(number)
         self._links.pop(number).close()
@@ -402,11 +404,11 @@ class Coordinator:
 
     def _receive(self, number: int, message: Message) -> None:
         if isinstance(message, MemberReport) and message.kind == "formed":
-            self._note_formed(number, message.generation)
+            self._record_formed(number, message.generation)
         self._membership.receive(number, message, time.monotonic())
         self._notify()
 
-    def _note_formed(self, number: int, generation: int) -> None:
+    def _record_formed(self, number: int, generation: int) -> None:
         if self._change is not None and self._change.generation == generation:
             self._unmet.discard(number)
             if not self._unmet:
@@ -418,7 +420,7 @@ class Coordinator:
             self._on_formed(GenerationFormed(change, time.monotonic() - change.asked_at, has_met))
 
     def _notify(self) -> None:
-        """Send what the membership has to say."""
+        """Send the membership's messages and report its changes."""
         membership = self._membership
         for change in membership.changes:
             self._on_decided(Decided(change.members))
@@ -430,7 +432,7 @@ class Coordinator:
                 try:
                     send(link, pack(message))
                 except OSError:
-                    # It has ended, or is stopped and reads nothing: the task that reads it ends it.
+                    # It has ended, or is stopped and does not read: its reader cleans up.
                     with contextlib.suppress(OSError):
                         link.shutdown(socket.SHUT_RDWR)
         while membership.changes:
@@ -441,25 +443,26 @@ class Coordinator:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A member's connection to the coordinator of its elastic job.
+# Connection of a member to the coordinator of its elastic job.
 # **Threads**: one at a time, the one that calls `init()` and commits.
 
 _RETRY_S = 0.1
-# A coordinator that is there answers at once; its host may be busy.
+# A live coordinator answers at once, but its host may be busy.
 _DIAL_S = 30.0
 
 
 @dataclass(frozen=True)
 class JoinToken:
-    """What a process needs to take part in an elastic job. Hand it over by pipe or descriptor: it holds the key.
+    """Token with which a process joins an elastic job. It holds the key: pass it by pipe or descriptor.
 
     Attributes:
         key: of the job.
         job_id: of the job.
         number: of the member.
         coordinator: address of the coordinator.
-        wait_s: longest wait for a decision; above the coordinator's own, which tells why it ends.
-        meet_s: longest wait for the others of a decision, who all come at once: one that does not was stopped after it had asked.
+        wait_s: longest wait for a decision; above the coordinator's own limit, which has a reason.
+        meet_s: longest wait for the others of a decision. All connect at once, unless one was stopped after its
+            request.
     """
 
     key: bytes = field(repr=False)
@@ -470,7 +473,7 @@ class JoinToken:
     meet_s: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return a JSON object with the key in it."""
+        """Return a JSON object that includes the key."""
         return {
             **vars(self),
             "key": self.key.hex(),
@@ -479,7 +482,7 @@ class JoinToken:
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> JoinToken:
-        """Rebuild an invitation from `to_dict`."""
+        """Rebuild a join token from `to_dict`."""
         coordinator = values["coordinator"]
         assert isinstance(coordinator, dict)
         return cls(
@@ -493,7 +496,7 @@ class JoinToken:
 
 
 class MemberLink:
-    """Connection of a member to the coordinator, from its first question on."""
+    """Connection of a member to the coordinator, from its first message on."""
 
     def __init__(self, join_token: JoinToken) -> None:
         self._join_token = join_token
@@ -503,10 +506,10 @@ class MemberLink:
         self._pid = os.getpid()
 
     def arrive(self) -> int:
-        """Return the number of members of the generation that runs already; 0 if none does.
+        """Return the size of the running generation; 0 if none runs.
 
         Raises:
-            ElasticError: the job cannot go on, or the coordinator is gone.
+            ElasticError: the job cannot continue, or the coordinator is gone.
             SystemExit: this member should leave, or the others have finished.
         """
         deadline = time.monotonic() + self._join_token.wait_s
@@ -516,15 +519,15 @@ class MemberLink:
         return message.size
 
     def ask(self, ask: JoinRequest) -> Decision:
-        """Ask to take part in the next generation, and wait for the decision.
+        """Ask to join the next generation, and wait for the decision.
 
         Raises:
-            LeftOutError: the others went on without this member.
-            ElasticError: the job cannot go on, or the coordinator is gone.
+            LeftOutError: the others continued without this member.
+            ElasticError: the job cannot continue, or the coordinator is gone.
             SystemExit: this member should leave, or the others have finished.
         """
         deadline = time.monotonic() + self._join_token.wait_s
-        self._update = None  # the decision will know more
+        self._update = None  # the decision is newer
         self._send(ask)
         while True:
             message = self._receive(deadline)
@@ -534,15 +537,15 @@ class MemberLink:
             self._take(message)
 
     def report(self, kind: str, generation: int) -> None:
-        """Tell the coordinator; nothing happens if it is gone, which the next question will show."""
+        """Send a report; nothing happens if the coordinator is gone, which the next question will show."""
         with contextlib.suppress(ElasticError):
             self._send(MemberReport(kind, generation))
 
     def news(self) -> Update | None:
-        """Return the news that the members should change, if there are any; does not wait.
+        """Return the pending update of the members, or None; does not wait.
 
         Raises:
-            LeftOutError: the others went on without this member.
+            LeftOutError: the others continued without this member.
             ElasticError: the coordinator is gone.
         """
         while self._sock is not None and (message := self._receive(0.0, wait=False)) is not None:
@@ -550,7 +553,7 @@ class MemberLink:
         return self._update
 
     def close(self) -> None:
-        """End the connection: this member takes no part any more."""
+        """End the connection: this member leaves the job."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -560,19 +563,19 @@ class MemberLink:
             self._update = message
         elif isinstance(message, Refusal):
             self._refuse(message)
-        elif not isinstance(message, Decision):  # an answer to a question that was given up
+        elif not isinstance(message, Decision):  # an answer to an abandoned question
             raise InternalError(f"a member got {message!r}.")
 
     def _refuse(self, refusal: Refusal) -> None:
         me = f"member {self._join_token.number}"
         if refusal.kind == "left out":
             raise LeftOutError(
-                f"This process ({me}) is no rank of the elastic job any more: {refusal.text}. Its work since its last commit is "
+                f"This process ({me}) is no longer a rank of the elastic job: {refusal.text}. Its work since its last commit is "
                 "dropped; it must end, and write nothing."
             )
         if refusal.kind in ("removed", "over"):
             raise SystemExit(0)
-        raise ElasticError(f"The elastic job cannot go on: {refusal.text}.")
+        raise ElasticError(f"The elastic job cannot continue: {refusal.text}.")
 
     def _send(self, message: Message) -> None:
         try:
@@ -581,7 +584,7 @@ class MemberLink:
             raise self._lost(error) from error
 
     def _receive(self, deadline: float, *, wait: bool = True) -> Message | None:
-        """Receive a message; None where none is there and `wait` is False."""
+        """Receive a message; None if nothing has arrived and `wait` is False."""
         while (message := take(self._came)) is None:
             sock = self._connected()
             left = deadline - time.monotonic() if wait else 0.0
@@ -612,7 +615,7 @@ class MemberLink:
         return self._sock
 
     def _dial(self) -> socket.socket:
-        """Connect, as often as it takes: the coordinator may be busy with many others."""
+        """Connect, with retries: the coordinator may be busy with many others."""
         join_token = self._join_token
         deadline = time.monotonic() + min(_DIAL_S, join_token.wait_s)
         side = party(join_token.key, join_token.job_id, join_token.number)
@@ -644,7 +647,7 @@ class MemberLink:
             loop.close()
         if not found:
             raise self._lost(problem[0])
-        found[0].settimeout(_DIAL_S)  # of a message, should the coordinator read nothing
+        found[0].settimeout(_DIAL_S)  # of a send, in case the coordinator does not read
         return found[0]
 
     def _lost(self, cause: object) -> ElasticError:

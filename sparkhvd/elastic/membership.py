@@ -1,13 +1,14 @@
-"""Members of an elastic job: who takes part in the next generation. Pure: no sockets, no clock, no processes.
+"""Membership of an elastic job: decides who is in the next generation. Pure: no sockets, clock or processes.
 
-A *member* is a process with a number that no other process of the job ever has; its rank may change from generation to
-generation. One process, the coordinator, decides for all, so that two halves of a job can never both go on, and a member that comes
-back after it was left out learns of it from the only one who knows.
+A *member* is a process with a number that no other process of the job ever has. Its rank may change between
+generations. The coordinator alone decides for all. So two halves of a job can never both continue, and a member that
+wakes up after it was left out learns of it from the coordinator.
 
-**A round** begins when the first member of the current generation asks for the next one. It ends when every other one has asked, too, or has
-ended, or has let the others wait for `Limits.patience_s`: that one is left out for good. New members wait for a round, and are in the
-next decision. A process that starts while a generation runs says so first (`Arrival`), and asks when it has made what it needs: the
-members go on until then. Nobody who has asked waits for a process that is still starting, unless there are too few.
+**A round** starts when the first member of the current generation asks for the next one. It ends when every other
+member has asked, or has ended, or has delayed the others for `Limits.patience_s` and is left out for good. New members
+wait for a round, and are in the next decision. A process that starts while a generation runs first sends an `Arrival`,
+and asks when it is ready: the members continue until then. No member waits for a process that is still starting, unless
+there are too few.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparkhvd.rendezvous import Endpoint
 
 @dataclass(frozen=True)
 class Arrival:
-    """Question of a new process whether a generation runs already. It asks to take part later, when it is ready."""
+    """Question of a new process whether a generation runs. It asks to join later, when it is ready."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Running:
     """Answer to an arrival.
 
     Attributes:
-        size: number of members of the generation that runs; 0 if none has begun.
+        size: number of members of the running generation; 0 if none has started.
     """
 
     size: int
@@ -41,14 +42,14 @@ class Running:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """Wish of a member to take part in the next generation.
+    """Request of a member to join the next generation.
 
     Attributes:
-        generation: the last one that it was in; 0 for none.
+        generation: its last one; 0 for none.
         endpoint: its listening address.
         has_state: whether it has the training's state.
-        version: of its last commit; the state of the highest one counts.
-        needs_sync: whether it must get the state before it goes on.
+        version: of its last commit; the state with the highest version wins.
+        needs_sync: whether it must get the state before it continues.
         dead: numbers of members whose processes have ended, as its engine knows.
         why: what ended the generation for it.
     """
@@ -64,13 +65,13 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """Members of a generation, as one of them is told.
+    """Members of a generation, sent to each of them.
 
     Attributes:
         generation: counts from 1.
         members: their numbers, by rank.
         endpoints: their listening addresses, by rank.
-        sync: whether every member gets rank 0's state before it goes on.
+        sync: whether every member gets rank 0's state before it continues.
     """
 
     generation: int
@@ -81,10 +82,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Answer to a member that takes no part.
+    """Answer to a member that is not in the next generation.
 
     Attributes:
-        kind: "left out", "removed" (it should end well), "over" (the others have finished), or "failed".
+        kind: "left out", "removed" (it should exit with 0), "over" (the others have finished), or "failed".
         text: why, in a sentence.
     """
 
@@ -94,10 +95,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Update:
-    """News that the set of members should change at the next commit.
+    """Notice that the members should change at the next commit.
 
     Attributes:
-        only_removals: whether nobody joins, so that the state need not be sent anew.
+        only_removals: whether no member joins, so that the state need not be sent again.
     """
 
     only_removals: bool
@@ -105,11 +106,11 @@ class Update:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """News from a member.
+    """Report of a member.
 
     Attributes:
-        kind: "formed" (it has met the others), "synced" (it has the training's state), "finished" (its function has returned) or "running"
-            (after that it has begun another one).
+        kind: "formed" (it has connected to the others), "synced" (it has the training's state), "finished" (its
+            function has returned) or "running" (it has then started another one).
         generation: the member's.
     """
 
@@ -139,7 +140,7 @@ def from_dict(values: Mapping[str, Any]) -> Message:
     """Rebuild a message from `to_dict`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a valid message.
     """
     fields = dict(values)
     try:
@@ -166,13 +167,13 @@ class Limits:
     """Limits of an elastic job.
 
     Attributes:
-        first: members that the first generation waits for, for `start_timeout_s`.
-        least: members without which no generation begins.
-        most: members that a generation may have.
+        first: members that the first generation waits for, up to `start_timeout_s`.
+        least: least members of a generation.
+        most: most members of a generation.
         resets: generations after the first; None for any number.
         start_timeout_s: longest wait for `first` members.
         timeout_s: longest wait for `least` members.
-        patience_s: longest wait for a member that lives and does not ask.
+        patience_s: longest wait for a live member that does not ask.
     """
 
     first: int
@@ -190,12 +191,12 @@ class Change:
 
     Attributes:
         generation: the new one.
-        before: number of members of the former one; 0 for the first.
+        before: number of members of the previous one; 0 for the first.
         members: the new ones, by rank.
-        lost: by number of a member that is not there any more, why.
-        joined: numbers of new ones.
+        lost: numbers of lost members, with reasons.
+        joined: numbers of new members.
         asked_at: when the first member asked.
-        why: what ended the former generation, as members have told.
+        why: what ended the previous generation, as reported by members.
         sync: whether all get rank 0's state.
     """
 
@@ -211,14 +212,14 @@ class Change:
 
 @dataclass
 class Membership:
-    """Who is in an elastic job. Every method takes the time, and adds to `outbox` and `changes`.
+    """Members of an elastic job. Methods take the current time, and add to `outbox` and `changes`.
 
     Attributes:
-        outbox: messages to members, by number; the caller takes them out.
-        changes: decisions since the caller took them out.
+        outbox: messages to members, by number; consumed by the caller.
+        changes: decisions not yet consumed by the caller.
         generation: the current one; 0 before the first.
         members: of the current generation, by rank.
-        failure: why the job cannot go on; "" while it can.
+        failure: why the job cannot continue; "" while it can.
     """
 
     limits: Limits
@@ -231,26 +232,26 @@ class Membership:
     _starting: set[int] = field(default_factory=set)
     _running: set[int] = field(default_factory=set)
     _asked: dict[int, JoinRequest] = field(default_factory=dict)
-    _gone: dict[int, str] = field(default_factory=dict)  # why, of those that have ended
+    _gone: dict[int, str] = field(default_factory=dict)  # reasons of ended members
     _refused: dict[int, Refusal] = field(default_factory=dict)
     _removing: dict[int, str] = field(default_factory=dict)
     _announced: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    _began: float | None = None  # the round
-    _with_state: set[int] = field(default_factory=set)  # members that have had it
+    _began: float | None = None  # start of the round
+    _with_state: set[int] = field(default_factory=set)  # members that have had the state
 
     def expect(self, number: int) -> None:
-        """Note that a process is starting that will ask."""
+        """Record a starting process, which will ask."""
         self._starting.add(number)
 
     def receive(self, number: int, message: Message, now: float) -> None:
-        """Take a member's message."""
+        """Handle a member's message."""
         if isinstance(message, JoinRequest):
             self._receive_ask(number, message, now)
         elif isinstance(message, Arrival):
             self._receive_arrival(number)
         elif isinstance(message, MemberReport) and message.kind == "synced":
             self._with_state.add(number)
-            self.step(now)  # one that had to stay until now may leave
+            self.step(now)  # a member that had to stay until now may leave
         elif isinstance(message, MemberReport) and message.kind == "finished":
             self._finished.add(number)
             self._running.discard(number)
@@ -261,7 +262,7 @@ class Membership:
                 self._running.add(number)
 
     def end(self, number: int, why: str, now: float) -> None:
-        """Note that a member's process has ended, or will take no part any more; the first reason counts."""
+        """Record that a member has ended or left the job; the first reason counts."""
         self._gone.setdefault(number, why)
         self._starting.discard(number)
         self._running.discard(number)
@@ -269,19 +270,19 @@ class Membership:
         self.step(now)
 
     def remove(self, number: int, why: str, now: float) -> None:
-        """Let a member leave at the next commit; the last one that has the state leaves when others have it."""
+        """Have a member leave at the next commit; the last one with the state leaves once others have it."""
         if number not in self._gone:
             self._removing.setdefault(number, why)
             self.step(now)
 
     def fail(self, text: str, now: float) -> None:
-        """End the job for all who ask: it cannot go on."""
+        """End the job for all members that ask: it cannot continue."""
         self.failure = self.failure or text
         self.step(now)
 
     def step(self, now: float) -> None:
         """Do what is due."""
-        self._refuse_those_who_cannot_join()
+        self._refuse_ineligible()
         if not self._asked:
             self._began = None
             if self._running:
@@ -301,7 +302,7 @@ class Membership:
         self._decide(now)
 
     def next_step_at(self) -> float | None:
-        """Return when `step` has something to do; None for not before the next message."""
+        """Return when `step` is due; None for not before the next message."""
         if self._began is None:
             return None
         if self._running:
@@ -312,11 +313,11 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the function of a member has returned, and that member has not begun another one: nobody joins."""
+        """Whether a member's function has returned and it has not started another one: no process joins."""
         return bool(self._finished)
 
     def waiting(self) -> tuple[int, ...]:
-        """Return the members that have asked and have no answer."""
+        """Return the members with an unanswered request."""
         return tuple(sorted(self._asked))
 
     # --- Asking. ---
@@ -333,7 +334,7 @@ class Membership:
             self.outbox.append((number, self._refused[number]))
             return
         if number in self._gone:
-            text = f"it takes no part any more: {self._gone[number]}"
+            text = f"it has left the job: {self._gone[number]}"
             self.outbox.append((number, Refusal("left out", text)))
             return
         for group in (self._starting, self._running, self._finished):
@@ -341,7 +342,7 @@ class Membership:
         self._asked[number] = ask
         if ask.has_state:
             self._with_state.add(number)
-        for dead in ask.dead:  # the engines know before the launcher does
+        for dead in ask.dead:  # engines notice before the launcher
             if dead in self.members and dead not in self._gone and dead not in self._asked:
                 self._gone[dead] = "has died"
                 self._running.discard(dead)
@@ -355,7 +356,7 @@ class Membership:
         self._starting.discard(number)
         self.outbox.append((number, refusal))
 
-    def _refuse_those_who_cannot_join(self) -> None:
+    def _refuse_ineligible(self) -> None:
         for number in self.waiting():
             if (refusal := self._refusal_of(number)) is not None:
                 self._refuse(number, refusal)
@@ -374,12 +375,12 @@ class Membership:
             number,
             Refusal(
                 "left out",
-                f"the others waited {self.limits.patience_s:g} s for it and went on without it",
+                f"the others waited {self.limits.patience_s:g} s for it and continued without it",
             ),
         )
 
     def _announce(self) -> None:
-        """Tell the members that run of those who wait to join, and of those who should leave."""
+        """Notify running members of pending joins and removals."""
         here, holder = self._here(), self._holder()
         leaving = tuple(n for n in here if n in self._removing and n != holder)
         staying = len(here) - len(leaving)
@@ -394,7 +395,7 @@ class Membership:
         return tuple(number for number in self.members if number not in self._gone)
 
     def _holder(self) -> int | None:
-        """Return the member that stays although it should leave: the only one that could give the state to those who come, now or later."""
+        """Return the member to be removed that must stay, because it alone has the state that new members need."""
         here = self._here()
         if self.is_finished or self._with_state & set(here) - self._removing.keys():
             return None
@@ -410,9 +411,9 @@ class Membership:
         return self.limits.timeout_s if self.generation else self.limits.start_timeout_s
 
     def _decide(self, now: float) -> None:
-        """Decide the next generation, unless more members must come."""
+        """Decide the next generation, unless more members must join."""
         assert self._began is not None
-        self._refuse_those_who_cannot_join()
+        self._refuse_ineligible()
         candidates = self._candidates()
         if not candidates:
             return
@@ -430,7 +431,7 @@ class Membership:
         self._form(candidates)
 
     def _candidates(self) -> tuple[int, ...]:
-        """Return who may take part, by rank: first those with the newest state, then in the order of the former generation."""
+        """Return the candidates by rank: first those with the newest state, then in the order of the previous generation."""
         newest = max((ask.version for ask in self._asked.values() if ask.has_state), default=0)
         places = {number: rank for rank, number in enumerate(self.members)}
 
@@ -442,20 +443,20 @@ class Membership:
         return tuple(sorted(self._asked, key=order)[: self._most()])
 
     def _problem(self, candidates: tuple[int, ...]) -> str:
-        """Return why these members cannot go on; "" if they can."""
+        """Return why these members cannot continue; "" if they can."""
         if self._with_state and not any(self._asked[number].has_state for number in candidates):
             return STATE_IS_GONE
         if self.limits.resets is not None and self.generation > self.limits.resets:
             return (
                 f"the job was reset {self.limits.resets} times, as often as its reset limit allows (--reset-limit, reset_limit=). "
-                "Look for what ends its ranks, or raise the limit"
+                "Find out what ends its ranks, or raise the limit"
             )
         return ""
 
     def _too_few(self, found: int) -> str:
         name = "elastic_timeout=" if self.generation else "start_timeout="
         return (
-            f"after {self._longest_wait_s:g} s (--elastic-timeout, {name}) {found} of the {self.limits.least} ranks are there that it "
+            f"after {self._longest_wait_s:g} s (--elastic-timeout, {name}) it has {found} of the {self.limits.least} ranks that it "
             "needs (--min-np, min_num_proc=)"
         )
 
@@ -494,4 +495,4 @@ class Membership:
             if number in self._finished:
                 yield number, FINISHED
             elif number not in members:
-                yield number, self._gone.get(number, "waits for a place")
+                yield number, self._gone.get(number, "waits for a slot")

@@ -1,4 +1,4 @@
-"""Rendezvous of a member of an elastic job: each `connect` is a generation, with the members that the coordinator has decided on."""
+"""Rendezvous of a member of an elastic job: each `connect` joins a generation decided by the coordinator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sparkhvd.topology import Topology, horovod_variables, topology
 
 @dataclass
 class MemberState:
-    """What this member brings to the next generation.
+    """A member's state for the next generation.
 
     Attributes:
         has_state: whether it has the training's state.
         version: of its last commit.
-        needs_sync: whether it must get the state before it goes on.
-        lost: ranks of the last generation that are lost and how, as `CollectiveError.lost` has them.
+        needs_sync: whether it must get the state before it continues.
+        lost: lost ranks of the last generation and how, as `CollectiveError.lost` has them.
         why: what ended the last generation.
     """
 
@@ -40,21 +40,21 @@ class MemberState:
 class ElasticRendezvous:
     """Rendezvous whose ranks change from `connect` to `connect`.
 
-    Every member calls `connect` when a generation has ended for it, by a failure or because the members should change. It
-    returns when the coordinator has decided who is left, who joins, and all of them have met; if they cannot, because another
-    one has died meanwhile, it asks again.
+    Every member calls `connect` when a generation has ended for it, by a failure or because the members should change.
+    It returns when the coordinator has decided the members and all of them have connected. If they cannot, because
+    another one has died meanwhile, it asks again.
 
     Args:
         join_token: to the job.
         listener: where other members reach this one; stays open.
-        settings: returns the settings, called by every `connect`.
+        settings: returns the settings; called by every `connect`.
         num_threads: threads that this process may use.
         local_rank: number of its slot on its host.
-        gpu: ordinal of this process's GPU; None for none.
+        gpu: ordinal of this process's GPU; None without one.
 
     Attributes:
-        standing: what this member brings to the next generation; the caller keeps it up to date.
-        joins_later: whether the others run already, and this one has not joined them yet.
+        standing: this member's state for the next generation; the caller updates it.
+        joins_later: whether the others run already, and this member has not joined them yet.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ElasticRendezvous:
         self._link = MemberLink(join_token)
         self._decision: Decision | None = None
         self._has_finished = False
-        # Its own, for forks: a child closes what a rendezvous has open.
+        # The last one, for forks: a child closes the sockets of a rendezvous.
         self._sockets: SocketRendezvous | None = None
 
     @property
@@ -99,22 +99,22 @@ class ElasticRendezvous:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the current members, by rank; a number is a process's for as long as the job lives."""
+        """Numbers of the current members, by rank; a number belongs to one process for the whole job."""
         return () if self._decision is None else self._decision.members
 
     @property
     def must_sync(self) -> bool:
-        """True if all members of the current generation get rank 0's state before they go on."""
+        """True if all members of the current generation get rank 0's state before they continue."""
         return self._now().sync
 
     def arrive(self) -> Topology | None:
-        """Return the place of this process until it joins a generation that runs already; None if none does.
+        """Return the provisional topology of this process until it joins a running generation; None if none runs.
 
-        The others go on while it prepares: loads data and builds a model. `connect` joins them. The place is the one behind theirs; on its
-        host it has the number of its slot. The question is asked once: a later call returns None.
+        The others continue while it loads data and builds a model; `connect` joins them. Its provisional rank follows
+        theirs, and its local rank is its slot. Only the first call asks; later calls return None.
 
         Raises:
-            ElasticError: the job cannot go on, or the coordinator is gone.
+            ElasticError: the job cannot continue, or the coordinator is gone.
             SystemExit: this process is not needed: the others have finished, or it should leave.
         """
         if self.joins_later or self._decision is not None or not (size := self._link.arrive()):
@@ -128,11 +128,11 @@ class ElasticRendezvous:
         return place
 
     def connect(self) -> Connections:
-        """Take part in the next generation; see the class.
+        """Join the next generation; see the class.
 
         Raises:
-            LeftOutError: the others went on without this member.
-            ElasticError: the job cannot go on: too few members, too many resets, no state left, or no coordinator.
+            LeftOutError: the others continued without this member.
+            ElasticError: the job cannot continue: too few members, too many resets, no state left, or no coordinator.
             SystemExit: this member should leave, or the others have finished.
         """
         self.settings = self._resolve()
@@ -151,35 +151,35 @@ class ElasticRendezvous:
             return connections
 
     def should_change(self) -> tuple[bool, bool]:
-        """Return whether the members should change, and whether nobody would join; does not wait.
+        """Return whether the members should change, and whether that only removes members; does not wait.
 
         Raises:
-            LeftOutError: the others went on without this member.
+            LeftOutError: the others continued without this member.
             ElasticError: the coordinator is gone.
         """
         news = self._link.news()
         return news is not None, news is not None and news.only_removals
 
     def note_synced(self) -> None:
-        """Note that this member has the training's state."""
+        """Record that this member has the training's state."""
         if not self.standing.has_state:
             self.standing.has_state = True
             self._link.report("synced", self.generation)
         self.standing.needs_sync = False
 
     def finish(self) -> None:
-        """Tell that this member's function has returned: nobody joins any more."""
+        """Report that this member's function has returned: no process joins."""
         self._has_finished = True
         self._link.report("finished", self.generation)
 
     def begin(self) -> None:
-        """Tell that this member has begun a function, if another one has returned before."""
+        """Report that this member has started another function, if one has returned before."""
         if self._has_finished:
             self._has_finished = False
             self._link.report("running", self.generation)
 
     def close(self) -> None:
-        """Leave the job: stop listening, and end the connection to the coordinator."""
+        """Leave the job: close the listener and the connection to the coordinator."""
         self._link.close()
         self._listener.close()
 
@@ -212,7 +212,7 @@ class ElasticRendezvous:
         )
 
     def _job(self, decision: Decision) -> Job:
-        """Return the ranks of a generation as a job of its own: nothing that was shown in another one opens it."""
+        """Return the ranks of a generation as a job with its own key: proofs of another generation are invalid in it."""
         name = f"{self._join_token.job_id} generation {decision.generation}"
         members = ",".join(map(str, decision.members))
         return Job(
@@ -226,7 +226,7 @@ class ElasticRendezvous:
 
     def _install(self, place: Topology) -> None:
         known = horovod_variables(place, socket.gethostname())
-        os.environ.update(known)  # noqa: TID251 - for what reads Horovod's, and programs that this one starts
+        os.environ.update(known)  # noqa: TID251 - for readers of Horovod's variables, and child processes
         made = rank_context.RankContext(
             place.rank,
             place.size,
@@ -246,7 +246,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts has changed: raised on every rank by the same commit, with the same attributes.
 
     Attributes:
-        skip_sync: whether the state need not be sent anew, because nobody joins.
+        skip_sync: whether the state need not be sent again, because no member joins.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

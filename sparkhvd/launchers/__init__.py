@@ -1,21 +1,21 @@
-"""What started this process, where that was neither Spark nor `run_local`: the rendezvous of a script's `init()`.
+"""Launchers other than Spark and `run_local`: the rendezvous of a script's `init()`.
 
-A launcher's ranks are processes of the user's own command, so they learn of their job when `init()` asks, and not before
-the script begins. `sparkhvdrun` hands each rank the job by a descriptor, and a program that a rank starts gets it over a Unix socket (`place`). torchrun, MPI, Slurm and variables as Kubernetes'
-operators set them tell it its number (`environment`), and the ranks meet at rank 0 (`meeting`): at a Unix socket where they
-share a host, else at a TCP port, the job's directory. Where the program itself has a communicator of MPI, the ranks meet over that, on
-any hosts (`communicator`).
+Ranks of a launcher are processes of the user's own command, which find their job only when they call `init()`.
+`sparkhvdrun` passes each rank the job by a descriptor, and a program that a rank starts gets it over a Unix socket
+(`place`). torchrun, MPI, Slurm and Kubernetes' operators set a rank's number in variables (`environment`), and the
+ranks gather at rank 0 (`meeting`): at a Unix socket if they share a host, else at a TCP port. If the program passes an
+MPI communicator, the ranks use it to exchange addresses, on any hosts (`mpi`).
 
-Trust: the key comes by an inherited descriptor of memory, over a Unix socket whose ends the kernel names, or from the user's
-`SPARKHVD_JOB_KEY_FILE`, or by messages of the program's MPI; never by a variable or an argument. Without any, ranks on several hosts do not start, unless the user
-says that the network is trusted.
+Trust: the key comes through an inherited memory descriptor, over a Unix socket with a kernel-checked peer, from the
+user's `SPARKHVD_JOB_KEY_FILE`, or by messages of the program's MPI, never by a variable or an argument. Without a key,
+ranks on several hosts do not start, unless the user trusts the network (`SPARKHVD_TRUST_NETWORK`).
 
 Each module imports only those above it:
 
-    environment  a rank's place, by the variables of its launcher
-    gather       texts of all ranks, at rank 0
-    meeting      a rank's job, from the ranks themselves
-    place        a rank's job, from `sparkhvdrun`, or for a program that the rank starts
+    environment  a rank's place, from the variables of its launcher
+    gather       gathers texts of all ranks at rank 0
+    meeting      a rank's job, exchanged among the ranks
+    place        a rank's job, from `sparkhvdrun`, or from the rank that started this program
     mpi          a rank's job, over mpi4py's communicator
 """
 
@@ -29,15 +29,16 @@ __all__ = ["find", "mark"]
 
 
 def find() -> Rendezvous | None:
-    """Return the rendezvous of this process, by whatever started it; None for a process on its own.
+    """Return the rendezvous of this process, whatever launched it; None for a single process.
 
-    The first call installs it, and is collective where ranks meet by themselves. A program that a rank has started takes the rank's place.
+    The first call installs it, and is collective if ranks exchange the job themselves. A program started by a rank
+    takes the rank's place.
 
     Raises:
-        InvalidArgumentError: another process has the place of the rank that has started this one, or of this one; this process inherited a
-            launcher's variables from a rank, and is none; two launchers contradict each other; or ranks on several hosts have no key, or
-            no address of rank 0.
-        PreflightError: a rank did not come within `start_timeout_s`, or hosts cannot reach each other.
+        InvalidArgumentError: another process has taken this rank's place; this process inherited a launcher's variables
+            from a rank; two launchers contradict each other; or ranks on several hosts have no key or no address of
+            rank 0.
+        PreflightError: a rank did not connect within `start_timeout_s`, or hosts cannot reach each other.
     """
     if (own := current()) is not None:
         claim()

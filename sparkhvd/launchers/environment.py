@@ -1,7 +1,7 @@
-"""A rank's place, by the variables of its launcher.
+"""A rank's place, from the variables of its launcher.
 
-`MASTER_ADDR` with `RANK` and `WORLD_SIZE` alone is what Kubernetes' operators and scripts by hand set for torch.distributed; every
-launcher's own variables count before them.
+`MASTER_ADDR` with `RANK` and `WORLD_SIZE` alone is set for torch.distributed by Kubernetes' operators and by hand.
+A launcher's own variables take precedence.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Name of the variables that torch.distributed reads, where no launcher's own are there.
+# Name of torch.distributed's variables without a launcher's own.
 PLAIN = "MASTER_ADDR"
 
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Place of a rank, as its launcher tells it.
+    """Place of a rank in its launcher's variables.
 
     Attributes:
         launcher: its name.
         rank: index of this process.
         size: number of processes.
-        local_size: number of those of this host; 0 where nothing tells it.
-        job: tells this job, and this launch of its ranks, from others.
-        parent: tells it from others of the same user and host where the launcher gives it no name; 0 else.
-        master: MASTER_ADDR and MASTER_PORT; None where they are not set.
-        restart: how often the launcher has started the ranks before.
+        local_size: number of processes on this host; 0 if unknown.
+        job: distinguishes this job, and this launch of its ranks, from others.
+        parent: distinguishes it from other jobs of the same user and host if the launcher gives it no name; else 0.
+        master: MASTER_ADDR and MASTER_PORT; None if they are not set.
+        restart: how often the launcher has restarted the ranks.
     """
 
     launcher: str
@@ -56,16 +56,16 @@ class LauncherEnv:
 
 
 _HERE = ("localhost", "127.0.0.1", "::1")
-# Of MPICH and Intel MPI, and of srun's plugin for them, which does not tell how many ranks are here.
+# Name for MPICH, Intel MPI and srun's plugin for them, which does not set the local size.
 _PMI = "MPI"
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Variables of a launcher; the first of each that is set counts."""
+    """Variables of a launcher; the first set one of each counts."""
 
     name: str
-    mark: str  # is set under this launcher only
+    mark: str  # set under this launcher only
     rank: str
     size: tuple[str, ...]
     local_size: tuple[str, ...]
@@ -119,19 +119,19 @@ _LAST_PORT = 65535
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """Return the place that a process's variables tell; None without a launcher, or with one process.
+    """Return a process's place from its variables; None without a launcher, or with one process.
 
-    A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's, each over torch's variables alone.
-    torchrun and MPI at once are one inside the other by mistake, unless one of them has a single process; so are two MPIs that do not
-    agree on rank and size.
+    A launcher started by another one wins: torchrun over MPI and Slurm, MPI over Slurm, each over torch's variables
+    alone. torchrun and MPI together are nested by mistake, unless one of them has a single process, and so are two MPIs
+    that disagree on rank and size.
 
     Args:
         variables: environment of the process.
-        parent: number of its parent process.
+        parent: pid of its parent.
 
     Raises:
-        InvalidArgumentError: a variable is no number, two launchers contradict each other, or torch's variables tell of other ranks
-            and not where they are.
+        InvalidArgumentError: a variable is not a number, two launchers contradict each other, or torch's variables name
+            other ranks without an address.
     """
     variables = _of_torch(variables)
     places = [
@@ -164,7 +164,7 @@ def place_in(variables: Mapping[str, str], parent: int) -> LauncherEnv | None:
 
 
 def _of_torch(variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables with torch's for what Kubernetes says of a pod: an indexed Job's, or a TrainJob's for torchrun.
+    """Add torch's variables from those of a Kubernetes pod: an indexed Job's, or a TrainJob's for torchrun.
 
     Raises:
         InvalidArgumentError: a TrainJob wants several ranks in this pod.
@@ -191,7 +191,7 @@ def _of_torch(variables: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _check_lone(variables: Mapping[str, str]) -> None:
-    """Refuse a process on its own that is told to be one of several ranks."""
+    """Reject a single process whose environment claims a larger world."""
     rank, size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
     if PLAIN not in variables and rank and size.isdecimal() and int(size) > 1:
         raise InvalidArgumentError(
@@ -215,7 +215,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> La
     def number(names: tuple[str, ...], default: int) -> int:
         for name in names:
             if text := variables.get(name):
-                # Slurm writes "4" or "4(x2)" for so many tasks on each of two nodes.
+                # Slurm writes "4" or "4(x2)" for 4 tasks on each of two nodes.
                 digits = text.partition("(")[0].partition(",")[0]
                 if not digits.isdecimal():
                     raise InvalidArgumentError(
@@ -245,9 +245,9 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> La
 
 
 # ----------------------------------------------------------------------------------------------------
-# What Horovod's variables and questions about MPI mean here.
+# Horovod's variables and questions about MPI.
 
-# Of every MPI's launcher, one.
+# One variable of every MPI launcher.
 _MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _CHOICES = {
     "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl"),
@@ -256,7 +256,7 @@ _CHOICES = {
 
 
 def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
-    """Return True if a launcher of MPI has started this process.
+    """Return True if an MPI launcher has started this process.
 
     Args:
         variables: environment; None means this process's.
@@ -266,7 +266,7 @@ def is_mpi(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def note_of(variables: Mapping[str, str] | None = None) -> str:
-    """Return one line about Horovod's choices of a transport; "" if there is none.
+    """Return one line about Horovod's transport variables; "" without them.
 
     Args:
         variables: environment; None means this process's.
@@ -285,10 +285,10 @@ def note_of(variables: Mapping[str, str] | None = None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# End of a rank with its launcher: torchrun, mpirun and the like leave their ranks behind where they are killed.
-# A rank notices that from when it begins to meet the others; processes of a group that it leads end with it. The launcher is the first process
-# above this one that has not the rank's own variables, so a shell or another wrapper may stand between. A shell without them is a script that
-# sets the variables by hand, and may end before its ranks.
+# End of a rank with its launcher: torchrun, mpirun and the like leave orphans if they are killed. A rank watches its
+# launcher once it starts to connect, and ends with its process group if it leads one. The launcher is the first process
+# above this one without the rank's variables, so a shell or another wrapper may stand between. A shell without them is
+# a script that sets the variables by hand, and may end before its ranks.
 
 # Time to save after SIGTERM.
 GRACE_S = 2.5
@@ -297,20 +297,20 @@ _started = threading.Event()
 
 
 def end_with_launcher(place: LauncherEnv | None = None) -> None:
-    """End this process soon after its launcher's process on this host has gone; the first call starts a thread for that.
+    """End this process soon after its launcher's process on this host; the first call starts a thread for that.
 
     Args:
-        place: of this rank; None for the one that its variables tell, if any.
+        place: of this rank; None reads it from the variables, if set.
     """
     if place is None:
         with contextlib.suppress(InvalidArgumentError):
             place = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
     if place is None or place.launcher == PLAIN or _started.is_set():
         return
-    with contextlib.suppress(OSError):  # a kernel or a container without descriptors of processes
+    with contextlib.suppress(OSError):  # a kernel or a container without pidfds
         launcher = launcher_of(place)
         descriptor = os.pidfd_open(launcher)
-        if launcher != launcher_of(place):  # gone meanwhile: the number may be another process's
+        if launcher != launcher_of(place):  # it has ended, and the pid may be reused
             os.close(descriptor)
         elif not _is_shell(launcher):
             _started.set()
@@ -322,7 +322,7 @@ def end_with_launcher(place: LauncherEnv | None = None) -> None:
 
 
 def launcher_of(place: LauncherEnv) -> int:
-    """Return the number of the process on this host that has started this rank."""
+    """Return the pid of the process on this host that started this rank."""
     number = os.getppid()
     with contextlib.suppress(OSError):  # a wrapper that has just ended
         while number > 1 and _is_of_rank(number, place):
@@ -332,9 +332,11 @@ def launcher_of(place: LauncherEnv) -> int:
 
 
 def _is_of_rank(number: int, place: LauncherEnv) -> bool:
-    """Return True for a process that has the variables of this rank."""
+    """Return True for a process with the variables of this rank."""
     found = None
-    with contextlib.suppress(OSError, InvalidArgumentError):  # another user's; of other launchers
+    with contextlib.suppress(
+        OSError, InvalidArgumentError
+    ):  # of another user, or of other launchers
         text = Path(f"/proc/{number}/environ").read_bytes().decode(errors="replace")
         entries = (entry.partition("=") for entry in text.split("\0"))
         found = place_in({name: value for name, _, value in entries}, place.parent)
@@ -349,7 +351,7 @@ def _wait(place: LauncherEnv, launcher: int, descriptor: int) -> None:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     poller.poll()
-    # Its stream may be closed, its pipe gone, or there never was one.
+    # The stream may be closed or missing, or its pipe broken.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(
             f"sparkhvd: rank {place.rank} ends, because {place.launcher} (process {launcher}), which has started it, has ended.\n"

@@ -1,13 +1,14 @@
-"""Texts of all ranks, gathered at rank 0: the directory of a job.
+"""Gather texts of all ranks at rank 0, the directory of a job.
 
-Rank 0 listens for the others at a `MeetingPoint`: an abstract Unix socket where they share a host, a TCP port else. Each gives its
-text over an authenticated connection and gets those of all. Used where a launcher tells ranks their numbers and nothing
-more, and in place of Spark's `allGather`, which takes a second, with a `local` master.
+Rank 0 listens for the others at a `MeetingPoint`: an abstract Unix socket if they share a host, else a TCP port. Each
+sends its text over an authenticated connection and receives all texts. Used if a launcher gives ranks only their
+numbers, and instead of Spark's `allGather`, which takes a second, with a `local` master.
 
-**Trust**: connections authenticate each other as ranks do (`rendezvous`). On a Unix socket, whose point has no secret key, the kernel
-says whose they are, and other users' are refused. Texts are neither encrypted nor authenticated one by one.
+**Trust**: connections authenticate each other as ranks do (`rendezvous`). On a Unix socket, whose key is not secret,
+the kernel names the peer's user, and other users are refused. Texts are neither encrypted nor authenticated
+individually.
 
-**Failure**: a rank that ends while others wait for it is an error on those that had met it.
+**Failure**: if a rank ends while others wait for it, the connected ranks raise an error.
 """
 
 from __future__ import annotations
@@ -51,25 +52,25 @@ from sparkhvd.settings import Settings
 _FIRST = ConnectionPhase(0, 0)
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 64 << 20
-_LONGEST_S = 24.0 * 86400  # that a selector waits, in whole days
-# Between two rounds of attempts to reach rank 0.
+_LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
+# Between two attempts to reach rank 0.
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
-# How long rank 0 is looked for where everything that answers has another key.
+# How long to try to reach rank 0 if every answer has another key.
 _REFUSED_S = 10.0
-# When a rank that waits first says so, and how often then.
+# When a waiting rank first prints a line, and how often then.
 _SAY_AFTER_S, _SAY_AGAIN_S = 8.0, 60.0
 _ADVICE = "Look for why in Spark's log."
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Place at which rank 0 waits for the others.
+    """Address at which rank 0 waits for the others.
 
     Attributes:
-        name: tells this gathering from others; of the abstract Unix socket where there is no port.
-        key: 32 bytes by which the ranks know each other.
+        name: distinguishes this gathering from others; names the abstract Unix socket if there is no port.
+        key: 32 bytes with which the ranks authenticate.
         host: of rank 0, as the others reach it; "" for the Unix socket.
-        ports: rank 0 takes the first that is free.
+        ports: rank 0 takes the first free one.
     """
 
     name: str
@@ -84,7 +85,7 @@ class MeetingPoint:
         return f"{self.host}, port {self.ports[0]}{last}"
 
     def job(self, rank: int, size: int) -> Job:
-        """Return the ranks as the handshake knows them."""
+        """Return the ranks as a job, for the handshake."""
         return Job(self.key, self.name, 0, rank, size, (Endpoint("", 0, "", ""),) * size)
 
     def addresses(self) -> list[tuple[int, Address]]:
@@ -100,7 +101,7 @@ class MeetingPoint:
         return [(f, (a[0], port, *a[2:])) for port in self.ports for f, a in places]
 
     def listen(self) -> tuple[socket.socket, str]:
-        """Return rank 0's listening socket, and what is wrong with the host's name; "" for nothing.
+        """Return rank 0's listening socket, and the problem with the host's name; "" without one.
 
         Raises:
             OSError: every port is taken.
@@ -119,7 +120,7 @@ class MeetingPoint:
         for family, address in places:
             with contextlib.suppress(OSError):
                 return _serve(family, address), problem
-        # The host's own name may stand for its loopback there, and an address for one that forwards to it.
+        # On rank 0's host its name may mean the loopback interface, or an address that is forwarded to the host.
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         for port in self.ports:
             with contextlib.suppress(OSError):
@@ -138,12 +139,12 @@ def _serve(family: int, address: Address) -> socket.socket:
 
 
 def on_this_host(name: str) -> MeetingPoint:
-    """Return an abstract Unix socket; its handshake tells jobs apart, and the kernel users."""
+    """Return an abstract Unix socket; the handshake distinguishes jobs, and the kernel users."""
     return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
-    """Return the name of the socket, which only processes with the attempt's key know in advance."""
+    """Return the name of the socket, which only processes with the attempt's key can compute."""
     text = f"sparkhvd tasks {job_id} {attempt}".encode()
     return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
 
@@ -151,7 +152,7 @@ def name_of(key: str, job_id: str, attempt: int) -> str:
 def gather(
     point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
 ) -> list[str]:
-    """Return the texts of all ranks, by rank. All of them must call it.
+    """Return the texts of all ranks, by rank. All ranks must call it.
 
     Args:
         point: where rank 0 waits; the same on every rank.
@@ -159,10 +160,10 @@ def gather(
         size: number of ranks.
         text: this rank's.
         timeout_s: longest wait.
-        advice: what to do if a rank does not come.
+        advice: what to do if a rank is missing.
 
     Raises:
-        PreflightError: a rank did not come in time, or has ended.
+        PreflightError: a rank did not connect in time, or has ended.
         OSError: rank 0 cannot listen.
     """
     kind = _Lead if rank == 0 else _Joining
@@ -193,7 +194,7 @@ class _Gathering:
         self.loop.start(self._log())
 
     def _log(self) -> Task:
-        """Tell for whom this rank waits: a wrong name would else be silence until the deadline."""
+        """Print which ranks are missing: a wrong name would otherwise be silent until the deadline."""
         yield from sleep(_SAY_AFTER_S)
         while sys.stderr is not None:
             sys.stderr.write(
@@ -203,7 +204,7 @@ class _Gathering:
             yield from sleep(_SAY_AGAIN_S)
 
     def missing(self) -> str:
-        """Return in words who has not come."""
+        """Describe the missing ranks."""
         raise NotImplementedError
 
     def _expire(self) -> Task:
@@ -215,7 +216,7 @@ class _Gathering:
 
 
 class _Lead(_Gathering):
-    """Rank 0 receives the texts of the others, and sends all of them to each."""
+    """Rank 0: receives the texts of the others, and sends all of them to each."""
 
     def __init__(
         self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
@@ -267,7 +268,7 @@ class _Lead(_Gathering):
 
 
 class _Joining(_Gathering):
-    """Any other rank sends its text to rank 0, and receives those of all."""
+    """Any other rank: sends its text to rank 0, and receives all texts."""
 
     def __init__(
         self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
@@ -287,14 +288,14 @@ class _Joining(_Gathering):
     def _join(self) -> Task:
         pause_s = _PAUSE_TCP_S if self.point.ports else _PAUSE_UNIX_S
         while self._sock is None:
-            yield from self._look()
+            yield from self._try_all()
             if self._sock is None:
                 yield from sleep(pause_s)
         message = self.text.encode()
         send(self._sock, _LENGTH.pack(len(message)) + message)
         self._texts = json.loads((yield from _read_message(self._sock)).decode())
 
-    def _look(self) -> Task:
+    def _try_all(self) -> Task:
         """Try every address once."""
         try:
             places = self.point.addresses()
@@ -318,7 +319,7 @@ class _Joining(_Gathering):
                 raise PermissionError(f"{self.point} belongs to another user")
             try:
                 is_known = yield from introduce(self.job, 0, _FIRST, sock, until)
-            except OSError as error:  # it is no rank 0, or not of this job
+            except OSError as error:  # not rank 0, or not of this job
                 self._error = error
                 return
             if is_known:
@@ -328,8 +329,8 @@ class _Joining(_Gathering):
                 self._record_refusal()
 
     def _record_refusal(self) -> None:
-        """Give up where only services with another key have answered for a while."""
-        self._error = "what listens there has another key or number of ranks"
+        """Give up if for some time only services with another key have answered."""
+        self._error = "the process that listens there has another key or number of ranks"
         self._refused_at = self._refused_at or time.monotonic()
         if time.monotonic() > self._refused_at + _REFUSED_S:
             key = (
@@ -338,7 +339,7 @@ class _Joining(_Gathering):
                 else ""
             )
             raise ConnectionRefusedError(
-                f"what listens at {self.point} is of another job (every rank must be told the same number of ranks, here "
+                f"the process that listens at {self.point} is of another job (every rank needs the same number of ranks, here "
                 f"{self.job.size}{key})"
             )
 
@@ -363,7 +364,7 @@ def _read_message(sock: socket.socket) -> Generator[Wait, None, bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Key and addresses of ranks on several hosts, where their launcher gives none.
+# Key and addresses of ranks on several hosts, if their launcher provides none.
 
 
 def is_one_host(endpoints: Sequence[Endpoint]) -> bool:
@@ -373,22 +374,22 @@ def is_one_host(endpoints: Sequence[Endpoint]) -> bool:
 
 
 def network_key(settings: Settings, what: str) -> bytes | None:
-    """Return the key that the user has given to ranks on several hosts; None where the network is trusted instead.
+    """Return the user's key for ranks on several hosts; None if the network is trusted instead.
 
     Args:
         settings: name its file.
         what: the call and its ranks, for the message.
 
     Raises:
-        InvalidArgumentError: there is neither, or the file is not good.
+        InvalidArgumentError: neither is set, or the file is unusable.
     """
     if settings.job_key_file:
         return key_from_file(Path(settings.job_key_file))
     if settings.trust_network:
         return None
     raise InvalidArgumentError(
-        f"{what}: ranks on several hosts need a key by which they know each other. Put 32 or more random bytes into a file "
-        "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, and whoever reaches "
+        f"{what}: ranks on several hosts need a key with which they authenticate. Put 32 or more random bytes into a file "
+        "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, and any process that reaches "
         "rank 0 can join. Under mpirun, init(comm=MPI.COMM_WORLD) with mpi4py needs neither."
     )
 
@@ -397,10 +398,10 @@ def key_from_file(path: Path) -> bytes:
     """Read a key that no other user can have written or read.
 
     Raises:
-        InvalidArgumentError: there is no such file, it is another user's, others may read it, or it is too short.
+        InvalidArgumentError: the file is missing, of another user, readable by others, or too short.
     """
     try:
-        # A Secret of Kubernetes is a link into its volume; whose file it leads to is looked at below.
+        # A Secret of Kubernetes is a link into its volume; the checks below are on its target.
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             key = file.read()
@@ -422,15 +423,15 @@ def key_from_file(path: Path) -> bytes:
 
 
 def derived_key(key: bytes, purpose: str) -> bytes:
-    """Return a key of its own for one job or group."""
+    """Derive a key for one job or group."""
     return hmac.digest(key, purpose.encode(), hashlib.sha256)
 
 
 def check_addresses(endpoints: Sequence[Endpoint], what: str) -> None:
-    """Refuse ranks on several hosts whose addresses cannot reach each other.
+    """Reject ranks on several hosts whose addresses cannot reach each other.
 
     Raises:
-        PreflightError: an address is a loopback's, or some are IPv4 and others IPv6.
+        PreflightError: an address is a loopback address, or IPv4 and IPv6 are mixed.
     """
     for rank, endpoint in enumerate(endpoints):
         if is_loopback(endpoint.address):

@@ -1,4 +1,4 @@
-"""A rank's job from the ranks themselves, where the launcher tells each its number and nothing more."""
+"""A rank's job, exchanged among the ranks, if the launcher gives each only its number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRende
 from sparkhvd.settings import JobSettings, RankSettings, Settings, parse_place
 from sparkhvd.topology import topology
 
-# Tells a rank's children that they are none.
+# Marks child processes of a rank, which are not ranks.
 _MARK = "SPARKHVD_RANK_PROCESS"
 _BY_VARIABLES = "/variables"
 _LOOPBACK = "127.0.0.1"
@@ -37,11 +37,11 @@ _NUM_PORTS = 8
 
 
 def mark(job: str = "", *, by_variables: bool = False) -> None:
-    """Note in the environment that this process is a rank: its children, which inherit its variables, are none.
+    """Mark this process as a rank in the environment: its children inherit the variables and are not ranks.
 
     Args:
-        job: of its place; empty for the one that torch's variables tell, which other launchers set, too.
-        by_variables: whether the job's variables have made it one.
+        job: of its place; empty for the job of torch's variables, which other launchers set, too.
+        by_variables: whether the job's variables have made it a rank.
     """
     variables = os.environ  # noqa: TID251 - the launcher's
     if not job and "MASTER_ADDR" in variables:
@@ -50,12 +50,12 @@ def mark(job: str = "", *, by_variables: bool = False) -> None:
 
 
 def meet() -> Rendezvous | None:
-    """Meet the other ranks of this process's launcher, and install the job; None without a launcher.
+    """Connect to the other ranks of this process's launcher, and install the job; None without a launcher.
 
     Raises:
-        InvalidArgumentError: the ranks are on several hosts and have no key or no address of rank 0, or this process is a child
-            of a rank.
-        PreflightError: a rank did not come within `start_timeout_s`, or this host has no address for the others.
+        InvalidArgumentError: the ranks are on several hosts and have no key or no address of rank 0, or this process is
+            a child of a rank.
+        PreflightError: a rank did not connect within `start_timeout_s`, or this host has no address for the others.
     """
     variables = os.environ  # noqa: TID251 - the launcher's
     place = place_in(variables, os.getppid())
@@ -74,7 +74,7 @@ def meet() -> Rendezvous | None:
         )
     if not place.rank < place.size:
         raise InvalidArgumentError(
-            f"init(): {place.launcher} tells this process that it is rank {place.rank} of {place.size}; ranks count from 0."
+            f"init(): {place.launcher} gives this process rank {place.rank} of {place.size}; ranks count from 0."
         )
     settings = Settings.resolve()
     if (
@@ -98,8 +98,8 @@ def meet() -> Rendezvous | None:
     mark(place.job, by_variables=True)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)
-    atexit.register(made.close)  # init() may come again before
-    # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.
+    atexit.register(made.close)  # init() may be called again before
+    # By rank, like `hvd.local_rank()`: a launcher may number the processes of a host in another order.
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     here = topology(job.rank, hosts)
     threads = max(1, int(cpus.allowed() / here.local_size))
@@ -109,7 +109,7 @@ def meet() -> Rendezvous | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """How the ranks meet: where, this rank's own address, and the user's key (None: rank 0 makes one)."""
+    """Where the ranks gather, this rank's own address, and the user's key (None: rank 0 creates one)."""
 
     point: MeetingPoint
     address: str
@@ -129,13 +129,13 @@ def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _Way:
     key = gather.network_key(settings, what)
     host, ports = _directory(place, settings, what)
     name = f"directory/{place.launcher}/{place.size}/{host}/{ports[0]}/{place.restart}"
-    own = hashlib.sha256(name.encode()).digest()  # tells jobs apart, and keeps nobody out
+    own = hashlib.sha256(name.encode()).digest()  # distinguishes jobs, and is not secret
     point = MeetingPoint(name, own if key is None else gather.derived_key(key, name), host, ports)
     return _Way(point, own_address(settings.interfaces, host), key)
 
 
 def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
-    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, which is for torch's store."""
+    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, which torch's store uses."""
     if given := parse_place(settings.directory):
         return given[0], (given[1],)
     if place.master is None:
@@ -149,15 +149,15 @@ def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, 
 
 
 def _gather(place: LauncherEnv, way: _Way, endpoint: Endpoint, settings: Settings) -> Job:
-    """Exchange endpoints with the other ranks; rank 0 brings the job's id, and its key where the user has given none."""
+    """Exchange endpoints with the other ranks; rank 0 sends the job's id, and its key unless the user has given one."""
     text: dict[str, object] = {"endpoint": endpoint.to_dict()}
     if place.rank == 0:
         text["id"] = secrets.token_hex(8)
         if way.key is None:
             text["key"] = secrets.token_hex(32)
     advice = (
-        f"Look at the output of {place.launcher} for the others'. Ranks that were told another number of ranks, or another key, are "
-        "turned away."
+        f"Look at the output of {place.launcher} for the others'. Ranks with another number of ranks, or another key, are "
+        "rejected."
     )
     try:
         texts = gather.gather(
@@ -165,7 +165,7 @@ def _gather(place: LauncherEnv, way: _Way, endpoint: Endpoint, settings: Setting
         )
     except OSError as error:
         raise PreflightError(
-            f"init(): rank {place.rank} of {place.launcher} cannot meet the others at {way.point}: {error}. Is "
+            f"init(): rank {place.rank} of {place.launcher} cannot connect to the others at {way.point}: {error}. Is "
             "another job with the same address and port running?"
         ) from error
     entries = [json.loads(each) for each in texts]
@@ -181,25 +181,26 @@ def _gather(place: LauncherEnv, way: _Way, endpoint: Endpoint, settings: Setting
 
 
 # ----------------------------------------------------------------------------------------------------
-# A rank's job on its way to the process that becomes the rank: from `sparkhvdrun` to a script, or to a program that the rank's process starts.
+# Handover of a job to the process that becomes the rank: from `sparkhvdrun` to a script, or to a program that the
+# rank's process starts.
 
 _NAME = "sparkhvd-handover"
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Everything that a rank needs. Holds the key, so its repr leaves the job out.
+    """Everything that a rank needs. Its repr leaves out the job, which holds the key.
 
     Attributes:
-        job: `Job.to_json()`; of a member of an elastic job its invitation, as JSON.
+        job: `Job.to_json()`; for a member of an elastic job its join token, as JSON.
         endpoint: of the rank's listener, as `Endpoint.to_dict` gives it.
         listener: descriptors of the bound listener (TCP, Unix or -1).
         local_rank: index among this host's ranks.
         num_threads: threads that the rank may use.
         is_elastic: whether the rank is a member of an elastic job.
-        settings: `JobSettings.to_json()`; "" for those of the variables at `init()`.
-        before: variables of settings that `settings` has already; None for those of now.
-        gpu: ordinal of the rank's GPU in its process; None if it has none.
+        settings: `JobSettings.to_json()`; "" reads the variables at `init()`.
+        before: variables that `settings` already includes; None for the current ones.
+        gpu: ordinal of the rank's GPU in its process; None without a GPU.
     """
 
     job: str = field(repr=False)
@@ -219,15 +220,15 @@ class Handover:
         return f"process {values['number']}" if self.is_elastic else f"rank {values['rank']}"
 
     def to_descriptor(self) -> int:
-        """Return a descriptor of memory from which `take` reads this once."""
+        """Return a memory descriptor from which `take` reads this once."""
         descriptor = os.memfd_create(_NAME)
         os.write(descriptor, json.dumps(vars(self)).encode())
-        os.lseek(descriptor, 0, os.SEEK_SET)  # a lock begins there
+        os.lseek(descriptor, 0, os.SEEK_SET)  # a lock starts there
         return descriptor
 
     @classmethod
     def from_bytes(cls, content: bytes, listener: tuple[int, int] | None = None) -> Handover:
-        """Rebuild a handover from what `take` returns.
+        """Rebuild a handover from the bytes of `take`.
 
         Args:
             content: as in the descriptor.
@@ -237,18 +238,18 @@ class Handover:
         return made if listener is None else replace(made, listener=listener)
 
     def listen(self) -> Listener:
-        """Return the rank's listener, which takes the descriptors over."""
+        """Return the rank's listener, which takes over the descriptors."""
         return Listener.from_filenos(*self.listener, Endpoint.from_dict(self.endpoint))
 
     def enter(self, listener: Listener) -> Rendezvous:
-        """Make this process the rank: install its rendezvous and, where it is known, its place."""
+        """Make this process the rank: install its rendezvous and, if known, its place."""
         mark()
         # Variables that the user's program sets before init() count.
         ask: Callable[[], Settings] = Settings.resolve
         if self.settings:
             ask = RankSettings(JobSettings.from_json(self.settings), self.before).current
         if self.is_elastic:
-            # Its rank is known when it meets the others.
+            # Its rank is known once it is in a generation.
             join_token = JoinToken.from_dict(json.loads(self.job))
             member = ElasticRendezvous(
                 join_token, listener, ask, self.num_threads, self.local_rank, self.gpu
@@ -259,7 +260,7 @@ class Handover:
         job = Job.from_json(self.job)
         made = SocketRendezvous(job, listener, ask)
         install(made)
-        atexit.register(made.close)  # init() may come again before
+        atexit.register(made.close)  # init() may be called again before
         rank_context.install(
             rank_context.RankContext(
                 job.rank, job.size, self.local_rank, job.attempt, self.num_threads, self.gpu
@@ -269,7 +270,7 @@ class Handover:
 
 
 def is_handover(descriptor: int) -> bool:
-    """Return True if a descriptor of this process has come from `Handover.to_descriptor`."""
+    """Return True if a descriptor of this process is from `Handover.to_descriptor`."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")
     except OSError:
@@ -277,7 +278,7 @@ def is_handover(descriptor: int) -> bool:
 
 
 def take(descriptor: int) -> bytes | None:
-    """Read a handover, which no process reads after this one; None if another has read it, or does now."""
+    """Read a handover exclusively; None if another process has read it, or does now."""
     try:
         os.lockf(descriptor, os.F_TLOCK, 0)
     except OSError:

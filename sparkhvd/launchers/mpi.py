@@ -1,10 +1,10 @@
-"""A rank's job over a communicator that the program gives to `init()`: mpi4py's, or an object with the same methods.
+"""A rank's job over a communicator passed to `init()`: mpi4py's, or an object with the same methods.
 
-MPI is neither linked nor imported: ranks, addresses and the job's key go through `allgather` of the program's own communicator, and
-nothing after that. So every MPI does, and a key is as safe as MPI's own messages.
+MPI is neither linked nor imported: ranks, addresses and the job's key travel through `allgather` of the program's own
+communicator, and nothing after that. So any MPI works, and the key is as safe as MPI's own messages.
 
-**Failure**: what stops one rank is an error on all of them: they exchange what they have before each step. A rank that does not call
-`init()` is waited for for `start_timeout_s`, where the communicator has `Iallgather`.
+**Failure**: an error of one rank is raised on all: they exchange their state before each step. A missing rank is
+waited for up to `start_timeout_s`, if the communicator has `Iallgather`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from sparkhvd.topology import topology
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE_S = 0.001
-# Room for a rank's text, where MPI wants to know it beforehand; addresses and failures are cut to fit.
+# Room for a rank's text, whose size MPI needs beforehand; addresses and failures are cut to fit.
 _TEXT_BYTES = 8192
 _MAX_ADDRESSES = 64
-_MAX_FAILURE = 1200  # of which a character may take six bytes
+_MAX_FAILURE = 1200  # a character may take six bytes
 _abandoned: list[object] = []
 _METHODS = ("Get_rank", "Get_size", "allgather")
 
 
 class Communicator(Protocol):
-    """Communicator of mpi4py, as far as it is used."""
+    """Used methods of mpi4py's communicator."""
 
     def Get_rank(self) -> int:
         """Return the number of this process."""
@@ -65,7 +65,7 @@ class Communicator(Protocol):
 
 
 def is_communicator(value: object) -> TypeGuard[Communicator]:
-    """Return True for communicators of mpi4py and objects with their methods, also for a null one."""
+    """Return True for communicators of mpi4py and objects with their methods, also for a null communicator."""
     return all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
@@ -84,12 +84,12 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
         is_inter = bool(getattr(comm, "Is_inter", bool)())
     except Exception as error:  # noqa: BLE001 - MPI's own class, which cannot be imported here
         raise InvalidArgumentError(
-            f"{what}: the communicator {comm!r} cannot be used: {error}. A process that is in none (MPI.COMM_NULL) must not "
+            f"{what}: the communicator {comm!r} cannot be used: {error}. A process outside the communicator (MPI.COMM_NULL) must not "
             "call this with it."
         ) from error
     if is_inter:
         raise InvalidArgumentError(
-            f"{what}: {comm!r} is an intercommunicator, whose groups talk to each other only. Give an intracommunicator, "
+            f"{what}: {comm!r} is an intercommunicator, whose groups only communicate with each other. Give an intracommunicator, "
             "such as comm.Merge() makes of it."
         )
     return rank, size
@@ -99,7 +99,7 @@ def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[s
     """Return the texts of all ranks, by rank; every process of the communicator must call this.
 
     Raises:
-        PreflightError: a rank did not come within `timeout_s`, where the communicator has `Iallgather`.
+        PreflightError: a rank did not call this within `timeout_s`, if the communicator has `Iallgather`.
     """
     start = getattr(comm, "Iallgather", None)
     if start is None:
@@ -114,7 +114,7 @@ def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[s
                 f"{what}: rank {comm.Get_rank()} waited {timeout_s:g} s (start_timeout_s) for the other {comm.Get_size() - 1} "
                 "processes of the communicator. Every process in it must make this call."
             )
-        time.sleep(_PAUSE_S)  # a blocking call of MPI would spin, and leave no room for Ctrl-C
+        time.sleep(_PAUSE_S)  # a blocking call of MPI would spin and block Ctrl-C
     ends = range(_TEXT_BYTES, len(texts) + 1, _TEXT_BYTES)
     return [texts[end - _TEXT_BYTES : end].decode().rstrip() for end in ends]
 
@@ -124,11 +124,11 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 
     Args:
         comm: intracommunicator of any size.
-        cleanup: gets what ends with the job.
+        cleanup: receives the resources of the job.
 
     Raises:
-        InvalidArgumentError: the communicator cannot be used, or MPI's world is not what the launcher has started.
-        PreflightError: a rank cannot take part; raised on all of them.
+        InvalidArgumentError: the communicator cannot be used, or MPI's world differs from the launcher's.
+        PreflightError: a rank cannot join; raised on all of them.
     """
     what = "init(comm=...)"
     rank, size = place_of(what, comm)
@@ -162,7 +162,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 
 
 class _Step:
-    """A step of all ranks, which fails on all of them where it fails on one."""
+    """Step of all ranks; an error of one rank is raised on all."""
 
     def __init__(self, what: str, comm: Communicator) -> None:
         self._what, self._comm = what, comm
@@ -171,7 +171,7 @@ class _Step:
             self._timeout_s = Settings.resolve().start_timeout_s
 
     def share(self, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what the step returned on each rank, by rank.
+        """Return the step's result of each rank, by rank.
 
         Raises:
             SparkhvdError: it failed here.
@@ -188,14 +188,12 @@ class _Step:
         entries: list[dict[str, Any]] = [json.loads(text) for text in texts]
         for rank, entry in enumerate(entries):
             if "failure" in entry:
-                raise PreflightError(
-                    f"{self._what}: rank {rank} cannot take part: {entry['failure']}"
-                )
+                raise PreflightError(f"{self._what}: rank {rank} cannot join: {entry['failure']}")
         return entries
 
 
 def _host() -> dict[str, Any]:
-    """Return what the others need to know of this rank before it listens."""
+    """Return the facts that the others need before this rank listens."""
     Settings.resolve()  # a wrong variable of one rank is an error on all
     name = socket.gethostname()
     return {
@@ -211,10 +209,10 @@ def _host() -> dict[str, Any]:
 def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
     """Return the address at which this rank listens: of the chosen interface, or of the one towards another host.
 
-    That host is found by its name, or else by its addresses.
+    The other host is found by its name, or else by its addresses.
 
     Raises:
-        PreflightError: there is no way to another host.
+        PreflightError: there is no route to another host.
     """
     own = hosts[rank]
     other = next((host for host in hosts if host["host"] != own["host"]), None)
@@ -222,7 +220,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
         return _LOOPBACK
     if choice:
         return address_on(choice)
-    # Bridges of containers have one address on every host.
+    # Bridges of containers have the same address on every host.
     theirs = [each for each in other["addresses"] if each not in own["addresses"]]
     for place in (other["name"], *theirs):
         with contextlib.suppress(OSError):
@@ -235,7 +233,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
 
 
 def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> None:
-    """Tell the program its place in the job, until that ends; and its children that they are none."""
+    """Install the program's place in the job until its end, and mark its children as no ranks."""
     before = rank_context.context()
     place = topology(rank, hosts)
     made = rank_context.RankContext(
@@ -255,10 +253,10 @@ def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> N
 
 
 def _check_world(comm: Communicator) -> None:
-    """Refuse an MPI that has not noticed its launcher: each of its processes is a world of its own.
+    """Reject an MPI that has not detected its launcher: each of its processes is a separate world.
 
     Raises:
-        InvalidArgumentError: the communicator's world has another size than the launcher has started processes.
+        InvalidArgumentError: the size of the communicator's world differs from the launcher's number of processes.
     """
     world = getattr(sys.modules.get(type(comm).__module__), "COMM_WORLD", None)
     if not is_communicator(world):

@@ -1,10 +1,11 @@
-"""Place of a rank in its job, which one process takes: the rank's own, or a program that this one starts.
+"""Place of a rank in its job, claimed by one process: the rank's own, or a program that it starts.
 
-As with Horovod's variables, `subprocess.run([sys.executable, "train.py"])` in a rank that has not called `init()` makes that program the rank. The rank's
-variables name an abstract Unix socket, at which its launcher (of a script) or the rank itself (of a function) hands job and listener over, once. A program
-that comes later gets an error: it would else train alone without a word.
+As with Horovod's variables, `subprocess.run([sys.executable, "train.py"])` in a rank that has not called `init()` makes
+that program the rank. The rank's variables name an abstract Unix socket, at which its launcher (for a script) or the
+rank itself (for a function) hands over job and listener, once. A later program gets an error, because it would
+otherwise train alone silently.
 
-**Trust**: the name is no secret. The kernel tells each end the other's user, and another one gets nothing.
+**Trust**: the name is not secret. The kernel names each side the peer's user, and other users get nothing.
 
 **Threads**: one per place, which waits for programs. A fork of the rank has neither that thread nor the sockets.
 """
@@ -32,21 +33,21 @@ from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.settings import Settings
 
 VARIABLE = "SPARKHVD_PLACE"
-# Longest wait of a program for its answer: the process that gives it may be busy, or stopped.
+# Longest wait of a program for its answer: the answering process may be busy, or stopped.
 ANSWER_S = 30.0
 _READ_BYTES = 1 << 16
-# Of a rank with a thousand others, 200 KB.
+# 200 KB for a rank with a thousand others.
 _MOST_BYTES = 64 << 20
 _OWN_JOB = f"To make it a job of its own, start it without {VARIABLE} in its environment."
 
 
 class RankClaim:
-    """Place of a rank until a process has taken it, and the answer to those that come later.
+    """Place of a rank until a process has claimed it, and the answer to later ones.
 
     Args:
         handover: of the rank.
-        listener: of the rank. Closed when another process than this one takes the place, and by `close`.
-        is_own: whether this process is the rank, and no launcher.
+        listener: of the rank. Closed when another process claims the place, and by `close`.
+        is_own: whether this process is the rank, and not a launcher.
     """
 
     def __init__(self, handover: Handover, listener: Listener, *, is_own: bool) -> None:
@@ -54,8 +55,8 @@ class RankClaim:
         self._is_own = is_own
         self._who = handover.who
         self._listener = listener
-        self._lock = threading.Lock()  # of what follows, and of the descriptor in this process
-        self._taken_by = 0  # process that has come by the socket
+        self._lock = threading.Lock()  # guards the following, and the descriptor in this process
+        self._taken_by = 0  # process that has connected to the socket
         self._sock = socket.socket(socket.AF_UNIX)
         self._name = secrets.token_hex(16)
         with contextlib.suppress(OSError):  # a sandbox without Unix sockets: programs get an error
@@ -64,7 +65,7 @@ class RankClaim:
         threading.Thread(target=self._serve, name="sparkhvd-place", daemon=True).start()
 
     def variables(self, env: Mapping[str, str], *, is_inherited: bool) -> dict[str, str]:
-        """Return the rank's variable by which a program finds the place.
+        """Return the rank's variable with which a program finds the place.
 
         Args:
             env: all other variables of the rank.
@@ -74,10 +75,10 @@ class RankClaim:
         return {VARIABLE: f"{number} {self._name} {os.getpid()} {_launcher_in(env)}"}
 
     def claim(self) -> None:
-        """Take the place for this process.
+        """Claim the place for this process.
 
         Raises:
-            InvalidArgumentError: another one has it.
+            InvalidArgumentError: another process has it.
         """
         with self._lock:
             if self._taken_by:
@@ -88,7 +89,7 @@ class RankClaim:
             take(self.descriptor)
 
     def close(self) -> None:
-        """Hand nothing over any more; to the other ranks a listener that is closed means that the rank is gone."""
+        """Stop handing over. The closed listener shows the other ranks that this rank is gone."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
         with self._lock:
@@ -98,13 +99,13 @@ class RankClaim:
         self._listener.close()
 
     def close_in_fork(self) -> None:
-        """Close everything in a fork, which has no thread for it."""
-        self._lock = threading.Lock()  # that thread may have held it
+        """Close everything in a fork, which has no serving thread."""
+        self._lock = threading.Lock()  # the thread may have held it
         self._sock.close()
         self.close()
 
     def _serve(self) -> None:
-        # Without descriptors or memory for a connection the end of the socket is what programs see.
+        # Without descriptors or memory for a connection, programs see the end of the socket.
         with self._sock, contextlib.suppress(OSError):
             while True:
                 sock, _ = self._sock.accept()
@@ -138,7 +139,7 @@ class RankClaim:
 
 
 def _launcher_in(env: Mapping[str, str]) -> str:
-    """Return the job that a launcher's variables tell, such as torch's of every rank; "" for none."""
+    """Return the job in a launcher's variables, such as torch's of every rank; "" without them."""
     with contextlib.suppress(InvalidArgumentError):
         place = place_in(env, 0)
         return "" if place is None else place.job
@@ -150,12 +151,12 @@ def _process_of(sock: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[0])
 
 
-# The place of this process, where it is a rank that runs a function.
+# The place of this process, if it is a rank that runs a function.
 _held: list[tuple[RankClaim, int]] = []
 
 
 def hold(handover: Handover, listener: Listener) -> None:
-    """Let programs that this process starts take its place until it calls `init()`."""
+    """Let programs that this process starts claim its place until it calls `init()`."""
     place = RankClaim(handover, listener, is_own=True)
     variables = os.environ  # noqa: TID251 - the launcher's own
     variables.update(place.variables(variables, is_inherited=False))
@@ -170,17 +171,17 @@ def _forget() -> None:
 
 
 def claim() -> None:
-    """Take the place that this process holds, if it does.
+    """Claim the place that this process holds, if it does.
 
     Raises:
-        InvalidArgumentError: a program that it has started has it.
+        InvalidArgumentError: a program that it has started has claimed it.
     """
     for place, _ in _held:
         place.claim()
 
 
 def receive() -> Rendezvous | None:
-    """Become the rank whose place `sparkhvdrun` has handed to this process by a descriptor; None if it has not, or another process has it."""
+    """Become the rank whose place `sparkhvdrun` has passed to this process by a descriptor; None without one, or if it was claimed."""
     text = os.environ.get(VARIABLE)  # noqa: TID251 - the launcher's own
     number = (text or "-1").partition(" ")[0]
     descriptor = int(number) if number.isdecimal() else -1
@@ -195,12 +196,12 @@ def receive() -> Rendezvous | None:
 
 
 def inherit() -> Rendezvous | None:
-    """Become the rank that has started this program; None if none has, or it has started a launcher, whose rank this is.
+    """Become the rank that started this program; None without such a rank, or if it started a launcher, whose rank this is.
 
-    A process of multiprocessing whose rank has called `init()` is a job of its own, with a line that says so.
+    If the rank has called `init()`, a multiprocessing process becomes a job of its own, and a line reports that.
 
     Raises:
-        InvalidArgumentError: another process has the place, or nobody answers.
+        InvalidArgumentError: another process has the place, or there is no answer.
     """
     variables = os.environ  # noqa: TID251 - the launcher's own
     text = variables.get(VARIABLE)
@@ -234,10 +235,10 @@ def inherit() -> Rendezvous | None:
 
 
 def _ask(name: str) -> tuple[bytes, tuple[int, int]]:
-    """Ask for a place; return the answer, and the descriptors of its listener.
+    """Request a place; return the answer, and the descriptors of its listener.
 
     Raises:
-        OSError: nobody answers, or another user does.
+        OSError: there is no answer, or it is another user's.
     """
     until = time.monotonic() + ANSWER_S
     with socket.socket(socket.AF_UNIX) as sock:

@@ -1,6 +1,6 @@
 """Small event loop: tasks are generators that yield the events that they wait for.
 
-Threads: one, the caller's of `EventLoop.run`.
+Threads: the caller of `EventLoop.run`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EventLoop:
         return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run the tasks until `done()`; at its time a task gets a TimeoutError, or goes on if it only slept."""
+        """Run the tasks until `done()`; at its deadline a task gets a TimeoutError, or resumes if it only slept."""
         while not done():
             now = time.monotonic()
             until = min((wait.until for wait in self._tasks.values()), default=now)
@@ -63,14 +63,14 @@ class EventLoop:
                     self._resume(task, task.__next__ if wait.sock is None else expire)
 
     def close(self) -> None:
-        """End every task where it stands."""
+        """Close every task."""
         for task in list(self._tasks):
             task.close()
         self._tasks.clear()
         self._selector.close()
 
     def cancel(self, task: Task) -> None:
-        """End one task where it stands; nothing happens if it has ended."""
+        """Close one task; does nothing if it has ended."""
         self._forget(task)
         task.close()
 
@@ -100,8 +100,8 @@ def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, 
     """Read exactly `size` bytes.
 
     Raises:
-        ConnectionResetError: the other side closed it before.
-        TimeoutError: they have not come.
+        ConnectionResetError: the peer closed the connection.
+        TimeoutError: they have not arrived in time.
     """
     data = b""
     while len(data) < size:
@@ -115,7 +115,7 @@ def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, 
 
 
 def send(sock: socket.socket, data: bytes) -> None:
-    """Send a message, which fits a fresh socket's buffer; the time limit is for a peer that reads nothing."""
+    """Send a message, which fits a fresh socket's buffer; a peer that does not read causes a timeout."""
     sock.settimeout(UNAUTHENTICATED_S)
     try:
         sock.sendall(data)
@@ -149,7 +149,7 @@ def open_connection(
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Return True if the process at the other end of a Unix socket is of this user, as the kernel reports it."""
+    """Return True if the peer of a Unix socket runs as this user, according to the kernel."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

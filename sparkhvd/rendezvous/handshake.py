@@ -1,6 +1,6 @@
 """Messages before a peer is authenticated: hellos, proofs and notices.
 
-Proofs are HMAC-SHA256 over everything that they stand for, so they can be neither reflected nor replayed; see
+Proofs are HMAC-SHA256 over everything that they assert, so they can be neither reflected nor replayed; see
 `sparkhvd.rendezvous`.
 """
 
@@ -35,7 +35,7 @@ class Endpoint:
         address: IPv4 or IPv6 address of one interface.
         port: TCP port.
         host_key: equal for processes that can reach each other's abstract Unix sockets; "" if unknown.
-        unix_name: name of the abstract Unix socket in hex; "" if there is none.
+        unix_name: name of the abstract Unix socket in hex; "" without one.
     """
 
     address: str
@@ -78,7 +78,7 @@ class HandshakeSide(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number that tells launches apart."""
+        """Number that distinguishes launches."""
 
     @property
     def rank(self) -> int:
@@ -86,12 +86,12 @@ class HandshakeSide(Protocol):
 
     @property
     def size(self) -> int:
-        """Above every side's number."""
+        """Upper bound of the sides' numbers."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Knowledge by which a rank finds the others of one attempt, and proves itself.
+    """Ranks and key of one attempt, for connecting and authenticating.
 
     Attributes:
         key: 32 random bytes that only the ranks of this attempt know.
@@ -99,7 +99,7 @@ class Job:
         attempt: counts the launches of the job.
         rank: this rank.
         size: number of ranks.
-        endpoints: where each rank listens, by rank.
+        endpoints: listening address of each rank, by rank.
     """
 
     key: bytes = field(repr=False)
@@ -121,7 +121,7 @@ class Job:
             )
 
     def to_json(self) -> str:
-        """Return JSON with the key in it: hand it over by pipe, never in argv, environment or a log."""
+        """Return JSON that includes the key: pass it by pipe, never in argv, the environment or a log."""
         values = {**vars(self), "key": self.key.hex()}
         values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
         return json.dumps(values)
@@ -153,22 +153,22 @@ _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
 # A notice: magic, the rank that reports, generation, news, the rank it is about, proof. Longer than a hello.
 NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
 NOTICE_MAGIC = b"sparkhvn"
-# Before the row: one of the next three, and the rank it is about; of MET `Settings.streams` - 1.
+# Precedes the row: one of the next three, and the rank it is about; for MET `Settings.streams` - 1.
 NEWS = struct.Struct("!BI")
 NEWS_MET = 0
 NEWS_LOST = 1
 NEWS_LATE = 2
 PHASE_MESH = 0
-PHASE_TCP = 1  # replaces Unix links inside a host whose ranks turned out not to share memory
+PHASE_TCP = 1  # replaces Unix links inside a host whose ranks do not share memory after all
 PHASE_STREAM = 2  # the first connection for tensors of every pair; each later phase is one more
 # Ends the handshake of a stream, where no later message would show that the proofs were right. The accepting
-# side sends it first; the connecting side tries again until it has received it, and sends it back.
+# side sends it first; the connecting side retries until it has received it, and sends it back.
 WELCOME = b"\1"
 
 
 @dataclass(frozen=True, order=True)
 class ConnectionPhase:
-    """Generation and phase that a connection is for; one of a later turn than the listener's waits."""
+    """Generation and phase of a connection; one for a later phase than the listener's waits."""
 
     generation: int
     phase: int
@@ -210,9 +210,9 @@ class Notice:
 
     Attributes:
         teller: rank that reports.
-        generation: the one that has failed.
+        generation: the failed one.
         kind: NEWS_LOST or NEWS_LATE.
-        about: rank that is gone, or late.
+        about: lost or late rank.
     """
 
     teller: int
@@ -227,21 +227,21 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, message: bytes, job: HandshakeSide) -> Notice | None:
-        """Return the notice in a message to rank `job.rank`; None if its proof is wrong or it is not valid."""
+        """Parse a message to rank `job.rank`; None if its proof or content is invalid."""
         _, teller, generation, kind, about, proof = NOTICE.unpack(message)
         notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
         return notice if is_genuine and notice.is_valid(job) else None
 
     def is_valid(self, job: HandshakeSide) -> bool:
-        """Return True if it reports a failure of ranks of the job: a peer with the key may be wrong, too."""
+        """Return True if it reports a failure of ranks of the job: even a peer with the key may be wrong."""
         return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
     def _proof(self, job: HandshakeSide, to: int) -> bytes:
         job_id = job.job_id.encode()
         context = struct.pack(
             f"!16s1sIIIIIIIBI{len(job_id)}s",
-            b"sparkhvd notice1",  # another first field than in the proofs of a handshake
+            b"sparkhvd notice1",  # differs from the first field of handshake proofs
             sys.byteorder[:1].encode(),
             WIRE_VERSION,
             ABI_VERSION,
@@ -260,7 +260,7 @@ class Notice:
 def introduce(
     job: HandshakeSide, peer: int, stage: ConnectionPhase, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
-    """Do the connecting side of the handshake; return True if `peer` has proved itself."""
+    """Run the connecting side of the handshake; return True if `peer` has authenticated."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO.pack(_MAGIC, job.rank, stage.generation, stage.phase, nonce))
     reply = yield from read(sock, _REPLY.size, until)
@@ -282,7 +282,7 @@ def introduce(
 def answer(
     job: HandshakeSide, now: ConnectionPhase, hello: bytes, sock: socket.socket, until: float
 ) -> Generator[Wait, None, tuple[ConnectionPhase, int] | None]:
-    """Do the accepting side of the handshake; return turn and rank of the client, or None if it has not proved them."""
+    """Run the accepting side of the handshake; return the client's phase and rank, or None without a valid proof."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)
     stage = ConnectionPhase(generation, phase)
     is_expected = magic == _MAGIC and job.rank < client < job.size
@@ -303,21 +303,21 @@ def answer(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Result of a meeting: sockets to every peer; and the protocol of a rendezvous.
+# Result of a rendezvous, sockets to every peer, and the protocol of a rendezvous.
 
 
 @dataclass
 class Connections:
-    """Connected, authenticated sockets, one per peer for control frames and one per peer and stream, as `Engine` takes them.
+    """Connected, authenticated sockets for `Engine`: one per peer for control frames, and one per peer and stream.
 
     Attributes:
         rank: this rank.
         size: number of ranks.
         hosts: index of the host of each rank; equal on all ranks. Ranks with the same index share memory.
-        sockets: descriptor per peer, -1 for this rank, for control frames; not inheritable. Owned by the holder
-            of this object.
-        stream_sockets: the connections for tensors, `streams * size` descriptors, stream after stream, each
-            as `sockets`.
+        sockets: descriptor per peer, -1 for this rank, for control frames; not inheritable. Owned by the holder of this
+            object.
+        stream_sockets: the connections for tensors, `streams * size` descriptors, stream after stream, each like
+            `sockets`.
     """
 
     rank: int
@@ -327,7 +327,7 @@ class Connections:
     stream_sockets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor that was not taken."""
+        """Close every descriptor that was not taken over."""
         for descriptors in (self.sockets, self.stream_sockets):
             for place, descriptor in enumerate(descriptors):
                 if descriptor >= 0:
@@ -336,7 +336,7 @@ class Connections:
 
 
 class Rendezvous(Protocol):
-    """Way for the ranks of one job to connect with each other."""
+    """Connects the ranks of one job."""
 
     @property
     def rank(self) -> int:
@@ -351,13 +351,13 @@ class Rendezvous(Protocol):
         """The settings of the job; equal on every rank."""
 
     def connect(self) -> Connections:
-        """Meet every other rank; each call is the next generation, so init after shutdown works.
+        """Connect to every other rank. Each call is the next generation, so init after shutdown works.
 
-        Every rank must call this. Raises CollectiveTimeoutError (a rank did not come within
+        Every rank must call this. Raises CollectiveTimeoutError (a rank did not connect within
         `Settings.connect_timeout_s`) or PeerLostError (a rank is gone), which name the rank.
         """
 
 
 def joined(rows: Sequence[list[int]]) -> list[int]:
-    """Return the rows as one list, row after row."""
+    """Concatenate the rows."""
     return [descriptor for row in rows for descriptor in row]

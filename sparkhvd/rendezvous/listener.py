@@ -38,7 +38,7 @@ from sparkhvd.settings import Settings
 
 
 class Listener:
-    """Bound TCP listener on one interface and, where possible, an abstract Unix one. A context manager."""
+    """TCP listener on one interface and, where possible, an abstract Unix listener; a context manager."""
 
     def __init__(self, tcp: socket.socket, unix: socket.socket | None, endpoint: Endpoint) -> None:
         self._tcp = tcp
@@ -60,7 +60,7 @@ class Listener:
 
     @classmethod
     def from_filenos(cls, tcp_fd: int, unix_fd: int, endpoint: Endpoint) -> Listener:
-        """Rebuild a listener from descriptors that this process inherited; `unix_fd` is -1 if there is none."""
+        """Rebuild a listener from inherited descriptors; `unix_fd` is -1 without a Unix listener."""
         for descriptor in (tcp_fd, unix_fd):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
@@ -72,7 +72,7 @@ class Listener:
         return self._endpoint
 
     def filenos(self) -> tuple[int, int]:
-        """Return the descriptors to pass to a child process (TCP, Unix or -1); close this listener afterwards."""
+        """Return the descriptors for a child process (TCP, Unix or -1); close this listener afterwards."""
         return self._tcp.fileno(), -1 if self._unix is None else self._unix.fileno()
 
     def sockets(self) -> list[socket.socket]:
@@ -80,7 +80,7 @@ class Listener:
         return [self._tcp] if self._unix is None else [self._tcp, self._unix]
 
     def close(self) -> None:
-        """Stop listening; to the other ranks that means that this one is gone."""
+        """Stop listening; the other ranks then see that this one is gone."""
         for listening in self.sockets():
             listening.close()
 
@@ -135,7 +135,7 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
     try:
         listening.bind(unix_address(name))
         listening.listen(socket.SOMAXCONN)
-    except OSError:  # a sandbox without Unix sockets: TCP serves inside the host too
+    except OSError:  # a sandbox without Unix sockets: use TCP inside the host, too
         listening.close()
         return None, ""
     return listening, name
@@ -164,7 +164,7 @@ def tcp_place(endpoint: Endpoint) -> tuple[int, Address]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Incoming connections: accepted, authenticated and handed over, or closed.
+# Incoming connections: accepted, authenticated and passed on, or closed.
 
 MAX_UNAUTHENTICATED = 64
 _RETRY_S = 0.1
@@ -172,16 +172,16 @@ _RETRY_S = 0.1
 
 @dataclass
 class Acceptor:
-    """Accepts connections while a meeting lasts.
+    """Accepts connections during a rendezvous.
 
     Attributes:
         job: the ranks and their key.
         listening: sockets that accept connections.
         loop: runs the tasks.
-        current_turn: returns the turn of the meeting; connections of earlier ones are closed.
-        on_peer: called with turn, rank and connection of an authenticated peer; owns the connection.
+        current_turn: returns the current phase; connections of earlier phases are closed.
+        on_peer: called with phase, rank and connection of an authenticated peer; owns the connection.
         on_notice: called with an authenticated notice.
-        on_shortage: called with the error when this process or host lacks what an accept needs.
+        on_shortage: called with the error when this process or host lacks a resource for an accept.
     """
 
     job: HandshakeSide
@@ -195,7 +195,7 @@ class Acceptor:
     _unauthenticated: dict[Task, None] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
-        """Accept from now on, whenever the loop runs."""
+        """Accept connections whenever the loop runs."""
         for listening in self.listening:
             listening.setblocking(False)
             self.loop.start(self._accept(listening))
@@ -209,7 +209,7 @@ class Acceptor:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self.on_shortage(error)
                     yield from sleep(_RETRY_S)
-                continue  # the other side has gone again
+                continue  # the peer has closed already
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 oldest = next(iter(self._unauthenticated))
                 del self._unauthenticated[oldest]
@@ -219,7 +219,7 @@ class Acceptor:
             self.loop.start(task)
 
     def _authenticate(self, sock: socket.socket) -> Task:
-        """Do the accepting side of the handshake; every error ends this connection and nothing else."""
+        """Run the accepting side of the handshake; every error ends only this connection."""
         task = next(reversed(self._unauthenticated))
         peer: tuple[ConnectionPhase, int] | None = None
         try:
@@ -254,17 +254,17 @@ _OTHERS = 256
 
 
 def _per_rank(streams: int) -> int:
-    # A connection for control frames and `streams` for tensors, and for a moment the memory and the eventfd of each on its host.
+    # Control and `streams` tensor connections, and temporarily the memory and eventfd of each rank on its host.
     return streams + 3
 
 
 def most_ranks(limit: int, streams: int) -> int:
-    """Return how many ranks a job may have where each may open so many files."""
+    """Return the most ranks of a job if each may open `limit` files."""
     return max(1, (limit - _OTHERS) // _per_rank(streams))
 
 
 def make_room(size: int, streams: int) -> None:
-    """Raise this process's soft limit of open files to the hard one, where a job of this size may not fit below it."""
+    """Raise the soft limit of open files to the hard one if a job of this size may not fit below it."""
     import resource  # absent on Windows, where a Connect client may import this file
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

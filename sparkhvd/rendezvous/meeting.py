@@ -1,4 +1,4 @@
-"""Rendezvous of one rank for one generation: from its listener to sockets between every two ranks."""
+"""Connect one rank to the others of a generation: from its listener to sockets between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from sparkhvd.settings import Settings
 # ----------------------------------------------------------------------------------------------------
 # Connections from this rank to the listeners of others.
 
-# A notice needs one connect; only a host that does not answer takes longer, and it receives nothing anyway.
+# A notice needs one connect. Only a host that does not answer takes longer, and it would not receive the notice.
 NOTICE_S = 2.0
 
 
@@ -85,16 +85,16 @@ class Dialer:
                 if is_same_user(sock):
                     return sock
                 sock.close()
-            except BlockingIOError:  # its backlog is full: it is there
+            except BlockingIOError:  # its backlog is full, so it lives
                 raise
-            except OSError:  # not reachable that way after all
+            except OSError:  # not reachable by Unix socket after all
                 pass
         return (yield from open_connection(*tcp_place(endpoint), until))
 
     def watch_listener(self, peer: int, on_open: Callable[[], object]) -> Task:
         """Hold a silent connection to a listener, which the kernel resets when the listener closes.
 
-        A rank that accepts closes it after 5 s, as any other unauthenticated connection.
+        The listener's rank closes it after 5 s, like any unauthenticated connection.
 
         Args:
             peer: owner of the listener.
@@ -110,7 +110,7 @@ class Dialer:
             yield Wait(sock, selectors.EVENT_READ, float("inf"))
 
     def notify(self, peers: Iterable[int], notice: Notice) -> None:
-        """Send a notice to the listeners of some ranks; best effort, NOTICE_S at most."""
+        """Send a notice to the listeners of some ranks; best effort, at most NOTICE_S."""
         loop = EventLoop()
         try:
             for peer in peers:
@@ -120,14 +120,14 @@ class Dialer:
             loop.close()
 
     def _notify(self, peer: int, notice: Notice) -> Task:
-        with contextlib.suppress(OSError):  # the other is gone, or cannot be reached
+        with contextlib.suppress(OSError):  # the peer is gone, or cannot be reached
             sock = yield from self.dial(peer, time.monotonic() + NOTICE_S)
             with sock:
                 send(sock, notice.to_bytes(self._job, peer))
 
 
 # ----------------------------------------------------------------------------------------------------
-# Authenticated connections to peers, and agreements of ranks over them.
+# Authenticated connections to peers, and agreement of ranks over them.
 
 
 @dataclass
@@ -138,7 +138,7 @@ class PeerLink:
         sock: the connection.
         shares_memory: whether both processes have proved that they can map the same memory.
         is_ready: whether the handshake is complete.
-        row: by rank, 1 where the peer shares memory with it; None until the peer has sent it.
+        row: by rank, 1 if the peer shares memory with it; None before the peer has sent it.
         streams: `Settings.streams` of the peer, known with the row.
         has_own_row: whether this rank has sent its row.
     """
@@ -157,13 +157,13 @@ class PeerLink:
 
     @property
     def has_answered(self) -> bool:
-        """True once the peer has sent something that shows that it has believed this rank's proof."""
+        """True once a message of the peer shows that it has accepted this rank's proof."""
         return self.row is not None or (self.is_unix and self.is_ready)
 
 
 @dataclass
 class EarlyConnection:
-    """Authenticated connection of a later turn."""
+    """Authenticated connection of a later phase."""
 
     stage: ConnectionPhase
     rank: int
@@ -171,7 +171,7 @@ class EarlyConnection:
 
 
 def detach(links: Mapping[int, PeerLink], size: int) -> list[int]:
-    """Take the blocking descriptors of one stream out of its links, by rank; -1 where there is no link."""
+    """Detach the blocking descriptors of one stream from its links, by rank; -1 without a link."""
     sockets = [-1] * size
     for peer, link in links.items():
         link.sock.setblocking(True)
@@ -180,12 +180,12 @@ def detach(links: Mapping[int, PeerLink], size: int) -> list[int]:
 
 
 def own_row(job: Job, links: Mapping[int, PeerLink]) -> bytes:
-    """Return, by rank, 1 where it shares memory with this one."""
+    """Return, by rank, 1 if it shares memory with this one."""
     return bytes(rank == job.rank or links[rank].shares_memory for rank in range(job.size))
 
 
 def agree_on_hosts(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
-    """Return the host index of every rank; a host whose ranks do not all share memory becomes one host per rank.
+    """Return the host index of every rank; a host whose ranks do not all share memory is split into one host per rank.
 
     Every rank computes the same, because every rank has the same rows.
 
@@ -210,7 +210,7 @@ def agree_on_hosts(job: Job, links: Mapping[int, PeerLink]) -> tuple[int, ...]:
 
 
 def check_streams(rank: int, streams: int, links: Mapping[int, PeerLink]) -> None:
-    """Refuse ranks with different numbers of streams, on every rank, so that none waits for streams that do not come.
+    """Reject different numbers of streams, on every rank, so that no rank waits for missing streams.
 
     Raises:
         MismatchError: `Settings.streams` differs between ranks.
@@ -226,11 +226,11 @@ def check_streams(rank: int, streams: int, links: Mapping[int, PeerLink]) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------
-# Errors of a meeting that fails, as this rank raises them and as it reports them to the others.
+# Errors of a failed rendezvous, as raised by this rank and reported to the others.
 
 
 class MeetingError(Exception):
-    """Failure of a meeting: the error that this rank raises, and the news of it for the others."""
+    """Failure of a rendezvous: the error that this rank raises, and the notice for the others."""
 
     def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
         super().__init__(str(cause))
@@ -241,7 +241,7 @@ class MeetingError(Exception):
 
 @dataclass(frozen=True)
 class RendezvousErrors:
-    """Errors of one rank's meeting: ranks that did not come, their addresses, and the remedy.
+    """Errors of one rank's rendezvous: missing ranks, their addresses, and the remedy.
 
     Attributes:
         job: the job as this rank knows it.
@@ -263,7 +263,7 @@ class RendezvousErrors:
         return self.lost({about: f"rank {teller} reports it"})
 
     def lost(self, causes: Mapping[int, object]) -> MeetingError:
-        """Return the error about ranks that are gone; `causes` holds the evidence by rank."""
+        """Return the error for ranks that are gone; `causes` holds the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
             for peer, cause in sorted(causes.items())
@@ -281,11 +281,11 @@ class RendezvousErrors:
         rows: Mapping[int, bytes | None],
         last_errors: Mapping[int, object],
     ) -> MeetingError:
-        """Return the error about ranks that are missing, or else about those that still wait for others.
+        """Return the error for missing ranks, or else for connected ranks that still wait for others.
 
         Args:
-            peers: all ranks that must come.
-            rows: by rank that is connected its row, or None before it has come.
+            peers: all ranks that must connect.
+            rows: row of each connected rank, or None before it has arrived.
             last_errors: the last error of connecting with a rank.
         """
         missing = [rank for rank in sorted(peers) if rank not in rows]
@@ -302,7 +302,7 @@ class RendezvousErrors:
         return f"{who} has not connected ({error or 'its port is open'})"
 
     def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeetingError:
-        """Return the error about ranks that did not come in time, with a line about each; the others are told of the first."""
+        """Return the error for late ranks, with a line about each; the notice names the first."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
             f"{self.job.size} ranks came within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "
@@ -313,16 +313,16 @@ class RendezvousErrors:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Peers that seem to be gone, and the grace before one of them is blamed.
+# Suspects: peers that seem to be gone, with a grace before they are blamed.
 
 _STAGE_S = 0.1
-# A peer that is gone may have left because of another, and its notice is then in this rank's backlog: this many
-# turns of the event loop, _TURN_S apart, are enough to read it, also for a process that was stopped meanwhile.
+# A peer may be gone because of another rank, and its notice is then in this rank's backlog. This many
+# turns of the event loop, _STAGE_S apart, are enough to read it, also for a process that was stopped meanwhile.
 _GRACE_TURNS = 5
 
 
 class SuspectPeers:
-    """Peers that seem to be gone. They are blamed after a grace, unless a notice says first why they left."""
+    """Peers that seem to be gone. They are blamed after a grace, unless a notice arrives first with the reason."""
 
     def __init__(self, loop: EventLoop, errors: RendezvousErrors) -> None:
         self._loop = loop
@@ -345,11 +345,11 @@ class SuspectPeers:
             self._loop.start(self._blame())
 
     def clear(self, peer: int) -> None:
-        """Take the suspicion back: the peer has come again."""
+        """Clear the suspicion: the peer has connected again."""
         self._causes.pop(peer, None)
 
     def watch(self, links: Mapping[int, PeerLink]) -> None:
-        """Suspect a peer from now on when its link ends; a peer is watched by its first link only."""
+        """Suspect a peer when its link ends; only its first link is watched."""
         for peer, link in links.items():
             if peer not in self._watched:
                 self._watched.add(peer)
@@ -368,12 +368,12 @@ class SuspectPeers:
 
     def _blame(self) -> Task:
         yield from sleep(_STAGE_S)
-        first = set(self._causes)  # ranks that are missed later may have left because of these
+        first = set(self._causes)  # later ones may have left because of these
         for _ in range(_GRACE_TURNS - 1):
             yield from sleep(_STAGE_S)
         self._has_grace = False
         causes = {peer: cause for peer, cause in self._causes.items() if peer in first}
-        if causes:  # else they have come again
+        if causes:  # else they have connected again
             raise self._errors.lost(causes)
         for peer, cause in self._causes.items():
             self.add(peer, cause)
@@ -386,11 +386,11 @@ TOKEN_BYTES = 32
 
 
 def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
-    """Do the connecting side: pass a memory file with a token and expect an answer inside it."""
+    """Run the connecting side: pass a memory file with a token and expect an answer inside it."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = new_memfd("sparkhvd-proof")
-    except OSError:  # forbidden here: use sockets, and tell the peer
+    except OSError:  # forbidden here: use sockets, and notify the peer
         send(sock, token)
         yield from read(sock, TOKEN_BYTES, until)
         send(sock, b"\0")
@@ -409,7 +409,7 @@ def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, boo
 
 
 def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
-    """Do the accepting side: map the memory file, compare its token, write an answer into it."""
+    """Run the accepting side: map the memory file, compare its token, write an answer into it."""
     yield Wait(sock, selectors.EVENT_READ, until)
     token, descriptors, _, _ = socket.recv_fds(sock, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     answer = secrets.token_bytes(TOKEN_BYTES)
@@ -441,7 +441,7 @@ def _has_room(descriptor: int) -> bool:
     )
 
 
-# The listener of a rank that has not come is checked this often.
+# Polling interval for the listener of a missing rank.
 PROBE_S = 0.5
 RETRY_S = 0.1
 
@@ -468,10 +468,10 @@ class MeshBuilder:
         self.early = early
         self.notices = notices  # of this and of later generations
         self.loop = EventLoop()
-        self.links: dict[int, PeerLink] = {}  # of this turn
+        self.links: dict[int, PeerLink] = {}  # of this phase
         self.met: list[
             dict[int, PeerLink]
-        ] = []  # of earlier turns: for control frames, then by stream
+        ] = []  # of earlier phases: for control frames, then by stream
         self.serving: dict[int, Task] = {}
         self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
         self.last_error: dict[int, OSError | str] = {}
@@ -484,14 +484,14 @@ class MeshBuilder:
             current_turn=lambda: self.stage,
             on_peer=self._receive_peer,
             on_notice=self._receive_notice,
-            on_shortage=self._note_shortage,
+            on_shortage=self._record_shortage,
         )
 
     def run(self) -> Connections:
-        """Meet every other rank. Closes everything if it fails.
+        """Connect to every other rank. Closes everything if it fails.
 
         Raises:
-            CollectiveError: a rank is gone, or did not come in time.
+            CollectiveError: a rank is gone, or did not connect in time.
             MismatchError: ranks disagree on the number of streams.
         """
         try:
@@ -506,7 +506,7 @@ class MeshBuilder:
             self._open_streams(hosts)
         except MeetingError as error:
             self.loop.close()  # ends the tasks that use the links
-            self._tell_the_others(error)
+            self._notify_others(error)
             self._close_links()
             raise error.cause from error.__cause__
         except BaseException:
@@ -518,7 +518,7 @@ class MeshBuilder:
         return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
     def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
-        """Return links to `peers` for the current turn; in the first phase with the row of each."""
+        """Return links to `peers` for the current phase; in the first phase with the row of each."""
         self.peers = peers
         self.links = {}
         for early in [p for p in self.early if p.stage == self.stage]:
@@ -529,7 +529,7 @@ class MeshBuilder:
         for task in tasks:
             self.loop.start(task)
         self.loop.run(self._is_complete)
-        for task in tasks:  # probes, and the limit
+        for task in tasks:  # probes, and the deadline
             self.loop.cancel(task)
         return dict(self.links)
 
@@ -548,12 +548,14 @@ class MeshBuilder:
                 try:
                     send(link.sock, NEWS.pack(NEWS_MET, self.streams - 1) + row)
                 except OSError as error:
-                    if not self._may_reach_again(peer, link, error):  # else _serve() sees its end
+                    if not self._may_reach_again(
+                        peer, link, error
+                    ):  # else _serve() handles its end
                         self.suspects.add(peer, error)
         return not self.suspects and all(link.row is not None for link in self.links.values())
 
     def _replace_unix_links(self, mesh: dict[int, PeerLink], hosts: tuple[int, ...]) -> None:
-        """Connect by TCP the ranks of this host that do not share memory, as the engine expects."""
+        """Connect ranks of this host without shared memory by TCP, as the engine expects."""
         split = frozenset(
             peer
             for peer, link in mesh.items()
@@ -578,7 +580,7 @@ class MeshBuilder:
         self.links = mesh
 
     def _open_streams(self, hosts: tuple[int, ...]) -> None:
-        """Open the connections for tensors of every pair, one turn for each: MAX_UNAUTHENTICATED counts for all."""
+        """Open the tensor connections of all pairs, one phase per stream, because MAX_UNAUTHENTICATED limits all together."""
         everybody = frozenset(self.links)
         self.dialer.unix_peers = frozenset(
             peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
@@ -592,11 +594,11 @@ class MeshBuilder:
 
     # Failures
 
-    def _tell_the_others(self, error: MeetingError) -> None:
-        """Report the failure to every rank, best effort: else they would blame this rank, which only reports.
+    def _notify_others(self, error: MeetingError) -> None:
+        """Report the failure to every rank, best effort: else they would blame this rank, which only reports it.
 
-        Over links where the peer still waits for this rank's row, because a link is there whatever firewalls
-        forbid; else by a notice.
+        Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
+        and else a notice.
         """
         news = NEWS.pack(error.news, error.rank) + bytes(self.job.size)
         notified = {self.job.rank}
@@ -616,7 +618,7 @@ class MeshBuilder:
 
     def _expire(self) -> Task:
         yield Wait(None, 0, self.deadline)
-        while self.suspects:  # their notices come first
+        while self.suspects:  # their notices take precedence
             yield from sleep(RETRY_S)
         rows = {peer: link.row for peer, link in self.links.items()}
         raise self.errors.expired(self.peers, rows, self.last_error)
@@ -632,22 +634,22 @@ class MeshBuilder:
             sock.close()
 
     def _receive_notice(self, notice: Notice) -> None:
-        """Fail by a notice of this generation, keep one of a later, drop one of an earlier."""
+        """Fail by a notice of this generation, keep a later one, drop an earlier one."""
         if notice.generation == self.stage.generation:
             raise self.errors.reported(notice)
         if notice.generation > self.stage.generation:
             self.notices.append(notice)
 
-    def _note_shortage(self, error: OSError) -> None:
-        # A rank that does not come in time may have been refused because of it.
+    def _record_shortage(self, error: OSError) -> None:
+        # A missing rank may have been refused because of it.
         for peer in self.peers.difference(self.links):
             self.last_error[peer] = error
 
     def _adopt(self, peer: int, sock: socket.socket) -> None:
-        """Serve an authenticated connection of this turn, from a rank above this one."""
+        """Serve an authenticated connection of this phase, from a rank above this one."""
         self.suspects.clear(peer)
         old = self.links.pop(peer, None)
-        if old is not None:  # it came back after its first connection broke
+        if old is not None:  # it reconnects after its first connection broke
             self.loop.cancel(self.serving[peer])
             old.sock.close()
         self._start_serving(peer, PeerLink(sock), check_memory)
@@ -655,7 +657,7 @@ class MeshBuilder:
     # Outgoing
 
     def _reach(self, peer: int) -> Task:
-        """Connect to a rank below this one, as often as it takes."""
+        """Connect to a rank below this one, with retries."""
         while True:
             sock = None
             try:
@@ -685,18 +687,18 @@ class MeshBuilder:
         yield from self._reach(peer)
 
     def _may_reach_again(self, peer: int, link: PeerLink, error: OSError) -> bool:
-        """Return True if the accepting side may have ended a link because it had not read this rank's proof yet.
+        """Return True if the accepting side may have ended a link before it read this rank's proof.
 
         It does so when it has just completed an earlier generation; the next one accepts the connection.
         """
         return peer < self.job.rank and isinstance(error, ConnectionError) and not link.has_answered
 
     def _introduce(self, peer: int, sock: socket.socket) -> Generator[Wait, None, bool]:
-        """Do the handshake until the deadline: the other rank may call init() much later than this one."""
+        """Run the handshake until the deadline: the other rank may call init() much later than this one."""
         return introduce(self.job, peer, self.stage, sock, self.deadline)
 
     def _probe(self, peer: int) -> Task:
-        """Check the listener of a rank above this one until that rank has come."""
+        """Poll the listener of a rank above this one until that rank has connected."""
         while True:
             yield from sleep(PROBE_S)
             if peer in self.links:
@@ -720,7 +722,7 @@ class MeshBuilder:
 
     def _serve(self, peer: int, link: PeerLink, prove: Proof) -> Task:
         """Prove shared memory over an authenticated connection, then read the peer's row."""
-        # Later than _expire(), which knows more.
+        # Later than _expire(), whose error is more precise.
         until = self.deadline + RETRY_S
         try:
             if self.stage.phase == PHASE_MESH and link.is_unix:

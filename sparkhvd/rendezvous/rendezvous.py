@@ -1,4 +1,4 @@
-"""Rendezvous over sockets: one meeting per generation."""
+"""Rendezvous over sockets, in process, and of a single rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SocketRendezvous:
 
     Rank i connects to every rank below it and accepts from every rank above it, so each pair has one
     connection: an abstract Unix socket if both are on one host, else TCP. Ranks of one host that prove to
-    each other that they can map the same memory get one host index; if any pair of them cannot, each is
-    treated as a host of its own.
+    each other that they can map the same memory get one host index. If any pair of them cannot, each is
+    treated as its own host.
 
     Args:
-        job: the same on every rank, but for `rank`.
-        listener: listens at `job.endpoints[job.rank]`; stays open, because a later meeting needs it, and a
-            closed port means that the process is gone. Connections are accepted during meetings only.
+        job: the same on every rank, except `rank`.
+        listener: listens at `job.endpoints[job.rank]`. It stays open for later generations, and because a closed port
+            means that the process is gone. Connections are accepted inside `connect` only.
         settings: the same on every rank; or a function that returns them, called by every `connect`.
     """
 
@@ -46,13 +46,15 @@ class SocketRendezvous:
         self._parked: list[EarlyConnection] = []
         self._notices: list[Notice] = []
         self._made: Connections | None = None
-        self._among: dict[tuple[int, ...], SocketRendezvous] = {}  # they count their generations
+        self._among: dict[
+            tuple[int, ...], SocketRendezvous
+        ] = {}  # kept, because each counts its generations
         # A forked child (a DataLoader worker) must not keep the port or a connection of a dead rank open.
         _close_in_children()
         _open_rendezvous.add(self)
 
     def connect(self) -> Connections:
-        """Meet every other rank; see `Rendezvous.connect`."""
+        """Connect to every other rank; see `Rendezvous.connect`."""
         if self._ask is not None:
             self.settings = self._ask()
         make_room(self.size, self.settings.streams)
@@ -69,12 +71,13 @@ class SocketRendezvous:
         return self._made
 
     def among(self, ranks: Sequence[int]) -> SocketRendezvous:
-        """Return the rendezvous of some of the ranks: a job of its own, whose ranks are their places in the list.
+        """Return the rendezvous of some of the ranks: a separate job, whose ranks are their positions in the list.
 
-        Each of them must ask with the same list; another job may follow when this one has ended, because they share the listener.
+        Each of them must pass the same list. Because they share the listener, another such job may start only when this
+        one has ended.
 
         Args:
-            ranks: different ones, this rank among them.
+            ranks: distinct, including this rank.
         """
         chosen = tuple(ranks)
         if chosen == tuple(range(self.size)):
@@ -93,7 +96,7 @@ class SocketRendezvous:
         return self._among[chosen]
 
     def close(self) -> None:
-        """Stop listening, and close connections of later generations."""
+        """Close the listener, and connections of later generations."""
         for early in self._parked:
             early.sock.close()
         self._parked.clear()
@@ -106,7 +109,7 @@ _open_rendezvous: weakref.WeakSet[SocketRendezvous] = weakref.WeakSet()
 def _close_all() -> None:
     for rendezvous in list(_open_rendezvous):
         rendezvous.close()
-        if rendezvous._made is not None:  # the owner of taken descriptors closes them in the child
+        if rendezvous._made is not None:  # the child closes detached descriptors elsewhere
             rendezvous._made.close()
 
 
@@ -136,7 +139,7 @@ _Row = list[socket.socket | None]
 
 
 class _InProcessHub:
-    """Socket pairs of ranks in one process, made when the first rank of a generation comes."""
+    """Socket pairs of ranks in one process, created by the first rank of a generation."""
 
     def __init__(self, hosts: tuple[int, ...], streams: int) -> None:
         self.hosts = hosts
@@ -183,17 +186,17 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class _InProcessRendezvous:
-    def __init__(self, hall: _InProcessHub, rank: int, settings: Settings) -> None:
+    def __init__(self, hub: _InProcessHub, rank: int, settings: Settings) -> None:
         self.rank = rank
-        self.size = len(hall.hosts)
+        self.size = len(hub.hosts)
         self.settings = settings
-        self._hall = hall
+        self._hub = hub
         self._generation = 0
 
     def connect(self) -> Connections:
         generation = self._generation
         self._generation += 1
-        return self._hall.take(generation, self.rank)
+        return self._hub.take(generation, self.rank)
 
 
 def in_process(
@@ -203,22 +206,22 @@ def in_process(
 
     Args:
         size: number of ranks.
-        hosts: index of the host of each rank, to simulate several; None puts all on one. Ranks of one host
-            get Unix sockets, others TCP.
+        hosts: index of the host of each rank, to simulate several; None means one host. Ranks of one host get Unix
+            sockets, others TCP.
         settings: None means the defaults.
     """
     indices = tuple(hosts) if hosts is not None else (0,) * size
     if len(indices) != size:
         raise InvalidArgumentError(f"in_process(size={size}): hosts has {len(indices)} entries.")
     settings = settings or Settings()
-    hall = _InProcessHub(indices, settings.streams)
-    return [_InProcessRendezvous(hall, rank, settings) for rank in range(size)]
+    hub = _InProcessHub(indices, settings.streams)
+    return [_InProcessRendezvous(hub, rank, settings) for rank in range(size)]
 
 
 # ----------------------------------------------------------------------------------------------------
 # Rendezvous of this process: at most one.
 
-# With the id of the process that was launched.
+# With the pid of the launched process.
 _installed: list[tuple[Rendezvous, int]] = []
 
 
@@ -231,7 +234,7 @@ def current() -> Rendezvous | None:
     """Return the rendezvous of this process; None if it was not launched as a rank.
 
     Raises:
-        NotInitializedError: this process was forked by one that was launched.
+        NotInitializedError: this process is a fork of a launched one.
     """
     if not _installed:
         return None

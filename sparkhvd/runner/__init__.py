@@ -1,4 +1,4 @@
-"""Run a function on every rank: in one Spark barrier stage, in processes on this host, or on several by ssh.
+"""Run a function or a command on every rank: in a Spark barrier stage, on this host, or over ssh.
 
     from sparkhvd import run
 
@@ -11,61 +11,68 @@
 
     run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
 
-The function runs in a process per rank of its own, its trainer, which the rank's task starts or a nursery forks. Nothing of Spark is imported
-here, so a rank may import this package cheaply.
+Start: a launch plans its slots (`slots`), checks the cluster (`preflight`) and starts one process per rank, the trainer
+(`trainer`). Under Spark a barrier task is its parent (`job`, `task`), without Spark the caller (`local`) or an agent on
+each host (`hosts`). The zygote of the process or executor forks trainers of later launches (`zygote`, `zygote_client`,
+`prewarm`). `sparkhvdrun` starts the user's command instead (`command`, `script`, `local_processes`). Elastic jobs
+replace ranks that fail (`elastic`).
 
-Threads: launches may come from several threads of the driver; they take task slots in the order of their calls (`admission`). In a
-task, threads read the trainer's pipes, and one waits for Ctrl-C (`interrupts`). A trainer calls the function on its main thread; one more
-watches its parent. Live output has a thread per task that prints, and one on the driver (`live`).
+Communication: the parent sends a trainer its function and job over a pipe and reads results and messages from another
+(`protocol`). Facts of all ranks travel through Spark's barrier, ssh or the parent. Output and Ctrl-C have a port of the
+driver each (`live`, `interrupts`, `driver_port`). Nothing of Spark is imported here, so a rank may import this package
+cheaply.
 
-Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the parent's pipe; the
-key is never in argv, environment or a file. The driver unpickles what its own ranks return. It has two ports, for live output and for Ctrl-C, at which only tasks are
-heard that know a key derived from the attempt's.
+End: a rank's result, exception or signal reaches the driver as data (`outcomes`), which raises the root cause as a
+`RankError` and relaunches only after a lost process, executor or host. A trainer watches its parent's pipe, dies with
+it, and takes its process group along. `run_local` and `run_hosts` also kill processes in other sessions (`orphans`).
+After Ctrl-C the function has 5 s to save.
 
-Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
-lost process, executor or host is relaunched. What can be known before ranks start is checked by `preflight`.
+Threads: several threads of the driver may launch; slots are assigned in call order. In a task, threads read the
+trainer's pipes and one waits for Ctrl-C. A trainer calls the function on its main thread and watches its parent on
+another.
 
-Shutdown: a trainer ends with its task, whose pipe it watches, and takes the processes of its group along; `run_local` and `run_hosts` also
-end those in sessions of their own (`orphans`). After Ctrl-C the function has 5 s to save.
+Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the
+parent's pipe. The key is never in argv, the environment or a file. The driver unpickles only what its own ranks return.
+Its ports accept only tasks that prove a key derived from the attempt's.
 
 Each module imports only those above it:
 
-    allocator          memory that trainers keep for the next step
-    driver_port        a port of the driver for tasks, and the proof of both ends
-    host_names         hosts, their slots, and who runs where
-    loggers            load of the ranks of `run(fn)`, for its loggers
-    orphans            processes that ranks have started and left behind, also in sessions of their own: found by a mark in their variables
-    output             lines of a rank's output, with or without an end
-    processes          fresh and forked processes of trainers
-    protocol           frames on the pipe from a task to its trainer
-    slots              task slots for launches, in the order of their calls
+    allocator          memory allocator of trainers: keeps freed memory for the next step
+    driver_port        a port of the driver for its tasks, authenticated on both sides
+    host_names         hosts, their slots, and the placement of ranks
+    loggers            loggers of `run(fn)`, and the load of its ranks
+    orphans            kills processes that ranks left behind, also in sessions of their own
+    output             lines of a rank's output
+    processes          trainer processes: fresh or forked
+    protocol           frames between a task and its trainer, pickled functions, broadcast payloads
+    slots              task slots of a launch, assigned in call order
     tracebacks         tracebacks of ranks as the driver shows them
-    local_processes    ends what ranks have started and left behind
-    outcomes           values and errors of ranks as data
+    local_processes    ranks of this host that run the user's command
+    outcomes           outcomes of ranks as data, and their root cause
     reports            a trainer's report on its function
-    zygote_client      the nursery of a process or an executor, which forks trainers of later launches
+    zygote_client      starts the zygote of this process or executor, and asks it for forks
     horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
-    live               output of ranks on the driver while they run
-    preflight          checks before anything long starts
-    results            results of ranks by pieces, below Spark's limit
+    live               live output of ranks on the driver
+    preflight          checks before ranks start
+    results            results of ranks in pieces below Spark's limits
     trainer            parent's side of a trainer process
-    gpu                a GPU for each rank
+    gpu                one GPU per rank
     interrupts         Ctrl-C, from the driver to the ranks
     options            options and result of a launch under Spark
     outcome_files      outcomes of ranks as files of the run
     child              the trainer process
-    doctor             what this machine can do and lacks
-    launching          what launches under Spark and on this host share
-    prewarm            head start of a launch: tasks of an earlier Spark job start the nurseries that will fork its trainers
-    live_output        live output, or the last lines, of an attempt on the driver
+    doctor             `sparkhvd doctor`: what this machine supports
+    launching          code shared by launches under Spark and on this host
+    prewarm            starts zygotes from tasks of an earlier Spark job
+    live_output        live output of one attempt, on the driver
     local              launches on this host: `run_local`
-    supervisor         wait for the ranks of a script, here or on other hosts, and end them together
+    supervisor         waits for the ranks of a command and shuts them down together
     task               executor's side of a launch under Spark
-    zygote             the nursery process
-    hosts              the user's command, or a function, on several hosts: `run_hosts`
+    zygote             the zygote process
+    hosts              a function or command on several hosts over ssh: `run_hosts`
     job                driver's side of a launch under Spark: `run`
     script             the user's command on this host
-    elastic            the user's command on ranks that come and go, and a function under Spark: `run_elastic`
+    elastic            elastic training: commands, and functions under Spark (`run_elastic`)
     command            the command line: `sparkhvdrun`
     horovod_runner     Databricks' `HorovodRunner`
 """
@@ -118,51 +125,57 @@ def run(
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
 
-    Each rank is a fresh process beside a Spark task, with its own rendezvous installed: `sparkhvd.torch.init()`
-    connects the ranks. The standard torch variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
-    are set too. Jobs that several threads launch in one Spark application run side by side where its task slots allow
-    it; a job that does not fit waits, and no later one overtakes it. Jobs whose ranks find GPUs by local rank take turns.
+    Each rank is a process beside a Spark task. `sparkhvd.torch.init()` connects the ranks. The standard torch variables
+    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set too. Jobs launched from several threads of one
+    Spark application run side by side while its task slots suffice. A job that does not fit waits, and later jobs do
+    not overtake it. Jobs whose ranks find GPUs by local rank take turns.
 
-    Output of a rank comes line by line, after its [rank], to this process while the rank runs: to `stdout`, else to stderr, in a notebook to
-    the cell. It never makes a rank wait: of more than 2,000 lines or 1 MiB per second and rank the rest is left out here and counted, and the
-    executor's log has all of it. Over Spark Connect the executors may not reach the client: one line says so after 10 s; a fit's lines come through
-    its store. `sparkhvd.log_to_driver(message)` and docs/observe.md have more.
+    Output of a rank is shown line by line, prefixed with its [rank], while the rank runs: on `stdout`, else on stderr,
+    in a notebook in the cell. It never blocks a rank. Lines beyond 2,000 lines or 1 MiB per second and rank are left
+    out here and counted; the executor's log has all of them. Over Spark Connect the executors may not reach the client:
+    one line says so after 10 s. A fit's lines travel through its store. See `sparkhvd.log_to_driver(message)` and
+    docs/observe.md.
 
-    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job: `fn` has 5 s to save, then
-    it is killed; a second Ctrl-C kills it at once. That holds for a launch from the main thread whose executors reach the driver (docs/training.md).
-    A job that is cancelled in Spark (its UI, `cancelJobGroup`) or loses its executor ends without notice.
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job. `fn` has
+    5 s to save before it is killed; a second Ctrl-C kills it at once. This requires a launch from the main thread, and
+    executors that reach the driver (docs/training.md). A job cancelled in Spark (its UI, `cancelJobGroup`), or one that
+    loses its executor, ends without notice.
 
     Args:
-        fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.
+        fn: any picklable function, also from a notebook cell, `__main__` or a `--py-files` module.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
-        num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`,
-            executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs (with
-            `use_gpu=True` on `local[N]`: no more than this host has); an error where the configuration does not say.
-        start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. A wait for
+        num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`, executors x
+            (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs (with `use_gpu=True` on
+            `local[N]`: at most this host's). An error where the configuration sets no limit.
+        start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. Waiting for
             other jobs of this application does not count.
-        use_mpi: Horovod's, without effect: there is one transport, sparkhvd's own.
+        use_mpi: Horovod's, without effect: sparkhvd has one transport of its own.
         use_gloo: the same.
         extra_mpi_args: the same.
-        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
-            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
-        stdout: a stream of this process that gets the ranks' output as it comes; where ranks do not reach it, the last lines at the end.
-        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
-        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
-        nics: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means `Settings.interfaces`, or else the
-            address that Spark has for their host (SPARK_LOCAL_IP there), with a `local` master the loopback's.
-        prefix_output_with_timestamp: whether lines begin with the local time, here and in the executors' logs.
-        executable: the Python that Spark's workers run; another one is an error.
+        env: environment variables of the ranks, set before `fn` and its modules load. Settings among them (SPARKHVD_*,
+            HOROVOD_*) override this process's environment and the Spark conf.
+        stdout: a stream of this process for the ranks' live output. Where ranks do not reach it, it gets the last lines
+            at the end.
+        stderr: the same, if `stdout` is not given: both streams of a rank are one pipe.
+        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also keeps Spark's
+            own log of a failed rank.
+        nics: interfaces that the ranks use, by name or as networks (10.0.0.0/8). None means `Settings.interfaces`, else
+            the address that Spark has for their host (SPARK_LOCAL_IP there), with a `local` master the loopback
+            interface.
+        prefix_output_with_timestamp: whether lines start with the local time, here and in the executors' logs.
+        executable: the Python that Spark's workers run; any other is an error.
         spark: the session to use, classic or Connect; None means the active one.
-        settings: engine settings; those that differ from the defaults are final. None reads them from the Spark conf
+        settings: engine settings. Values other than the defaults are final. None reads them from the Spark conf
             (`spark.sparkhvd.*`) and this process's environment.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
-        use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`
-            numbers, or the job fails before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
-            GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.
-        profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
-            GPU and its share of the cores per rank, where Spark gives ranks GPUs.
-        loggers: such as [sparkhvd.MLflowLogger()]: get what ranks give to `sparkhvd.log_metrics`, while they run, and the ranks' load. See docs/loggers.md.
+        use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device
+            (`context().gpu` is its index), or the job fails before `fn` starts. False: the ranks see no GPU. None: True
+            if Spark gives tasks GPUs, else the ranks see the GPUs of their executor. See docs/gpus.md.
+        profile: Spark resource profile of the stage (pyspark 4 and a cluster master). Where Spark gives ranks GPUs,
+            None requests a GPU and its share of the cores per rank.
+        loggers: such as [sparkhvd.MLflowLogger()]. They receive the ranks' `sparkhvd.log_metrics` live, and the ranks'
+            load. See docs/loggers.md.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -170,7 +183,7 @@ def run(
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the cluster cannot run this job; the message has the remedy. `fn` has not started.
-        RankError: `fn` failed on a rank: which, where, and its traceback or signal.
+        RankError: `fn` failed on a rank; it has the rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments, job
     from sparkhvd.runner import loggers as metric_lines
@@ -228,35 +241,36 @@ def run_local(
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
-    The same processes as `run` starts, so a program can be tried before it meets a cluster. Never relaunched.
+    The processes are those of `run`, so a program can be tried without a cluster. Never relaunched.
 
-    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, also while it waits in a collective. `fn` has 5 s to save in its `except` or
-    `finally`, then it is killed; a second Ctrl-C kills it at once. If this process is killed, the ranks are too.
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, also while it waits in a collective. `fn` has 5 s to save in
+    its `except` or `finally` before it is killed; a second Ctrl-C kills it at once. If this process is killed, the
+    ranks are too.
 
     Args:
-        fn: any function that pickles.
+        fn: any picklable function.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
         num_proc: number of processes, at least 1.
-        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
-            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment.
-        settings: engine settings; those that differ from the defaults are final. None reads them from this process's
+        env: environment variables of the ranks, set before `fn` and its modules load. Settings among them (SPARKHVD_*,
+            HOROVOD_*) override this process's environment.
+        settings: engine settings. Values other than the defaults are final. None reads them from this process's
             environment.
-        verbose: 0 keeps the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr, each line after
-            its [rank].
-        use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
-            before `fn` starts. False: the ranks see no GPU. None: they see the GPUs that this process sees.
+        verbose: 0 hides the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr, each
+            line prefixed with its [rank].
+        use_gpu: True: every rank gets a GPU of its own (`context().gpu` is its index in the process), or the job fails
+            before `fn` starts. False: the ranks see no GPU. None: they see the GPUs of this process.
         hosts: Horovod's "name:slots"; only this host, with a slot for each rank.
         stdout: a stream for the ranks' output, line by line.
-        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
-        prefix_output_with_timestamp: whether lines begin with the local time.
-        executable: the Python of this process; another one is an error.
+        stderr: the same, if `stdout` is not given: both streams of a rank are one pipe.
+        prefix_output_with_timestamp: whether lines start with the local time.
+        executable: the Python of this process; any other is an error.
         start_timeout: Horovod's, without effect: processes of this host start at once.
-        use_mpi: Horovod's, without effect: there is one transport, sparkhvd's own.
+        use_mpi: Horovod's, without effect: sparkhvd has one transport of its own.
         use_gloo: the same.
         mpi_args: the same.
-        network_interfaces: Horovod's, without effect: the ranks meet on the loopback interface.
-        loggers: as of `run`.
+        network_interfaces: Horovod's, without effect: the ranks use the loopback interface.
+        loggers: as for `run`.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -265,7 +279,7 @@ def run_local(
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the processes may have too little address space for torch, or too few GPUs. `fn` has not
             started.
-        RankError: `fn` failed on a rank: which, and its traceback or signal.
+        RankError: `fn` failed on a rank; it has the rank, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments, local
     from sparkhvd.runner import loggers as metric_lines
@@ -320,44 +334,48 @@ def run_hosts(
     prefix_output_with_timestamp: bool = False,
     loggers: Sequence[Logger] | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on processes of several hosts, which ssh reaches without a password; return results by rank.
+    """Call `fn(*args, **kwargs)` on processes of several hosts over ssh; return results by rank.
 
-    The same processes as `run_local` starts, and nothing of Spark. Every host has this Python, at the same path and in the same minor
-    version, this version of the package, and the working directory. Never relaunched. Output comes live, each line after its [rank].
+    The processes are those of `run_local`, without Spark. ssh must reach every host without a password. Every host has
+    this Python, at the same path and in the same minor version, this version of the package, and the working directory.
+    Never relaunched. Output is shown live, each line prefixed with its [rank].
 
-    Ctrl-C raises KeyboardInterrupt in `fn` on every rank. `fn` has 5 s to save, then it is killed; a second Ctrl-C kills it at once. If this
-    process is killed, or the connection to a host is lost, all ranks end.
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank. `fn` has 5 s to save before it is killed; a second Ctrl-C
+    kills it at once. If this process is killed, or the connection to a host is lost, all ranks end.
 
     Args:
-        fn: any function that pickles.
+        fn: any picklable function.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
-        num_proc: number of processes; None means every slot. Hosts are filled in their order.
-        hosts: "name:slots,name:slots"; names of this host need no ssh.
-        hostfile: a file with lines `name slots=N` or `name:N` instead.
-        env: environment variables of the ranks, set before `fn` and its modules load, beside those of a login by ssh and those that
-            travel by themselves (docs/running.md). Settings among them win over this process's environment.
-        settings: engine settings; those that differ from the defaults are final. None reads them from this process's
+        num_proc: number of processes; None means every slot. Hosts are filled in order.
+        hosts: "name:slots,name:slots". Names of this host need no ssh.
+        hostfile: alternatively, a file with lines `name slots=N` or `name:N`.
+        env: environment variables of the ranks, set before `fn` and its modules load, in addition to those of an ssh
+            login and those forwarded automatically (docs/running.md). Settings among them override this process's
             environment.
-        verbose: 0 keeps the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr.
-        use_gpu: as of `run_local`.
-        ssh_port: of the other hosts; None for what ssh's configuration says.
+        settings: engine settings. Values other than the defaults are final. None reads them from this process's
+            environment.
+        verbose: 0 hides the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr.
+        use_gpu: as for `run_local`.
+        ssh_port: of the other hosts; None means ssh's configuration.
         ssh_identity_file: private key for ssh; None likewise.
-        start_timeout: longest wait in seconds for each step of the start; None means 30. A host has 10 s to answer at all.
-        network_interfaces: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means the address by which ssh
-            came to a host, or `Settings.interfaces`.
+        start_timeout: longest wait in seconds for each step of the start; None means 30. A host has 10 s to answer at
+            all.
+        network_interfaces: interfaces that the ranks use, by name or as networks (10.0.0.0/8). None means the address
+            at which ssh reached a host, or `Settings.interfaces`.
         stdout: a stream for the ranks' output, line by line.
-        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
-        prefix_output_with_timestamp: whether lines begin with the local time.
-        loggers: as of `run`.
+        stderr: the same, if `stdout` is not given: both streams of a rank are one pipe.
+        prefix_output_with_timestamp: whether lines start with the local time.
+        loggers: as for `run`.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not started.
-        RankError: `fn` failed on a rank: which, where, and its traceback or signal; or a host was lost.
+        PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not
+            started.
+        RankError: `fn` failed on a rank, or a host was lost; it has the rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments
     from sparkhvd.runner import loggers as metric_lines

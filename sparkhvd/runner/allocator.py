@@ -1,13 +1,13 @@
 """Memory allocator of a trainer process: keeps freed blocks for the next step.
 
-glibc gives blocks above a threshold (32 MiB at most, by default) back to the kernel when they are freed. A training step
+By default glibc returns freed blocks above a threshold (32 MiB at most) to the kernel. A training step
 frees and allocates every gradient and activation, so every step pays for new, zeroed pages: 13 times as long for
 64 MiB as writing them, a quarter of the step of an MLP with 19 million parameters (`docs/results/step.md`).
 
-Before 2.39, glibc's aligned allocation, which is torch's, asks for a little more than it returns, and the rest may end
-up in the thread's cache of small blocks. There it keeps the freed block from growing back to what the next allocation
-asks for: a loop over one block of 64 MiB took new pages 12 times before it used old ones. So such a process has to
-start without that cache; what this costs small allocations is below the noise of a step.
+Before 2.39, glibc's aligned allocation, which torch uses, requests slightly more than it returns, and the rest may end
+up in the thread's cache of small blocks. There it keeps the freed block from coalescing to the size of the next
+request: a loop over one block of 64 MiB used new pages 12 times before it reused old ones. So such a process must start
+without that cache. The cost for small allocations is below the noise of a step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _NEVER = -1
-# Blocks of this size and more are given back also by a trainer: they are rare, and what they would leave is large.
+# Larger blocks are returned also by a trainer: they are rare, and keeping them would cost much memory.
 _LARGE_BYTES = 1 << 30
-# Two zeros tell it from a value that the user has set.
+# The two zeros distinguish it from a value that the user has set.
 _NO_CACHE = "glibc.malloc.tcache_count=00"
 _TUNABLES = "GLIBC_TUNABLES"
 
 
 def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a process must start that will call `keep_freed_memory`.
+    """Return the environment variables that a process needs before it calls `keep_freed_memory`.
 
     Args:
         environ: the other variables of the process.
@@ -42,15 +42,15 @@ def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_freed_memory() -> bool:
-    """Let freed blocks up to 1 GiB stay with the process, for its next allocations.
+    """Keep freed blocks up to 1 GiB in the process, for its next allocations.
 
-    Nothing is changed if the user has configured the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or it is not glibc's.
+    Changes nothing if the user has configured the allocator (`MALLOC_...`, `GLIBC_TUNABLES`), or it is not glibc's.
 
     Returns:
         True if the allocator was changed.
     """
     environ = os.environ  # noqa: TID251 - glibc's own variables
-    # It has been read; the user's own processes must not inherit it.
+    # glibc has read it; the user's own processes must not inherit it.
     tunables = environ.pop(_TUNABLES, "").split(":")
     others = [tunable for tunable in tunables if tunable not in ("", _NO_CACHE)]
     if others:
@@ -60,7 +60,7 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     if not mallopt(_M_TRIM_THRESHOLD, _NEVER):
         return False
-    # Before 2.35 the threshold must not be above 32 MiB; then such blocks never come from the kernel directly.
+    # Before 2.35 the threshold is at most 32 MiB; there, turn mmap off instead.
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES) or mallopt(_M_MMAP_MAX, 0))
 
 

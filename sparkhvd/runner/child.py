@@ -1,15 +1,15 @@
 """Trainer process: runs the user's function as one rank in a fresh interpreter.
 
-It is started as `python -m sparkhvd.runner.child SPEC_FD RESULT_FD` by `trainer.Trainer`, and talks with its parent
+`trainer.Trainer` starts it as `python -m sparkhvd.runner.child SPEC_FD RESULT_FD`. It communicates with its parent
 through two pipes. On the first it receives three frames: the prologue (environment, paths), the program (pickled
-function and arguments) and, when all ranks have found each other, the job. Start-up and imports overlap with the
-ranks finding each other. On the second it sends the GPUs that it sees, if the prologue asks for them, the start of the
-function, messages for the driver, its report, and its result.
+function and arguments) and, once the addresses of all ranks are known, the job. Start-up and imports overlap with that
+wait. On the second it sends the GPUs that it sees, if the prologue requests them, the start of the function, messages
+for the driver, its report, and its result.
 
 **Threads**: the main thread runs the user's function, so signals and `asyncio` behave as in a script. One daemon
-thread reads the first pipe to its end. **Ownership**: both pipes belong to this process only; they are not
-inherited by the user's own processes, except through a bare fork. **Shutdown**: the end of the first pipe means that
-the parent is gone; then the whole process group is killed, so that data loader processes go too.
+thread reads the first pipe to its end. **Ownership**: both pipes belong to this process only; the user's
+processes inherit them only through a bare fork. **Shutdown**: the end of the first pipe means that
+the parent is gone; then the whole process group is killed, including data loader processes.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ from sparkhvd.settings import setting_variables
 from sparkhvd.topology import HOROVOD_NAMES
 
 # ----------------------------------------------------------------------------------------------------
-# Pickling for processes that multiprocessing spawns from a trainer, such as a DataLoader's.
-# A spawned process imports the `__main__` of its parent, which is the trainer's module here and not the user's script.
-# So objects of the user's `__main__` travel by value, in both directions; cloudpickle gives such classes a number by which
-# both sides recognize them.
+# Pickling for processes that multiprocessing spawns from a trainer, such as a DataLoader's. A spawned process imports
+# the `__main__` of its parent, here the trainer's module and not the user's script. So objects of the user's `__main__`
+# travel by value, in both directions; cloudpickle numbers such classes so that both sides recognize them.
 
 
 def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
-    """Let multiprocessing pickle classes and functions of the user's `__main__` by value from now on.
+    """Make multiprocessing pickle classes and functions of the user's `__main__` by value.
 
     Args:
         dumps: pickles such an object by value.
@@ -90,10 +89,10 @@ def _is_importable(value: type | FunctionType) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Threads of numpy's OpenBLAS in a process that will fork: one until then, the variable's number afterwards.
+# Threads of numpy's OpenBLAS in a process that will fork: one before the fork, the variable's number afterwards.
 
 VARIABLE = "OPENBLAS_NUM_THREADS"
-# Builds name their functions differently; numpy's wheels have the first.
+# Builds differ in the name; numpy's wheels have the first.
 _SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -103,12 +102,12 @@ _SETTERS = (
 
 
 def hold_threads() -> None:
-    """Let OpenBLAS load without threads of its own."""
+    """Load OpenBLAS without extra threads."""
     os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own
 
 
 def restore_threads() -> None:
-    """Give a loaded OpenBLAS as many threads as the variable says, at most one per processor, as it takes by itself."""
+    """Set the threads of a loaded OpenBLAS to the variable's number, at most one per processor, as its default is."""
     number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
     if not number.isdecimal() or number == "1":
         return
@@ -124,12 +123,12 @@ _PR_SET_NAME = 15
 
 
 def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) -> int:
-    """Run one rank; returns the exit status.
+    """Run one rank; return the exit status.
 
     Args:
         spec_fd: descriptor of the frames to this process.
         result_fd: descriptor of the frames from it.
-        listener: in a fork, the descriptors of the listener that it was given, which have other numbers than the prologue says.
+        listener: in a fork, the received descriptors of the listener, whose numbers differ from the prologue's.
     """
     _name()
     for fd in (spec_fd, result_fd):
@@ -155,14 +154,14 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
     load(prologue.preload)
-    if prologue.sys_path:  # behind that, or the user's folders would shadow Python's modules
+    if prologue.sys_path:  # after the imports, or the user's folders would shadow Python's modules
         sys.path[:] = prologue.sys_path
-        load(prologue.preload)  # what these folders alone have
+        load(prologue.preload)  # modules that only these folders have
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it
     job = JobFrame(**json.loads(payload))
-    if prologue.gpu_views:  # the parent has stopped waiting for an answer
+    if prologue.gpu_views:  # the parent no longer waits for an answer
         first.send(b"null")
     _watch_parent(spec_fd)
     _install(prologue, job)
@@ -171,20 +170,20 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
 
 
 def _name() -> None:
-    """Name the process: a fork has the command line of its nursery."""
+    """Name the process: a fork has the command line of its zygote."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"sparkhvd-rank", 0, 0, 0)
 
 
 def _numbered(listener: tuple[int, int], given: Sequence[int]) -> tuple[int, int]:
-    """Return the listener's descriptors with the numbers of this process, in the order in which they were given."""
+    """Renumber the listener's descriptors with the received ones, in order."""
     numbers = iter(given)
     tcp, unix = (next(numbers) if fd >= 0 else fd for fd in listener)
     return tcp, unix
 
 
 def _reset_signals() -> None:
-    """Undo ignored and masked signals of the parent's parent: both pass through exec."""
+    """Undo ignored and masked signals, which survive exec."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -192,7 +191,7 @@ def _reset_signals() -> None:
 
 
 def _line_buffer() -> None:
-    """Pass every line on when it is printed: a killed rank would take a full buffer with it."""
+    """Flush every printed line: a killed rank would lose a full buffer."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
@@ -207,10 +206,10 @@ def _enter(prologue: Prologue) -> None:
 
 
 class _FirstFrame:
-    """First frame to the parent where it has asked for the GPUs; later ones are dropped.
+    """First frame to the parent if it has requested the GPUs; later frames are dropped.
 
-    CUDA's driver may answer when the parent has given up and the function runs; that answer would be read as a part of the
-    outcome.
+    CUDA's driver may answer after the parent has given up and the function runs. That answer would be read as part of
+    the outcome.
     """
 
     def __init__(self, fd: int) -> None:
@@ -228,11 +227,11 @@ class _FirstFrame:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules, those that can be imported, without the garbage collector, which costs a tenth of the time."""
+    """Import the available modules without garbage collection, which costs a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     for name in modules:
-        # The user's function imports it again, and reports its absence if it matters.
+        # The user's function imports it again, and raises the error if it matters.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if was_enabled:
@@ -249,8 +248,8 @@ def _watch_parent(fd: int) -> None:
     threading.Thread(target=kill_group_at_end, name="sparkhvd-parent", daemon=True).start()
     import fcntl  # absent on Windows, where a Connect client may import this file
 
-    # The kernel does the same by itself, which also ends a rank whose native code keeps the GIL.
-    # F_SETSIG and a negative owner (a process group) are Linux's; elsewhere the thread must suffice.
+    # The kernel does the same itself, which also ends a rank whose native code holds the GIL.
+    # F_SETSIG and a negative owner (a process group) exist on Linux only; elsewhere the thread must suffice.
     with contextlib.suppress(OSError, AttributeError):
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
@@ -258,10 +257,10 @@ def _watch_parent(fd: int) -> None:
 
 
 def _install(prologue: Prologue, frame: JobFrame) -> None:
-    """Make rank and rendezvous known in this process."""
+    """Install rank and rendezvous in this process."""
     env, gpu = _visible(frame, prologue.cuda_library)
     variables = os.environ  # noqa: TID251 - Horovod's, torch's and CUDA's own
-    for name in HOROVOD_NAMES:  # of a rank that has started this job
+    for name in HOROVOD_NAMES:  # inherited if a rank has started this job
         variables.pop(name, None)
     variables.update(env)
     handover = Handover(
@@ -282,16 +281,16 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
         with contextlib.suppress(ImportError):
             from pyspark import SparkFiles
 
-            # As pyspark's own worker does, so that SparkFiles.get answers in the user's function.
+            # Like pyspark's own worker, so that SparkFiles.get works in the user's function.
             SparkFiles._root_directory = prologue.spark_files
             SparkFiles._is_running_on_worker = True
 
 
 def _visible(frame: JobFrame, cuda_library: str) -> tuple[dict[str, str], int | None]:
-    """Return the frame's variables, and the ordinal of the rank's GPU with them.
+    """Return the frame's variables, and the ordinal of the rank's GPU under them.
 
-    Imports do not start CUDA in any known version of torch. If one has, the process goes on to see its own GPU only,
-    because CUDA has read the variable.
+    Imports do not initialize CUDA in any known version of torch. If an import has, the process continues to see only
+    its own GPU, because CUDA has read the variable.
     """
     env = dict(frame.env)
     if probe.VISIBLE not in env or not probe.has_started(cuda_library):
@@ -313,7 +312,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     except SystemExit as e:
         report = report_of_exit(e)
         result = dump_result(None) if report["kind"] == "ok" else b""
-    except BaseException as e:  # noqa: BLE001 - door: every exception of the function becomes data
+    except BaseException as e:  # noqa: BLE001 - every exception of the function becomes data
         report = report_of(e, __file__)
     report["started_at"] = started_at
     report["run_s"] = time.monotonic() - started
@@ -328,20 +327,20 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
 
 
 class _Messages:
-    """Messages for the driver, on the pipe of the report and before it."""
+    """Messages for the driver, on the result pipe before the report."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        # Entered again by the handler of a signal that comes while a message is written.
+        # A signal handler may send during a write.
         self._lock = threading.RLock()
         self._is_closed = False
 
     def send(self, message: bytes) -> bool:
-        """Send one; return False if the report was sent, or nobody reads."""
+        """Send a message; return False if the report was sent, or the reader is gone."""
         return self._write(write_message, message)
 
     def progress(self, text: bytes) -> bool:
-        """Send a line on the progress of the training; return False likewise."""
+        """Send a line about the training's progress; return False likewise."""
         return self._write(write_progress, text)
 
     def _write(self, write: Callable[[int, bytes], None], data: bytes) -> bool:
@@ -354,7 +353,7 @@ class _Messages:
         return False
 
     def close(self) -> None:
-        """Send no more; waits for one that is being sent."""
+        """Refuse further messages; wait for a pending write."""
         with self._lock:
             self._is_closed = True
 
@@ -365,7 +364,7 @@ def _call(program: bytes) -> Any:
         # The driver's closure: this process exists to run it.
         _, fn, args, kwargs, _ = pickle.loads(program)  # noqa: S301
         value = fn(*args, **kwargs)
-    except BaseException as e:  # noqa: BLE001 - door: every exception of the function becomes data
+    except BaseException as e:  # noqa: BLE001 - every exception of the function becomes data
         if os.getpid() != pid:
             _end_forked(e)
         raise
@@ -375,7 +374,7 @@ def _call(program: bytes) -> Any:
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:
-    """End a process that the function has forked and that has returned from it, as Python would: it is not the rank."""
+    """End a process that the function has forked and that returned from it: it is not the rank."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         report = report_of_exit(error)
@@ -389,18 +388,18 @@ def _end_forked(error: BaseException | None) -> NoReturn:
 
 
 def end(status: int, parent: int) -> NoReturn:
-    """End this process as a script would, without taking the interpreter apart.
+    """End this process as a script would, without finalizing the interpreter.
 
-    With torch loaded that takes 0.3 s, and can do nothing but crash: exit handlers have run by then.
+    With torch loaded, finalization takes 0.3 s and can only crash: exit handlers have already run.
 
     Args:
         status: exit status.
-        parent: process id of the one that has started this one.
+        parent: pid of the process that started this one.
     """
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
             step()
-    # The parent would have ended the others of the group; it was killed in the grace of an interrupt.
+    # The parent, which would have ended the rest of the group, was killed during the grace of an interrupt.
     if os.getppid() != parent:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(status)
@@ -412,9 +411,9 @@ def _flush() -> None:
 
 
 def _flush_streams() -> None:
-    """Flush what was printed, also where the function has put a stream of its own, or None, in place of Python's."""
+    """Flush the standard streams, even if the function has replaced them."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(Exception):  # the user's may have no `flush`, or one that fails
+        with contextlib.suppress(Exception):  # the user's stream may have no `flush`, or fail
             if stream is not None:
                 stream.flush()
 

@@ -1,4 +1,4 @@
-"""`sparkhvdrun`: runs a script on several processes, with the flags of `horovodrun`."""
+"""`sparkhvdrun`: run a script on several processes, with the flags of `horovodrun`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sparkhvd.settings import Settings, check_seconds
 # ----------------------------------------------------------------------------------------------------
 # `--config-file` of `sparkhvdrun`: flags from a YAML file in the form of horovodrun's.
 
-# Sections; the prefix of their flags, and keys that are called otherwise there.
+# Sections, with the prefix of their flags and renamed keys.
 _SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "params": ("", {}),
     "autotune": ("autotune_", {"enabled": "autotune"}),
@@ -47,15 +47,15 @@ _SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def flags_of(path: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the values of flags, by the name under which the parser keeps them.
+    """Read the values of flags, by their names in the parser.
 
     Args:
         path: of the file.
-        known: those names; of a flag without effect it is the flag.
+        known: those names; for a flag without effect the flag itself.
 
     Raises:
-        InvalidArgumentError: PyYAML is missing, the file cannot be read or is of another form, a key is unknown, or a number is
-            negative.
+        InvalidArgumentError: PyYAML is missing, the file cannot be read or has another form, a key is unknown, or a
+            number is negative.
     """
     found: dict[str, Any] = {}
     for where, name, value in _entries(path, _load(path)):
@@ -64,7 +64,7 @@ def flags_of(path: str, known: Collection[str]) -> dict[str, Any]:
         if target is None:
             raise InvalidArgumentError(f"--config-file {path!r} has {where}, which is no option.")
         if isinstance(value, bool):
-            # A switch of a flag without effect is only told of.
+            # A switch of a flag without effect is only reported.
             found[target] = value if target == flag else str(int(value))
         elif value is not None:
             if not isinstance(value, (int, float, str)):
@@ -117,7 +117,7 @@ def _entries(path: str, content: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 _LAST_STREAM = 2  # standard error
-# Flags of horovodrun that set what a variable sets, and the factor of their unit.
+# Flags of horovodrun that set a variable, and the factor of their unit.
 _SETTINGS = {
     "fusion_threshold_mb": ("HOROVOD_FUSION_THRESHOLD", 1 << 20),
     "timeline_filename": ("HOROVOD_TIMELINE", None),
@@ -129,7 +129,7 @@ _SWITCHES = {
     "autotune": "HOROVOD_AUTOTUNE",
     "stall_check": "HOROVOD_STALL_CHECK",
 }
-# Of horovodrun, without a meaning here; the number of their values.
+# Flags of horovodrun without effect here, and the number of their values.
 _WITHOUT_EFFECT = {
     "--cycle-time-ms": 1,
     "--cache-capacity": 1,
@@ -162,26 +162,26 @@ _WITHOUT_EFFECT = {
     "--autotune-bayes-opt-max-samples": 1,
     "--autotune-gaussian-process-noise": 1,
 }
-# Flags of elastic jobs, each with its options for the parser.
+# Flags of elastic training, with their parser options.
 _ELASTIC: dict[tuple[str, ...], dict[str, Any]] = {
     ("--min-np", "--min-num-proc"): {
         "type": int,
         "metavar": "N",
-        "help": "ranks without which there is no training (-np)",
+        "help": "smallest number of ranks; with fewer the training waits (-np)",
     },
     ("--max-np", "--max-num-proc"): {
         "type": int,
         "metavar": "N",
-        "help": "ranks that are never exceeded (as many as there are slots)",
+        "help": "largest number of ranks (all slots)",
     },
     ("--host-discovery-script",): {
         "metavar": "PROGRAM",
-        "help": "prints a line `host` or `host:slots` for each host that is there; run every second",
+        "help": "prints a line `host` or `host:slots` for each available host; run every second",
     },
     ("--slots-per-host",): {
         "type": int,
         "metavar": "N",
-        "help": "of a host whose line has none",
+        "help": "slots of a host whose line has no number",
     },
     ("--elastic-timeout",): {
         "type": float,
@@ -191,13 +191,13 @@ _ELASTIC: dict[tuple[str, ...], dict[str, Any]] = {
     ("--reset-limit",): {
         "type": int,
         "metavar": "N",
-        "help": "changes of the ranks, of which one more ends the job",
+        "help": "end the job after this number of changes of the ranks",
     },
     ("--blacklist-cooldown-range",): {
         "nargs": 2,
         "type": float,
         "metavar": "S",
-        "help": "shortest and longest time for which a host is left out after failures (1 600)",
+        "help": "shortest and longest exclusion of a host after failures (1 600)",
     },
 }
 
@@ -208,23 +208,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.check_build:
-        from sparkhvd.runner.doctor import examine  # no start of ranks waits for what it needs
+        from sparkhvd.runner.doctor import examine  # its imports must not delay the start of ranks
 
         return examine()
     try:
-        if parsed.config_file is not None:  # flags count before the file
+        if parsed.config_file is not None:  # flags override the file
             parser.set_defaults(**flags_of(parsed.config_file, vars(parsed)))
             parsed = parser.parse_args(arguments)
         return _run(parsed)
     except SparkhvdError as error:
         sys.stderr.write(f"sparkhvdrun: {error}\n")
         return 2
-    except KeyboardInterrupt:  # before the ranks have started; then they get it
+    except KeyboardInterrupt:  # before the ranks have started; later it is forwarded to them
         return 128 + signal.SIGINT
 
 
 def _open_standard_streams() -> None:
-    """Give a process that was started without standard streams, as of cron, those of nothing."""
+    """Open the null device for missing standard streams, as under cron."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STREAM:
         pass
     os.close(descriptor)
@@ -236,13 +236,18 @@ def _open_standard_streams() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparkhvdrun",
-        description="Run a script on processes of this host or, over ssh, of several; in it hvd.init() finds the others.",
+        description="Run a script on processes of this host or, over ssh, of several hosts. hvd.init() connects them.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=__version__)
     add("-np", "--num-proc", type=int, metavar="N", help="number of processes")
-    add("-cb", "--check-build", action="store_true", help="what this machine can do and lacks")
+    add(
+        "-cb",
+        "--check-build",
+        action="store_true",
+        help="report what this machine supports and lacks",
+    )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts and their slots")
     hosts.add_argument(
@@ -255,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME,...",
-        help="interfaces by which hosts talk: names, or networks such as 10.0.0.0/8",
+        help="interfaces between hosts: names, or networks such as 10.0.0.0/8",
     )
     add(
         "--start-timeout",
@@ -264,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="longest wait for each step of the start on other hosts (30)",
     )
-    add("--config-file", metavar="FILE", help="flags in YAML, as horovodrun takes them")
+    add("--config-file", metavar="FILE", help="flags in YAML, in the form of horovodrun's")
     add("--output-filename", type=Path, metavar="FOLDER", help="keep rank.N/stdout and stderr")
     add(
         *("-prefix-timestamp", "--prefix-output-with-timestamp"),
@@ -285,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
         else:
             add(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
-    group = parser.add_argument_group("ranks that come and go")
+    group = parser.add_argument_group("elastic training")
     for flags, options in _ELASTIC.items():
         group.add_argument(*flags, **options)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="such as: python train.py")
@@ -305,7 +310,7 @@ def _run(parsed: argparse.Namespace) -> int:
     command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
-    _tell_flags_without_effect(parsed)
+    _report_flags_without_effect(parsed)
     if parsed.verbose:
         where = ", ".join(f"{place.count} on {place.host}" for place in places)
         sys.stderr.write(f"sparkhvdrun: {' '.join(command)}: {where}\n")
@@ -323,7 +328,7 @@ def _run(parsed: argparse.Namespace) -> int:
         env = {**environ, **given}
         check_command(command, env)
         return run_script(command, parsed.num_proc, env, output)
-    # Ranks of this host start without ssh's part.
+    # Imported here, because ranks of this host need no ssh.
     from sparkhvd.runner.hosts.connection import Reach
     from sparkhvd.runner.hosts.run import run_script_on_hosts
 
@@ -334,7 +339,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _run_elastic(parsed: argparse.Namespace) -> int:
-    """Run the command on ranks that come and go."""
+    """Run the command as an elastic job."""
     from sparkhvd.runner.elastic.options import DiscoveryScript, ElasticOptions
     from sparkhvd.runner.elastic.script import run_elastic_script
     from sparkhvd.runner.hosts.connection import Reach
@@ -353,13 +358,13 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
     command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
-    _tell_flags_without_effect(parsed)
+    _report_flags_without_effect(parsed)
     check_seconds("--start-timeout", parsed.start_timeout, 30)
     discovery = None
     if parsed.host_discovery_script is not None:
         if parsed.hosts is not None or parsed.hostfile is not None:
             raise InvalidArgumentError(
-                "--host-discovery-script tells the hosts, and so do -H and --hostfile. Give one of them."
+                "--host-discovery-script lists the hosts, and so do -H and --hostfile. Give one of them."
             )
         slots = parsed.slots_per_host
         discovery = DiscoveryScript(parsed.host_discovery_script, slots, environ)
@@ -384,7 +389,7 @@ def _run_elastic(parsed: argparse.Namespace) -> int:
 
 
 def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
-    """Return the hosts of the flags; this one with so many slots where they name none."""
+    """Return the hosts of the flags; without them, this host with `slots` slots."""
     if parsed.hostfile is not None:
         return read_hostfile(parsed.hostfile)
     if parsed.hosts is not None:
@@ -392,19 +397,19 @@ def _hosts(parsed: argparse.Namespace, slots: int) -> list[Host]:
     return [Host("localhost", slots)]
 
 
-def _tell_flags_without_effect(parsed: argparse.Namespace) -> None:
+def _report_flags_without_effect(parsed: argparse.Namespace) -> None:
     for flag in _WITHOUT_EFFECT:
         if getattr(parsed, flag):
             sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
 
 
 def _name_of(flag: str) -> str:
-    """Return the name of a flag's value."""
+    """Return the name of a flag's value in the parser."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def _variables(parsed: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the flags stand for."""
+    """Return the variables that the flags set."""
     found = {}
     for name, (variable, factor) in _SETTINGS.items():
         if (value := getattr(parsed, name)) is not None:
@@ -422,7 +427,7 @@ def _variables(parsed: argparse.Namespace) -> dict[str, str]:
 def _scaled(name: str, value: str, factor: int) -> str:
     try:
         return f"{float(value) * factor:g}" if factor == 1 else str(round(float(value) * factor))
-    except (ValueError, OverflowError) as error:  # no number; not a finite one
+    except (ValueError, OverflowError) as error:  # not a number, or not finite
         raise InvalidArgumentError(
             f"--{name.replace('_', '-')} is {value!r}; it must be a number."
         ) from error

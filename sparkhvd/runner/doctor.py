@@ -1,6 +1,6 @@
-"""What this machine can do: `python -m sparkhvd doctor`, `sparkhvdrun --check-build`.
+"""Report what this machine supports: `python -m sparkhvd doctor`, `sparkhvdrun --check-build`.
 
-Nothing is imported that takes long, and nothing of the user's runs; each finding says what to do where something is missing.
+Imports nothing slow and runs no user code. Each finding has a remedy if something is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkhvd.settings import ISAS, Settings
 _JAVA_MINIMUM = 17
 _JAVA_S = 20.0
 _MIB = 1 << 20
-# Of each rank's pipeline in shared memory, with room for small things.
+# Each rank's pipeline in shared memory, with room for small things.
 _SHARED_MIB = 64
 
 
@@ -38,8 +38,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: of what was looked at.
-        found: what is there.
+        name: of the item.
+        found: what exists.
         remedy: what to do; "" if nothing is missing.
         is_needed: nothing works without it.
     """
@@ -51,10 +51,10 @@ class Finding:
 
 
 def examine(open_store: Callable[[], object] | None = None) -> int:
-    """Print what this machine can do and lacks, on one screen; return 1 if nothing works without what is missing.
+    """Print what this machine supports and lacks, on one screen; return 1 if something essential is missing.
 
     Args:
-        open_store: opens the user's store, and proves that it can be written; None for the one of a fit that names none.
+        open_store: opens the user's store and checks that it is writable; None checks the default store of a fit.
     """
     try:
         Settings.resolve()

@@ -1,4 +1,4 @@
-"""A port of the driver at which tasks connect, and the proof of both ends that they know the attempt's key."""
+"""Port of the driver for its tasks. Both sides prove that they know the attempt's key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.spark import SparkShim
 
 FIRST = ConnectionPhase(0, 0)
-# Names of Linux; elsewhere the system's own times count.
+# Linux has these options; elsewhere the system's defaults apply.
 _KEEPALIVE = {
     getattr(socket, name): value
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
@@ -23,7 +23,7 @@ _KEEPALIVE = {
 
 
 def listen(shim: SparkShim) -> tuple[socket.socket, str]:
-    """Listen at the address at which executors reach the driver; return the socket, not blocking, and their name for its host.
+    """Listen where executors reach the driver; return the non-blocking socket and the driver's host as executors name it.
 
     Raises:
         OSError: this process cannot listen there.
@@ -36,7 +36,7 @@ def listen(shim: SparkShim) -> tuple[socket.socket, str]:
 
 
 def address_of_one_interface(shim: SparkShim) -> str:
-    """Return the numeric address at which ranks reach the driver: where it listens, or, if that is every interface, its host's.
+    """Return the numeric address at which ranks reach the driver; its host's address if it listens on every interface.
 
     Raises:
         OSError: a name has no address.
@@ -49,15 +49,15 @@ def address_of_one_interface(shim: SparkShim) -> str:
 
 def _numeric(name: str) -> str:
     address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4]
-    # `address` has the zone of an IPv6 address apart.
+    # `address` has the zone of an IPv6 address as a separate field.
     return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.socket:
-    """Connect to the driver and prove this process; return the connection, which blocks.
+    """Connect to the driver and authenticate; return the blocking connection.
 
     Raises:
-        OSError: nobody is there, or it is not the driver of this job.
+        OSError: there is no listener, or it is not the driver of this job.
     """
     until = time.monotonic() + timeout_s
     sock = socket.create_connection(address, timeout_s)
@@ -84,22 +84,22 @@ def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.sock
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let a connection end when the other side's host is gone, after half a minute."""
+    """End a connection half a minute after the peer's host is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def proof_between(purpose: str, key: str, job_id: str, attempt: int, own: int, size: int) -> Job:
-    """Return a job whose ranks are the driver (0) and tasks, for the handshake between them.
+    """Return a job whose ranks are the driver (0) and its tasks, for the handshake between them.
 
     Args:
-        purpose: of the port; no proof of one purpose is one of another, or of ranks.
+        purpose: of the port. A proof for one purpose is invalid for others, and for ranks.
         key: of the attempt, in hex.
         job_id: of the attempt.
         attempt: 0 for the first launch.
         own: this process's number, 0 for the driver.
-        size: numbers there are.
+        size: number of processes.
     """
     own_key = hmac.digest(bytes.fromhex(key), f"sparkhvd {purpose}".encode(), "sha256")
     return Job(own_key, job_id, attempt, own, size, (Endpoint("", 0, "", ""),) * size)

@@ -1,4 +1,4 @@
-"""Arguments of Horovod's `run` without effect, or with one value that is right."""
+"""Arguments of Horovod's `run` without effect, or with one right value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTEAD = {
 
 
 def warn_of(stacklevel: int = 3, **given: object) -> None:
-    """Warn of each argument that has no effect, unless its value asks for nothing: None or False."""
+    """Warn about each argument without effect, unless it is None or False."""
     for name, value in given.items():
         if value is not None and value is not False:
             text = f"{name}={value!r} has no effect in sparkhvd: {_INSTEAD[name]}."
@@ -31,10 +31,10 @@ def warn_of(stacklevel: int = 3, **given: object) -> None:
 
 
 def check_executable(executable: str | None, python: str, remedy: str) -> None:
-    """Refuse a Python for the ranks other than the one that they have.
+    """Reject a Python for the ranks other than the one that they run.
 
     Raises:
-        InvalidArgumentError: `executable` is another one than `python`.
+        InvalidArgumentError: `executable` differs from `python`.
     """
     if executable is not None and executable != python:
         raise InvalidArgumentError(
@@ -43,7 +43,7 @@ def check_executable(executable: str | None, python: str, remedy: str) -> None:
 
 
 def check_hosts(hosts: str | None, num_proc: int) -> None:
-    """Refuse hosts of Horovod's form "name:slots,name:slots" that are not this one, or have too few slots.
+    """Reject hosts of Horovod's form "name:slots,name:slots" other than this one, or with too few slots.
 
     Raises:
         InvalidArgumentError: a host is another one, or there are more ranks than slots.
@@ -59,10 +59,10 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
 
 
 def join_interfaces(names: Iterable[str] | str | None) -> str:
-    """Return interfaces in the form of `Settings.interfaces`; "" for none.
+    """Return interfaces in the form of `Settings.interfaces`; "" without names.
 
     Raises:
-        InvalidArgumentError: a name is no text.
+        InvalidArgumentError: a name is not text.
     """
     listed = [names] if isinstance(names, str) else list(names or ())
     if not all(isinstance(name, str) for name in listed):
@@ -73,10 +73,10 @@ def join_interfaces(names: Iterable[str] | str | None) -> str:
 
 
 def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
-    """Return the stream for the output of the ranks; None if none was given.
+    """Return the stream for the output of the ranks; None if neither is given.
 
     Raises:
-        InvalidArgumentError: one of them cannot be written to.
+        InvalidArgumentError: a stream cannot be written to.
     """
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
         if stream is not None and not hasattr(stream, "write"):
@@ -92,7 +92,7 @@ def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None
 
 
 def write_tails(stream: TextIO | None, outcomes: Iterable[Outcome]) -> None:
-    """Write the last lines of ranks' output by rank, of those whose output did not come live."""
+    """Write the last output lines, by rank, of ranks without live output."""
     known = [outcome for outcome in outcomes if outcome.rank is not None]
     for outcome in sorted(known, key=lambda one: one.rank or 0):
         with contextlib.suppress(Exception):  # a broken stream never breaks training

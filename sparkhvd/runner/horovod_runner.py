@@ -14,13 +14,14 @@ _VERBOSITIES = ("all", "log_callback_only")
 
 
 class HorovodRunner:
-    """Run a function on ranks and return rank 0's result, as Databricks' class of this name does.
+    """Run a function on ranks and return rank 0's result, like Databricks' class of this name.
 
     Args:
-        np: number of ranks. Negative: -np processes of this host, as `run_local` starts them. Positive: so many tasks of one barrier
-            stage of the active Spark session, as `run` does. 0: every task slot.
-        driver_log_verbosity: "all": the ranks' output comes to the driver's stdout while they run; "log_callback_only": only what they give to
-            `sparkhvd.log_to_driver`, to stderr; the rest stays in the executors' logs. Output of processes of this host always comes.
+        np: number of ranks. Negative: -np processes of this host, as started by `run_local`. Positive: np tasks of one
+            barrier stage of the active Spark session, as started by `run`. 0: every task slot.
+        driver_log_verbosity: "all": the driver's stdout shows the ranks' output live. "log_callback_only": stderr shows
+            only their `sparkhvd.log_to_driver`; the rest stays in the executors' logs. Output of processes of this host
+            is always shown.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -43,7 +44,7 @@ class HorovodRunner:
         """Call `main(**kwargs)` on every rank; return rank 0's result.
 
         Args:
-            main: any function that pickles; in it `sparkhvd.torch.init()` connects the ranks.
+            main: any picklable function; in it `sparkhvd.torch.init()` connects the ranks.
             **kwargs: its arguments.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as users write them, and which ranks run where."""
+"""Hosts and slots as users write them, and the placement of ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import interfaces
 from sparkhvd.topology import HOROVOD_NAMES
 
-# Command, port and key file of ssh where the user has named none.
+# Defaults for ssh: command, port and key file.
 PLAIN_SSH = ("ssh", None, None)
-# What ssh takes for a host, with a user; nothing that could be an option.
+# A host for ssh, with an optional user; never an option.
 _NAME = re.compile(r"[\w:][\w.@%:-]*")
 _FORM = "host:slots,host:slots, such as 'localhost:2' or 'a:4,b:4'; an IPv6 address in brackets"
 
 
 @dataclass(frozen=True)
 class Host:
-    """Host by its name for ssh, and how many ranks it takes."""
+    """Host by its name for ssh, and its number of slots."""
 
     name: str
     slots: int
@@ -29,7 +29,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostSlots:
-    """Ranks of a host: `count` of them, from `first` on."""
+    """Consecutive ranks of one host."""
 
     host: str
     first: int
@@ -42,26 +42,26 @@ class HostSlots:
 
 
 def is_here(name: str, *, by_ssh: bool = False) -> bool:
-    """Return True for names of this host, and addresses of its interfaces, that need no ssh.
+    """Return True for names of this host and addresses of its interfaces.
 
     Args:
         name: of a host.
-        by_ssh: whether the user has said how ssh reaches hosts: then such an address may lead into a container.
+        by_ssh: whether the user has configured ssh. Then an address of this host may lead into a container.
     """
     own = socket.gethostname()
     short = own.partition(".")[0]
     if name in {"localhost", "127.0.0.1", "::1", own, short}:
         return True
-    if name.startswith(f"{short}."):  # for others nobody waits for a server of names
+    if name.startswith(f"{short}."):  # other names need no lookup, which may wait for a name server
         return name == socket.getfqdn()
     return not by_ssh and name in {each.address for each in interfaces()}
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return hosts of the form of horovodrun's -H.
+    """Parse hosts in the form of horovodrun's -H.
 
     Raises:
-        InvalidArgumentError: the text is of another form, or names a host twice.
+        InvalidArgumentError: the text has another form, or names a host twice.
     """
     return _checked(f"hosts is {text!r}", (_host(part, text) for part in text.split(",")))
 
@@ -77,10 +77,10 @@ def _host(part: str, text: str) -> Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Return the hosts of a file with lines `host slots=N` (Open MPI's) or `host:N`.
+    """Read the hosts of a file with lines `host slots=N` (Open MPI's) or `host:N`.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, a line is of another form, or a host is there twice.
+        InvalidArgumentError: the file cannot be read, a line has another form, or a host appears twice.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -120,7 +120,7 @@ def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
 
 
 def merged(hosts: Sequence[Host], is_here: Callable[[str], bool] = is_here) -> list[Host]:
-    """Return hosts with all names of this one under the first of them, with all of their slots.
+    """Merge all names of this host into the first one, with the sum of their slots.
 
     Args:
         hosts: with different names.
@@ -138,7 +138,7 @@ def merged(hosts: Sequence[Host], is_here: Callable[[str], bool] = is_here) -> l
 
 
 def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[HostSlots]:
-    """Return which ranks run where: hosts are filled in their order.
+    """Place ranks on hosts, filling them in order.
 
     Raises:
         InvalidArgumentError: there are more ranks than slots.
@@ -160,9 +160,9 @@ def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[HostSlots]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Variables of a launcher that ranks on other hosts get.
+# Variables of a launcher that are forwarded to ranks on other hosts.
 
-# Settings, and what numerical libraries and Python read; where programs and libraries are, as hosts of a cluster have them alike.
+# Settings, variables of numerical libraries and Python, and search paths, which are equal on the hosts of a cluster.
 _PREFIXES = ("HOROVOD_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "SPARKHVD_", "TORCH_")
 _NAMES = {
     "CONDA_PREFIX",
@@ -173,7 +173,7 @@ _NAMES = {
     "TZ",
     "VIRTUAL_ENV",
 }
-# Of this process alone.
+# Of this process only.
 _OWN = {
     *("SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKHVD_RANK_PROCESS", "SPARKHVD_SSH"),
     *HOROVOD_NAMES,
@@ -181,7 +181,7 @@ _OWN = {
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go to ranks on other hosts without being named."""
+    """Return the variables that ranks on other hosts get without `-x`."""
     return {
         name: value
         for name, value in environ.items()
@@ -190,10 +190,10 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def given_variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `-x NAME=VALUE` and `-x NAME`, which takes this process's.
+    """Return the variables of `-x NAME=VALUE`, and of `-x NAME` with this process's value.
 
     Raises:
-        InvalidArgumentError: one without a value is not set here.
+        InvalidArgumentError: NAME without a value is not set here.
     """
     found = {}
     for word in words:

@@ -1,13 +1,13 @@
-"""Pass Ctrl-C on from the driver to the ranks of a barrier stage.
+"""Forward Ctrl-C from the driver to the ranks of a barrier stage.
 
-Spark tells a task nothing when its job is cancelled: it kills the task's Python worker 2 to 4 s later. So every task
-keeps a silent connection to a port of the driver until the driver is interrupted. Only then the driver accepts the
-connections and answers their hellos. That answer, which needs the attempt's key, is the interrupt. The task reports the
-end of its trainer, and waits until all have ended: the first task that ends would let Spark kill the others.
+Spark does not notify a task when its job is cancelled: it kills the task's Python worker 2 to 4 s later. So every task
+keeps a silent connection to a port of the driver. Only when the driver is interrupted does it accept the
+connections and answer their hellos. That answer, which needs the attempt's key, is the interrupt. The task reports the
+end of its trainer, and waits until all have ended: the first task that ends would make Spark kill the others.
 
-**Best effort**: with a driver that executors cannot reach, or a task that is killed first, Spark's own way remains.
-**Threads**: none on the driver; one daemon thread per task. **Shutdown**: the driver's end of a connection closed during
-an interrupt means that there is no time left to save.
+**Best effort**: if executors cannot reach the driver, or a task is killed first, Spark's own cancellation remains.
+**Threads**: one daemon thread per task, none on the driver. **Shutdown**: if the driver closes a connection during
+an interrupt, there is no time left to save.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
 from sparkhvd.spark import SparkShim
 
-# How long a task tries to reach the driver, beside its work.
+# How long a task tries to reach the driver, in the background.
 _CONNECT_S = 10.0
-# How long a connection may take to prove that it is a task's.
+# How long a connection may take to authenticate as a task's.
 _HANDSHAKE_S = 2.0
 # How long ranks may take, beyond their grace, to be killed and reported.
 _MARGIN_S = 2.0
-# How long a task whose trainer was interrupted waits for the driver, which releases all of them together.
+# How long a task with an interrupted trainer waits for the driver, which releases all tasks together.
 _RELEASE_S = INTERRUPT_GRACE_S + _MARGIN_S
-# The longest that a selector waits, in whole days.
+# Longest wait of a selector, in whole days.
 _FOREVER_S = 24.0 * 86400
 _POLL_S = 0.05
-# Any task is number 1 at this port.
+# Every task is number 1 at this port.
 _PURPOSE = "interrupt"
 _ENDED = b"\1"
 
 
 class Interrupter:
-    """Driver's end: a listening socket, at which tasks wait. A context manager."""
+    """Driver's side: a listening socket with the tasks in its backlog; a context manager."""
 
     def __init__(self, listening: socket.socket, host: str, job: Job, size: int) -> None:
         self._listening = listening
@@ -56,10 +56,10 @@ class Interrupter:
     def listen(
         cls, shim: SparkShim, key: str, job_id: str, attempt: int, size: int
     ) -> Interrupter | None:
-        """Listen for the tasks of an attempt; None where Ctrl-C does not come to this thread or there is no address.
+        """Listen for the tasks of an attempt; None outside the main thread, which gets Ctrl-C, or without an address.
 
         Args:
-            shim: session, which knows the address at which executors reach this process.
+            shim: session, which provides the address at which executors reach this process.
             key: of the attempt, in hex.
             job_id: of the attempt.
             attempt: 0 for the first launch.
@@ -67,7 +67,7 @@ class Interrupter:
         """
         if threading.current_thread() is not threading.main_thread():
             return None
-        # A job can do without: then Ctrl-C has Spark's own effect.
+        # A job can run without it: then Ctrl-C has Spark's own effect.
         with contextlib.suppress(Exception):
             listening, host = listen(shim)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -75,11 +75,11 @@ class Interrupter:
         return None
 
     def interrupt(self) -> None:
-        """Interrupt the ranks and wait for their end; when it is left early, the remaining ranks are killed."""
+        """Interrupt the ranks and wait for their end; leaving early kills the remaining ranks."""
         loop = EventLoop()
         until = time.monotonic() + INTERRUPT_GRACE_S + _MARGIN_S
         try:
-            with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+            with contextlib.suppress(OSError):  # BlockingIOError: that was the last connection
                 while True:
                     sock, _ = self._listening.accept()
                     self._held.append(sock)
@@ -92,8 +92,8 @@ class Interrupter:
                 sock.close()
 
     def _end(self, sock: socket.socket, until: float) -> Task:
-        """Interrupt one rank and wait for its end. Its connection stays open: it waits for the others."""
-        with contextlib.suppress(OSError):  # not a task, or one that is gone
+        """Interrupt one rank and wait for its end; its connection stays open until all have ended."""
+        with contextlib.suppress(OSError):  # not a task, or it is gone
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
             if (yield from answer(self._job, FIRST, hello, sock, known_until)) is None:
@@ -111,9 +111,9 @@ class Interrupter:
 
 
 class InterruptWatch:
-    """Task's end: interrupts the trainer when the driver asks for it. A context manager.
+    """Task's side: interrupts the trainer at the driver's request; a context manager.
 
-    Leaving the block, the caller waits for the driver if the trainer was interrupted.
+    At the end of the block it waits for the driver if the trainer was interrupted.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class InterruptWatch:
             key: of the attempt, in hex.
             job_id: of the attempt.
             attempt: 0 for the first launch.
-            trainer: which to interrupt.
+            trainer: to interrupt.
         """
         self._address = address
         self._job = proof_between(_PURPOSE, key, job_id, attempt, 1, 2)

@@ -1,7 +1,7 @@
 """Driver's side of a launch: check, wait for slots, submit one barrier stage, collect, and relaunch after a loss.
 
-**Threads**: the caller's thread waits and can be interrupted by Ctrl-C, which reaches the ranks first, see `interrupts`.
-**Ownership**: launches of one application share its slots in the order of their calls, see `admission`. **Shutdown**:
+**Threads**: the caller's thread waits. Ctrl-C interrupts it, and reaches the ranks first (`interrupts`).
+**Ownership**: launches of one application share its slots in call order (`slots`). **Shutdown**:
 leaving `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """
 
@@ -52,29 +52,29 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the driver decides before a launch under Spark, and what its attempts share.
+# Decisions of the driver before a launch under Spark, shared by its attempts.
 
-# From this `verbose` on Spark's own log of a failure is shown, too.
+# At this `verbose` and above Spark's own log of a failure is shown, too.
 SHOWS_SPARKS_LOG = 2
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Launch that has been checked; the same for all its attempts.
+    """Checked launch; the same for all its attempts.
 
     Attributes:
         shim: session.
         program: the pickled call.
-        size: number of ranks, of an elastic job the most.
+        size: number of ranks; for an elastic job the maximum.
         options: of the launch.
         settings: of the launch.
         gpus: decision on the ranks' GPUs.
         fixed_threads: threads per rank; None means the task's cores.
-        configured_slots: the most that the configuration can reach; None if that is unknown.
-        shared: the pickled shared files; empty for none.
+        configured_slots: the most that the configuration can reach; None if unknown.
+        shared: the pickled shared files; empty without them.
         is_local: whether all tasks are children of one process.
-        is_dynamic: whether executors come and go by themselves.
-        pieces: pieces in which results travel.
+        is_dynamic: whether dynamic allocation of executors is on.
+        pieces: pieces of results.
     """
 
     shim: SparkShim
@@ -103,12 +103,12 @@ class LaunchPlan:
     def spec(
         self, size: int, attempt: Attempt, driver_at: tuple[str, int] | None, live: LiveOutput
     ) -> task.TaskSpec:
-        """Return what the tasks of an attempt get.
+        """Return the specification of an attempt for its tasks.
 
         Args:
-            size: numbers that ranks may have there.
+            size: range of rank numbers.
             attempt: its number and key.
-            driver_at: a port of the driver; None for none.
+            driver_at: a port of the driver; None without one.
             live: its output.
         """
         options = self.options
@@ -135,7 +135,7 @@ class LaunchPlan:
         )
 
     def live_output(self, attempt: Attempt) -> LiveOutput:
-        """Return the output of an attempt's ranks."""
+        """Return the live output of an attempt."""
         choice = self.settings.values.live_output
         return LiveOutput(self.shim, self.options, choice, attempt, on_terminal=self.is_terminal)
 
@@ -148,7 +148,7 @@ def make_plan(
     *,
     is_barrier: bool = True,
 ) -> LaunchPlan:
-    """Decide on everything that all attempts of a launch share; see `launch` for the errors.
+    """Decide everything that all attempts of a launch share; see `launch` for the errors.
 
     Args:
         shim: session.
@@ -183,16 +183,16 @@ def make_plan(
         shared=b"" if options.shared is None else dumps(options.shared),
         is_local=placement.is_local(conf.get("spark.master", "")),
         is_dynamic=preflight.is_dynamic(conf),
-        # What matters of a launch with files is in these; keeping its rows would cost it 30 ms.
+        # A launch with files keeps its important data there; persisting its rows would cost 30 ms.
         pieces=pieces_for(conf, size) if options.shared is None else ResultChunks(),
     )
 
 
 def check_size(program: bytes, shim: SparkShim) -> None:
-    """Refuse a call that is too large for the session.
+    """Reject a call that is too large for the session.
 
     Raises:
-        InvalidArgumentError: it is.
+        InvalidArgumentError: it is too large.
     """
     if shim.closure_limit is not None and len(program) > shim.closure_limit:
         raise InvalidArgumentError(
@@ -210,13 +210,13 @@ def _settings(
         conf = shim.conf(conf_keys()) if given is None else {}
         chosen = launching.choose_settings(given, env, conf)
     if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
-        # Its memory would count against the container, and nobody has tried how they end it.
+        # Its memory would count against the container, and its shutdown is not tested there.
         chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
     return chosen
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
-    """Return the threads per rank: the user's number, or on `local[N]` an equal share; None leaves it to the task."""
+    """Return the threads per rank: the user's number, or on `local[N]` an equal share; None if the task decides."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
     threads = placement.local_slots(conf.get("spark.master", ""), cpus.whole())
@@ -240,16 +240,16 @@ def no_progress(error: SparkhvdError, losses: int, progress: object) -> Sparkhvd
 
 
 # ----------------------------------------------------------------------------------------------------
-# Line on a stage that waits because other jobs of its application have the task slots.
-# **Threads**: one, which ends with the stage's wait. **Failure**: a session that tells nothing leaves the line out.
+# Prints that a stage waits because other jobs of its application hold the task slots.
+# **Threads**: one, which ends with the wait. **Failure**: without information from the session the line is omitted.
 
-# Time between two looks at whether a stage has begun.
+# Polling interval.
 _LATE_S = 5.0
 
 
 @contextlib.contextmanager
 def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
-    """Say once if Spark has not begun the stage of the jobs with this tag after some seconds, and other jobs have task slots."""
+    """Print once if Spark has not started the stage of this tag after some seconds while other jobs hold task slots."""
     over = threading.Event()
 
     def poll() -> None:
@@ -257,7 +257,7 @@ def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
             begun, others = running_tasks(plan.shim.session, tag) or (0, 0)
             if begun:
                 return
-            if others:  # without others it is slow to begin, which has no use for the user
+            if others:  # without others it starts slowly, which does not help the user
                 print_line(
                     plan.options.verbose,
                     f"Waiting for task slots: the ranks need {plan.size} at once. {others} task{'s' * (others != 1)} of other jobs "
@@ -265,7 +265,7 @@ def announce_slot_wait(plan: LaunchPlan, tag: str) -> Iterator[None]:
                 )
                 return
 
-    if plan.options.verbose > 0 and not plan.shim.is_connect:  # whose client is not told of tasks
+    if plan.options.verbose > 0 and not plan.shim.is_connect:  # a Connect client cannot see tasks
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
             threading.Thread(target=poll, name="sparkhvd-waits", daemon=True).start()
     try:
@@ -309,7 +309,7 @@ def launch(
 def prewarm(
     shim: SparkShim, num_proc: int, options: LaunchOptions, *, is_barrier: bool = True
 ) -> Prewarm | None:
-    """Return the head start of a launch with this number of ranks and these options, for tasks before it; None without nurseries.
+    """Return the prewarm of a launch for tasks before it; None if zygotes are off.
 
     Args:
         shim: of the session.
@@ -461,11 +461,11 @@ def _failure(plan: LaunchPlan, attempt: int, job_id: str, error: Exception) -> _
     )
     of_spark = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*referred, *find_embedded(text), *written)}
-    # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.
+    # Spark's error counts if no rank has reported, or if it reports the loss of another rank.
     if not known or (of_spark.kind == OutcomeKind.LOST and of_spark.rank not in known):
         known[of_spark.rank] = replace(of_spark, attempt=attempt)
     outcomes = tuple(known.values())
     cause = root_cause(outcomes)
-    if cause is None:  # every rank that has reported is well: the failure is Spark's
+    if cause is None:  # every rank that has reported succeeded: the failure is Spark's
         cause = replace(of_spark, attempt=attempt)
     return _Failure(cause, outcomes, of_spark.message)

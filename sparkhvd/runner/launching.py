@@ -1,4 +1,4 @@
-"""Parts of a launch that are the same under Spark and on this host."""
+"""Code shared by launches under Spark and on this host."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _unpicklable(
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment variables, with the one that gives them the name `horovod` if this process has it.
+    """Return the ranks' environment variables, including the name `horovod` if this process has it.
 
     Raises:
         InvalidArgumentError: a name or value is not text.
@@ -88,12 +88,12 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
 def choose_settings(
     given: Settings | None, env: Mapping[str, str], conf: Mapping[str, str] | None = None
 ) -> JobSettings:
-    """Decide on the settings of a launch.
+    """Resolve the settings of a launch.
 
     Args:
-        given: settings given in code; those that differ from the defaults are not changed by `env` or a rank's variables.
+        given: settings given in code; neither `env` nor a rank's variables override values other than the defaults.
         env: variables of the ranks.
-        conf: of Spark; like this process's environment it counts if `given` is None.
+        conf: of Spark; used, like this process's environment, if `given` is None.
 
     Raises:
         InvalidArgumentError: the value of a variable or key is not allowed.
@@ -105,22 +105,22 @@ def choose_settings(
     return JobSettings(given.overridden(env, given.given), given.given)
 
 
-# Erases the line on which the cursor is.
+# Erases the cursor's line.
 ERASE = "\r\x1b[K"
-# In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
-# well as those of an `import` inside the function.
+# A short string in a pickle: its length, then its text. Module names are such strings, both in references and in
+# an `import` inside the function.
 _MENTIONED = re.compile(
     rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training|distributed))[\w.]*)", re.DOTALL
 )
-# Names by which a function reaches optimizers.
+# Names through which a function uses optimizers.
 _OPTIMIZERS = re.compile(rb"\x8c(?:\x14DistributedOptimizer|\x05optim|\x0btorch\.optim)")
 _SCAN_BYTES = 1 << 20
 
 
 def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
-    """Return the slow modules that a pickled call mentions, to import while the ranks find each other.
+    """Return the slow modules that a pickled call mentions, to import while the ranks connect.
 
-    Only a head start: other modules are imported when the function needs them.
+    An optimization: other modules are imported when the function needs them.
     """
     names = {"torch"} & set(requirements)
     for length, text in _MENTIONED.findall(program, 0, _SCAN_BYTES):
@@ -136,7 +136,7 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
 
 def environ() -> dict[str, str]:
     """Return this process's variables."""
-    return dict(os.environ)  # noqa: TID251 - of which ranks on other hosts get some
+    return dict(os.environ)  # noqa: TID251 - ranks on other hosts get some of them
 
 
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
@@ -171,14 +171,14 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
 def own_address(
     host: str, hosts: Sequence[str], choice: str = "", *, is_local: bool = False
 ) -> str:
-    """Return the numeric address of this host at which ranks on other hosts can reach it.
+    """Return the numeric address of this host for ranks on other hosts.
 
     Args:
         host: Spark's name or address of this host.
         hosts: Spark's names or addresses of the hosts of all ranks.
         choice: `Settings.interfaces`.
-        is_local: whether all ranks are children of one process. Spark's name is the driver's then (`spark.driver.host`), which may be one
-            that only others know.
+        is_local: whether all ranks are children of one process. Then Spark's name is the driver's
+            (`spark.driver.host`), which this host may not resolve.
 
     Raises:
         OSError: `host` has no address.
@@ -194,7 +194,7 @@ def own_address(
         raise OSError(
             f"Spark calls this host {host!r}, and that name has no address here: {e}"
         ) from e
-    # A name may have both; Spark's JVM prefers IPv4, and so do firewalls.
+    # A name may have both; Spark's JVM prefers IPv4, and firewalls often allow only that.
     addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
     address = str(addresses[0][4][0])
     elsewhere = [other for other in hosts if other != host]
@@ -205,9 +205,9 @@ def own_address(
 
 @contextlib.contextmanager
 def reserved_port(address: str) -> Iterator[int]:
-    """Yield a TCP port that no other process is given, and on which torch.distributed of rank 0 can still listen.
+    """Yield a TCP port that is reserved, and on which torch.distributed of rank 0 can still listen.
 
-    Linux lets several sockets with SO_REUSEADDR bind one port as long as none of them listens.
+    Linux lets several sockets with SO_REUSEADDR bind one port while none of them listens.
     """
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as holder:
@@ -218,12 +218,12 @@ def reserved_port(address: str) -> Iterator[int]:
 
 
 def load_result(data: bytes) -> Any:
-    """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
+    """Unpickle a rank's result, received through Spark or this process's own pipe."""
     return pickle.loads(data)  # noqa: S301
 
 
 def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:
-    """Return a function that writes whole lines of ranks to a stream, or without one, unless `verbose` is 0, to stderr."""
+    """Return a function that writes lines of ranks to a stream, or to stderr unless `verbose` is 0."""
 
     def log(text: str) -> None:
         if stream is not None or verbose > 0:
@@ -234,13 +234,13 @@ def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable
 
 
 def erase_line(stream: TextIO) -> None:
-    """Erase on a terminal what has no end yet, such as Spark's progress bar or that of a fit, which are drawn anew."""
+    """Erase an unfinished line on a terminal, such as a progress bar, which is redrawn."""
     if getattr(stream, "isatty", lambda: False)():
         stream.write(ERASE)
 
 
 def write_to(stream: TextIO, text: str) -> None:
-    """Write to a stream, also to a terminal or file of few characters, and flush it."""
+    """Write to a stream and flush it, escaping characters that it cannot encode."""
     try:
         stream.write(text)
     except UnicodeEncodeError as e:
@@ -249,6 +249,6 @@ def write_to(stream: TextIO, text: str) -> None:
 
 
 def line_of(text: str, *, timestamp: bool) -> str:
-    """Return a line of a rank's output with its end, and with the local time in front where asked for."""
+    """Return a line with its newline, prefixed with the local time if requested."""
     now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
     return f"{now}{text}\n"

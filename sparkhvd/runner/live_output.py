@@ -1,7 +1,7 @@
-"""Driver's side of live output: by a connection, by files, or not at all, and what is shown when the ranks have ended.
+"""Driver's side of live output: over connections or files, and the rest when the ranks have ended.
 
-Executors do not always reach a client of Spark Connect. With a store it reads files; without one it listens as a classic driver does, and
-says so when ranks have run for a while and none was there.
+Executors do not always reach a client of Spark Connect. With a store it reads files. Without a store it listens like a
+classic driver, and prints a line if ranks have run for a while and none has connected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REACH_S = 10.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """Attempt of a launch. Holds the key, so its repr leaves it out.
+    """Attempt of a launch. Its repr leaves out the key.
 
     Attributes:
         key: in hex.
@@ -58,13 +58,13 @@ class LiveOutput:
         *,
         on_terminal: bool,
     ) -> None:
-        """Prepare what there can be; nothing runs before `with`. Prints why there is none, a Connect client also later.
+        """Prepare live output, which runs inside `with`. Prints a line if it is impossible, for a Connect client also later.
 
         Args:
             shim: session.
             options: of the launch.
             choice: `Settings.live_output`.
-            attempt: whose ranks they are.
+            attempt: of the ranks.
             on_terminal: whether the tasks' stderr is this process's.
         """
         self._stream = options.stream
@@ -80,7 +80,7 @@ class LiveOutput:
         )
         is_shown = options.verbose > 0
         way = OutputRoute(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
-        # A task on the driver's terminal writes there what is left out at once, and not what is lost at its end.
+        # A task on the driver's terminal writes dropped lines there at once, but not lines lost at its end.
         elsewhere = "" if on_terminal else way.elsewhere
         self._display = Display(self._show, attempt.size, options.show_progress, elsewhere)
         says_why = is_shown and attempt.number == 0
@@ -91,7 +91,7 @@ class LiveOutput:
             return
         try:
             receiver = Receiver.listen(shim, self._display, *astuple(attempt))
-        except Exception as e:  # noqa: BLE001 - Spark's, of a conf without an address, too; a job can do without
+        except Exception as e:  # noqa: BLE001 - also Spark's, of a conf without an address; a job can run without
             if says_why:
                 _say(f"this process cannot listen ({e}). It is in the executors' logs.")
             return
@@ -119,7 +119,7 @@ class LiveOutput:
             self._source.__exit__()
 
     def show_rest(self, outcomes: Sequence[Outcome]) -> None:
-        """Show what did not come live: records of the last moment, or of ranks without live output the last lines."""
+        """Show what has not been shown live: last records, or the last lines of ranks without live output."""
         silent = outcomes
         if self._source is not None:
             if self._source.is_stuck:  # the stream that blocks would block the caller, too
@@ -131,7 +131,7 @@ class LiveOutput:
 
 
 class _Watch:
-    """Watch of a Connect client that says once if ranks run and none has reached it; a context manager around the stage."""
+    """Watch of a Connect client: prints once if ranks run and none has reached it; a context manager around the stage."""
 
     def __init__(self, shim: SparkShim, size: int, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -168,33 +168,33 @@ class _Watch:
 
 
 def _say(why: str) -> None:
-    with contextlib.suppress(Exception):  # a stream that is gone ends no job
+    with contextlib.suppress(Exception):  # a closed stream ends no job
         sys.stderr.write(f"sparkhvd: No live output of the ranks: {why}\n")
         sys.stderr.flush()
 
 
 # ----------------------------------------------------------------------------------------------------
-# Log of a classic driver's JVM without the failures of ranks, which the launch raises in a shorter form.
-# Spark logs the exception of a failed task with all its Java frames, and again for every task of the stage that it cancels; with
-# a local master, whose executor is in the driver's JVM, once more there. Two filters of log4j leave these out while a launch
-# runs. The first knows them by the job's id, which is in the text of our exceptions. The second is for what Spark logs in the
-# threads of the job's tasks, without that text: Spark puts the job's local properties `mdc.*` into the logging context
-# of these threads. Messages of other jobs pass.
+# Hides failures of ranks in the log of a classic driver's JVM; the launch raises them in a shorter form. Spark logs the
+# exception of a failed task with all its Java frames, and again for every task of the stage that it cancels; with a
+# local master, whose executor is in the driver's JVM, once more there. Two filters of log4j remove these while a launch
+# runs. The first matches the job's id in the text of our exceptions. The second matches what Spark logs without that
+# text in the threads of the job's tasks: Spark puts the job's local properties `mdc.*` into their logging context.
+# Messages of other jobs pass.
 #
-# Executors of a cluster log as ever, and so does the server of Spark Connect. Where there is no py4j or no log4j 2 nothing
-# changes. Everything here is best effort and never raises.
+# Logs of a cluster's executors and of the Spark Connect server are unchanged. Without py4j or log4j 2 nothing changes.
+# Everything here is best effort and never raises.
 #
-# Threads: after a failure one removes the filters, because Spark logs the other tasks of the stage when they have ended.
+# Threads: after a failure a thread removes the filters later, because Spark logs the other tasks when they have ended.
 
 _PROPERTY = "mdc.sparkhvd"
-# Spark kills the Python worker of a cancelled task after 2 s, looks again after 2 s, and then logs the task.
+# Spark kills the Python worker of a cancelled task after 2 s, polls again after 2 s, and then logs the task.
 _LINGER_S = 6.0
 _POLL_S = 0.25
 
 
 @contextlib.contextmanager
 def hidden_failures(shim: SparkShim, job_id: str, *, is_hidden: bool = True) -> Iterator[None]:
-    """Hide what the driver's JVM logs about failed tasks of a job, inside the block and after a failure until they have ended.
+    """Hide log messages of the driver's JVM about failed tasks of a job, inside the block and, after a failure, until the tasks have ended.
 
     The job must be submitted by this thread, or by one that inherits its Spark properties.
 
@@ -212,7 +212,7 @@ def hidden_failures(shim: SparkShim, job_id: str, *, is_hidden: bool = True) -> 
         _add(session, job_id, filters)
     try:
         yield
-    except SparkhvdError:  # the JVM has died, and to ask it would be logged
+    except SparkhvdError:  # the JVM has died, and a call would be logged
         raise
     except BaseException:
         if filters:
@@ -236,11 +236,11 @@ def _add(session: Any, job_id: str, filters: list[Any]) -> None:
     """Add the filters to the JVM, and to `filters`.
 
     Raises:
-        Exception: the JVM has another logging library, or does not let us.
+        Exception: the JVM has another logging library, or refuses access.
     """
     result = _java_class(session, "core.Filter$Result")
     deny, neutral = result.DENY, result.NEUTRAL
-    # The job's id is hexadecimal; a worker without this package tells so by another token.
+    # The job's id is hexadecimal; a worker without this package raises the other token.
     text = rf"(?s).*\[sparkhvd-(outcome:{job_id}|preflight):.*"
     regex = _java_class(session, "core.filter.RegexFilter")
     filters.append(regex.createFilter(text, None, False, deny, neutral))
@@ -249,7 +249,7 @@ def _add(session: Any, job_id: str, filters: list[Any]) -> None:
     pairs[0] = pair(_PROPERTY, job_id)
     by_thread = _java_class(session, "core.filter.ThreadContextMapFilter")
     filters.append(by_thread.createFilter(pairs, "and", deny, neutral))
-    # Of the whole configuration: a logger with one of its own would no longer have the level of a Spark shell.
+    # Filter the whole configuration: a filter on a logger would need a new one, without the level of a Spark shell.
     configuration = _configuration(session)
     for chosen in filters:
         configuration.addFilter(chosen)
@@ -257,7 +257,7 @@ def _add(session: Any, job_id: str, filters: list[Any]) -> None:
 
 
 def _remove_later(session: Any, filters: list[Any]) -> None:
-    """Remove the filters when no task runs any more, or soon."""
+    """Remove the filters when no task runs any more, at the latest after _LINGER_S."""
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(Exception):
         tracker = session.sparkContext._jsc.sc().statusTracker()

@@ -1,4 +1,4 @@
-"""Run a function on processes of this host, without Spark, by the same trainers as `run`."""
+"""Run a function on processes of this host, without Spark, with the same trainers as `run`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrainersPlan:
         cwd: their working directory.
         settings: of the launch.
         use_gpu: of `run_local`.
-        may_fork: whether a nursery of this process may fork them.
+        may_fork: whether a zygote of this process may fork them.
         num_threads: of each; None for an equal share of the processors.
     """
 
@@ -55,10 +55,10 @@ class TrainersPlan:
 
 
 class Trainers:
-    """Trainers of some ranks; a context manager that leaves none behind.
+    """Trainers of some ranks; a context manager that kills the remaining ones.
 
     Args:
-        ranks: their numbers, one after the other.
+        ranks: their numbers, consecutive.
         address: at which they listen.
         plan: what they need.
         program: pickled call.
@@ -117,7 +117,7 @@ class Trainers:
             self._stack = stack.pop_all()
 
     def gpus(self, host: str) -> list[agreement.RankGpus]:
-        """Return the GPUs that the ranks' processes see; waits for them."""
+        """Wait for the GPUs that the ranks' processes see."""
         visible = self._env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
         self._gpus = [
             agreement.RankGpus(host, number, *trainer.gpus(), visible)
@@ -126,7 +126,7 @@ class Trainers:
         return self._gpus
 
     def start(self, job: Job, master: tuple[str, int]) -> None:
-        """Start the functions, once `gpus` are known and good.
+        """Start the functions, once `gpus` are known and valid.
 
         Args:
             job: of the first of these ranks; the others follow it.
@@ -146,8 +146,8 @@ class Trainers:
 
 R = TypeVar("R")
 
-# After a failure the other ranks have this long to report. An exception explains everything; a crash may
-# have been caused by an exception elsewhere; a lost peer surely has a cause, and the engine reports it within 2 s.
+# After a failure the other ranks have this long to report. An exception is a root cause; a crash may
+# have been caused by an exception elsewhere; a lost peer always has a cause, which the engine reports within 2 s.
 _WAIT_S = {
     OutcomeKind.EXCEPTION: 0.3,
     OutcomeKind.EXIT: 0.3,
@@ -201,10 +201,10 @@ def launch_local(
 
 
 def check_num_proc(num_proc: int) -> None:
-    """Refuse a number of ranks that is none.
+    """Reject an invalid number of ranks.
 
     Raises:
-        InvalidArgumentError: it is no whole number of at least 1.
+        InvalidArgumentError: it is not a whole number of at least 1.
     """
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise InvalidArgumentError(
@@ -214,7 +214,7 @@ def check_num_proc(num_proc: int) -> None:
 
 @contextlib.contextmanager
 def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
-    """Pass Ctrl-C on to the functions, which may save; a second one ends the wait for them."""
+    """Forward Ctrl-C to the functions, which may save; a second one stops waiting for them."""
     try:
         yield
     except KeyboardInterrupt:
@@ -226,7 +226,7 @@ def collect(take: Callable[[float], Outcome], size: int) -> list[Outcome]:
     """Wait for all ranks, or after a failure for those that end soon; return their outcomes.
 
     Args:
-        take: returns the next outcome, or raises `queue.Empty` after so many seconds.
+        take: returns the next outcome, or raises `queue.Empty` after a timeout in seconds.
         size: number of ranks.
     """
     outcomes: list[Outcome] = []

@@ -1,9 +1,9 @@
-"""Ranks of this host that are processes of the user's command: started, ended, their output read.
+"""Ranks of this host that run the user's command: their start, output and end.
 
-**Ownership**: each rank leads a session and process group of its own, which ends with it, and so does all that has its mark in its
-variables. A `ParentDeathReaper` ends them if this process is killed.
+**Ownership**: each rank leads its own session and process group. Both end with it, and so do all processes that have
+its mark in their environment. A `ParentDeathReaper` ends them if this process is killed.
 
-**Threads**: three per rank, one for each stream of its output and one that waits for its end; one more of its place.
+**Threads**: per rank two for its output streams, one that waits for its end, and one for its claim.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sparkhvd.runner.output import LineReader
 from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
 # ----------------------------------------------------------------------------------------------------
-# What a script's ranks of one host are given: a command that exists, variables, and inherited descriptors.
+# What a script's ranks of one host receive: a command, variables, and inherited descriptors.
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class HandedOver:
         rank: its number.
         variables: of its environment.
         descriptors: that it inherits.
-        place: which it takes by one of them, or a program that it starts; whoever starts the rank closes it behind the rank's end.
+        place: claimed through a descriptor by the rank or a program that it starts. The starter closes it after the
+            rank's end.
     """
 
     rank: int
@@ -72,7 +73,7 @@ def words_of(command: Sequence[str]) -> list[str]:
     """Return program and arguments without a leading `--`.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: there is no command.
     """
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
@@ -83,11 +84,11 @@ def words_of(command: Sequence[str]) -> list[str]:
 
 
 def check_command(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Refuse a command that cannot run here, before anything starts.
+    """Reject a command that cannot run here, before anything starts.
 
     Args:
         words: program and arguments.
-        env: variables of the ranks; PATH counts.
+        env: variables of the ranks, with their PATH.
 
     Raises:
         InvalidArgumentError: its program or script does not exist here.
@@ -109,11 +110,11 @@ def hand_over(
     env: Mapping[str, str],
     master: tuple[str, int],
 ) -> Iterator[HandedOver]:
-    """Yield what each rank of this host gets.
+    """Yield what each rank of this host receives.
 
     Args:
-        listeners: of these ranks, in their order; each is closed with its place.
-        job: of the first of them; the others follow it.
+        listeners: of these ranks, in order; each is closed with its claim.
+        job: of the first rank; the others follow it.
         env: variables of all ranks.
         master: address for torch.distributed.
     """
@@ -140,13 +141,13 @@ def hand_over_member(
     slot: int,
     num_threads: int,
 ) -> HandedOver:
-    """Return what a member of an elastic job gets.
+    """Return what a member of an elastic job receives.
 
     Args:
-        listener: of the member; closed with its place.
+        listener: of the member; closed with its claim.
         join_token: to the job.
         env: variables of all members.
-        slot: of its host, from 0 on; no other living member has it.
+        slot: of its host, from 0; no other living member has it.
         num_threads: threads that it may use.
     """
     handover = Handover(
@@ -167,7 +168,7 @@ def hand_over_member(
 
 
 def member_variables(slot: int) -> dict[str, str]:
-    """Return what is known of a member before it has met the others: its rank changes with them; its slot, and so its GPU, does not."""
+    """Return the variables of a member before its first generation: its slot, and so its GPU, is fixed; its rank is not."""
     return {
         **{"LOCAL_RANK": str(slot), "HOROVOD_LOCAL_RANK": str(slot)},
         "HOROVOD_HOSTNAME": socket.gethostname(),
@@ -175,7 +176,7 @@ def member_variables(slot: int) -> dict[str, str]:
 
 
 def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
-    """Return what Horovod and torch.distributed call a rank's place."""
+    """Return the variables of Horovod and torch.distributed for a rank."""
     torch = {
         **{"RANK": place.rank, "WORLD_SIZE": place.size},
         **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},
@@ -185,21 +186,21 @@ def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
         **{name: str(value) for name, value in torch.items()},
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
-        "PYTHONUNBUFFERED": "1",  # a rank's lines come when it prints them
+        "PYTHONUNBUFFERED": "1",  # lines arrive when the rank prints them
     }
 
 
-# A longer line is passed on in pieces.
+# Longer lines are passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long the rest of a rank's output may take, once nothing that writes to it is left.
+# How long to read the rest of a rank's output, once no process can write to it.
 _DRAIN_S = 1.0
-# How long that takes where no other process holds the pipes.
+# The same if no other process holds the pipes.
 _CLOSED_S = 0.1
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
 class LocalProcesses:
-    """Processes of ranks; a context manager that leaves none. Made before the process has threads.
+    """Processes of ranks; a context manager that kills the remaining ones. Created before the process has threads.
 
     Args:
         on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
@@ -213,13 +214,13 @@ class LocalProcesses:
         self._on_end = on_end
         self._mark = secrets.token_hex(8)
         self._reaper = ParentDeathReaper(self._mark)
-        # Guards the processes: no signal may go to a number that has been given to another one.
+        # Guards the processes: no signal may go to a pid that has been reused.
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._waiting: list[threading.Thread] = []
 
     def start(self, given: HandedOver, command: Sequence[str]) -> None:
-        """Start a rank with what it is given, whose place is closed behind the rank's end.
+        """Start a rank; its claim is closed after its end.
 
         Raises:
             OSError: the program cannot be started.
@@ -232,7 +233,8 @@ class LocalProcesses:
 
     def _start(self, given: HandedOver, command: Sequence[str]) -> None:
         rank = given.rank
-        # It begins when the guard knows of it: if this process is killed before, its standard input ends without a line.
+        # The command starts after the guard has its group: if this process is killed before, its standard input ends
+        # without a line.
         process = subprocess.Popen(
             [*_GATE, *command],
             env=marked(given.variables, f"{self._mark}.{rank}"),
@@ -255,7 +257,7 @@ class LocalProcesses:
         self._waiting.append(_thread(self._wait, given, process, readers))
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to the groups of all ranks that run, or of one; SIGKILL goes to all that they have started."""
+        """Signal the groups of all running ranks, or of one; SIGKILL also kills all processes that they started."""
         with self._lock:
             for each, process in self._running.items():
                 if rank in (None, each):
@@ -278,15 +280,15 @@ class LocalProcesses:
     ) -> None:
         rank = given.rank
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        given.place.close()  # to the other ranks the rank is gone
+        given.place.close()  # the other ranks see that this one is gone
         with self._lock:
             del self._running[rank]
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
+                os.killpg(process.pid, signal.SIGKILL)  # orphans of its group
             self._reaper.remove(process.pid)
             status = process.wait()
         if not _join(readers, _CLOSED_S):
-            # Something in a session of its own holds the pipes. What has let go of them ends with the launch.
+            # An orphan in another session holds the pipes. Orphans that closed them end with the launch.
             kill(f"{self._mark}.{rank}")
             _join(readers, _DRAIN_S)
         self._on_end(rank, status)

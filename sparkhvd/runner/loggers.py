@@ -1,6 +1,6 @@
-"""Loggers of `run(fn)`: lines of `log_metrics` in the ranks' output go to them, the others where they would go without. Each rank logs its load, too.
+"""Loggers of `run(fn)`: receive lines of `log_metrics` from the ranks' output, and each rank's load.
 
-Threads: the stream is written by one thread at a time. Failure: a line that cannot be read is shown as it is; see `observe.loggers`.
+Threads: one thread at a time writes the stream. Failure: an unreadable line is shown as output; see `observe.loggers`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sparkhvd.rank_messages import METRICS, log_metrics
 from sparkhvd.topology import RankContext, context
 
 # ----------------------------------------------------------------------------------------------------
-# Load of the ranks of `run(fn, loggers=[...])`: each tells the driver once per second what its process uses.
-# Threads: one in each rank while `fn` runs, see `observe.system`. Failure: none reaches `fn`.
+# Load of the ranks of `run(fn, loggers=[...])`: each rank logs once per second what its process uses.
+# Threads: one in each rank while `fn` runs, see `observe.system`. Failure: never reaches `fn`.
 
 
 class WithSystemMetrics:
-    """A function that tells the load of its rank while it runs."""
+    """Function that logs the load of its rank while it runs."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        """Wrap a function; names and code are still those of the function, for messages."""
+        """Wrap a function; it keeps its name and code, for messages."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -60,7 +60,7 @@ class WithSystemMetrics:
 
 
 class _OwnGpu:
-    """The GPU of this rank, from the moment when torch has begun to use one."""
+    """GPU of this rank, once torch has initialized CUDA."""
 
     def __init__(self, place: RankContext) -> None:
         self._index = place.local_rank if place.gpu is None else place.gpu
@@ -68,7 +68,7 @@ class _OwnGpu:
         self._has_looked = False
 
     def __call__(self) -> tuple[float, float]:
-        """Return percent and megabytes in use; NaN where they are not known."""
+        """Return percent and megabytes in use; NaN where they are unknown."""
         torch = sys.modules.get("torch")
         if not self._has_looked and torch is not None and torch.cuda.is_initialized():
             self._has_looked = True
@@ -82,14 +82,14 @@ _LINE = re.compile(r"(?m)^(?:\S+ )?\[\d+\] " + METRICS + r"(\{.*\})\n")
 
 
 class LineSplitter:
-    """Stream of the ranks' output that takes lines of `log_metrics` out of it."""
+    """Stream that extracts lines of `log_metrics` from the ranks' output."""
 
     def __init__(self, take: Callable[[list[Metric]], None], rest: TextIO | None) -> None:
         """Split what is written.
 
         Args:
-            take: gets the numbers.
-            rest: gets the other lines; None for nobody.
+            take: receives the metrics.
+            rest: receives the other lines; None discards them.
         """
         self._take, self._rest = take, rest
 
@@ -124,17 +124,17 @@ def following(
     stream: TextIO | None,
     verbose: int,
 ) -> Iterator[tuple[TextIO | None, Callable[..., Any]]]:
-    """Let loggers follow a call on ranks; yield the stream for its output, and the function that the ranks should call.
+    """Attach loggers to a call on ranks; yield the stream for its output and the function for the ranks.
 
     Args:
-        loggers: of the call; none: the stream is as given.
+        loggers: of the call; without loggers the stream and the function are unchanged.
         fn: the function, whose name the run gets.
-        params: of the run; None for what is not known.
+        params: of the run; None for unknown values.
         stream: that the user gave, or None for stderr.
         verbose: 0 prints nothing on stderr.
 
     Raises:
-        InvalidArgumentError: `loggers` are none.
+        InvalidArgumentError: `loggers` has another type.
     """
     if not loggers:
         yield stream, fn
@@ -155,7 +155,7 @@ def following(
     fanout = LoggerFanout(found, lambda: Fit(run_id, params=texts), log)
     rest = sys.stderr if stream is None and verbose else stream
     try:
-        # What cannot be called is an error of the launch.
+        # The launch reports a function that cannot be called.
         called = WithSystemMetrics(fn) if callable(fn) else fn
         yield cast("TextIO", LineSplitter(fanout.put, rest)), called
     except BaseException as e:

@@ -24,12 +24,12 @@ class RankChange:
     """Change of the ranks of an elastic job; its text is a line for the user.
 
     Attributes:
-        generation: counted from 1, in a launch.
-        before: number of ranks that there were; 0 at the beginning.
-        after: number of ranks that there are.
-        seconds: until the ranks had met.
-        why: who was lost and how, and who has joined; at the beginning who is there.
-        at: when it was told, by the clock of the coordinator's host.
+        generation: counted from 1 within a launch.
+        before: previous number of ranks; 0 at the start.
+        after: new number of ranks.
+        seconds: until the ranks had connected.
+        why: lost and joined processes with reasons; at the start the initial ones.
+        at: time of the notification, by the clock of the coordinator's host.
     """
 
     generation: int
@@ -51,23 +51,26 @@ class LaunchOptions:
 
     Attributes:
         env: environment variables of the ranks.
-        settings: engine settings given in code; None means those of the Spark conf and of the environment; `JobSettings`
-            are final.
+        settings: engine settings given in code; None means those of the Spark conf and of the environment;
+            `JobSettings` are final.
         start_timeout_s: longest wait for enough task slots; None means the setting.
         max_retries: relaunches after a lost process, executor or host.
-        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also leaves Spark's own log of a failed rank.
+        verbose: 0 prints nothing on the driver; 1 prints the ranks' output, waits and relaunches; 2 also keeps Spark's
+            own log of a failed rank.
         threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
-        shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
-        run_dir: folder of this run in `shared`; needed with it.
-        progress: returns the progress of the job, for example the newest checkpoint's number. Two losses in a row with
-            an equal value are final.
+        shared: files that the driver and every rank reach. The launch checks that they are shared, and writes outcomes
+            there.
+        run_dir: folder of this run in `shared`; required with it.
+        progress: returns the progress of the job, for example the newest checkpoint's number. Two consecutive losses
+            with an equal value are final.
         requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
         use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpu.decide`.
-        profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
-        is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
-        timestamps: whether lines of ranks begin with the local time.
-        stream: gets the ranks' output.
-        show_progress: called from a thread with each line on how far the training is.
+        profile: Spark resource profile of the stage; None: one that requests a GPU per rank where necessary.
+        is_alone: whether ranks choose GPUs by local rank themselves, so that two such launches at once would share
+            them.
+        timestamps: whether lines of ranks start with the local time.
+        stream: receives the ranks' output.
+        show_progress: called from a thread with each line about the training's progress.
         relaunched: called with the cause before ranks are launched again.
         ranks_changed: called with each change of the ranks of an elastic job, at the end of a launch.
         mailbox: how this process reads and deletes files of `shared`, for live output where executors cannot reach it.
@@ -115,9 +118,9 @@ class JobReport(Generic[R]):
 
     Attributes:
         results: results of the function, by rank.
-        attempts: launches that were needed; 1 when nothing was lost.
-        launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks
-            of the hosts).
+        attempts: launches that were needed; 1 if nothing was lost.
+        launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks of
+            the hosts).
         run_s: seconds that the slowest rank ran the function.
         outcomes: outcomes of the last attempt, by rank.
     """

@@ -1,6 +1,6 @@
-"""Processes that ranks have started and left behind, also in sessions of their own: found by a mark in their variables.
+"""Orphans: processes that ranks left behind, also in sessions of their own, found by a mark in their environment.
 
-A process has the variables with which it was started, whatever session and parent it gives itself afterwards.
+A process keeps the environment with which it was started, whatever session and parent it moves to.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-# Marks of all launches that a process is in, one inside the other.
+# Marks of all nested launches of a process.
 _VARIABLE = "SPARKHVD_LAUNCHED_BY"
-# A process that forks faster than it is found is left alone after this time.
+# Give up on a process that forks faster than it is found.
 _LIMIT_S = 1.0
-# A shell starts at once, and becomes a Python only if the launcher ends without a word.
+# A shell starts fast, and becomes a Python only if the launcher ends without notice.
 _GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
-# Without the working directory, whose `secrets.py` is not Python's.
+# Leave out the working directory: a `secrets.py` there is not Python's.
 _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.orphans import kill; kill(sys.argv[1])"
 
 
 class OrphanReaper:
-    """What the ranks of a launch leave behind, which ends with it, also if this process is killed; a context manager.
+    """Kills the orphans of a launch at its end, also if this process is killed; a context manager.
 
-    `ParentDeathReaper` does the same for launchers that have no threads yet, which may fork.
+    `ParentDeathReaper` does the same for launchers without threads, which may fork.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class OrphanReaper:
 
     def __exit__(self, *_: object) -> None:
         kill(self.mark)
-        # Somebody may have killed the guard, or stopped it.
+        # The guard may have been killed or stopped.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._reaper.communicate(b"done\n", _LIMIT_S)
         self._reaper.kill()
@@ -55,15 +55,15 @@ class OrphanReaper:
 
 
 def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Return the variables with one more mark, whose parts are divided by dots; "" for none."""
+    """Append a mark, whose parts are separated by dots, to the variables; "" appends nothing."""
     marks = ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))
     return {**env, **({_VARIABLE: marks} if marks else {})}
 
 
 def kill(mark: str) -> None:
-    """Kill all processes of this user that have a mark, or one that begins with it and a dot; never this process."""
+    """Kill this user's processes that have a mark, or one that starts with it and a dot; never this process."""
     deadline = time.monotonic() + _LIMIT_S
-    # What they start while this looks is found in the next round.
+    # The next round finds what they start in between.
     while any([_kill(number, mark) for number in _processes()]) and time.monotonic() < deadline:
         time.sleep(0.005)  # until they are gone
 
@@ -110,21 +110,21 @@ def _has(number: int, mark: str) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# A process that ends what a launcher has started, however the launcher ends.
-# **Lifetime**: a fork of the launcher that does nothing but wait for the end of a pipe; it ends with the launcher.
+# Kills what a launcher has started, however the launcher ends.
+# **Lifetime**: a fork of the launcher that only waits for the end of a pipe. It ends with the launcher.
 
 
 class ParentDeathReaper:
-    """Kills process groups that are still there when this process has ended; a context manager.
+    """Kills the remaining process groups when this process has ended; a context manager.
 
-    Made before the process has threads.
+    Must be created before the process has threads.
 
     Args:
-        mark: what has it in its variables is killed, too; empty for nothing (see `orphans`).
+        mark: also kill processes with this mark; "" for no mark (see `orphans`).
     """
 
     def __init__(self, mark: str = "") -> None:
-        reader, self._writer = os.pipe()  # neither is inherited by what this process starts
+        reader, self._writer = os.pipe()  # child processes inherit neither end
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._writer)
@@ -132,15 +132,15 @@ class ParentDeathReaper:
         os.close(reader)
 
     def add(self, group: int) -> None:
-        """Kill a process group at the end, unless `remove` comes before."""
+        """Kill a process group at the end, unless it is removed before."""
         self._notify(f"+{group}")
 
     def remove(self, group: int) -> None:
-        """Leave a process group alone that has ended; called before its number is free."""
+        """Remove a process group that has ended, before its number can be reused."""
         self._notify(f"-{group}")
 
     def _notify(self, line: str) -> None:
-        # Somebody may kill the guard: this process still ends the groups itself.
+        # The guard may have been killed; this process still ends the groups itself.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._writer, f"{line}\n".encode())
 
@@ -155,7 +155,7 @@ class ParentDeathReaper:
 def _reaper(reader: int, mark: str) -> None:
     """Wait for the end of the launcher, in the fork; never returns."""
     try:
-        os.setsid()  # Ctrl-C and a terminal's hang-up are not for it
+        os.setsid()  # ignore Ctrl-C and hang-ups of a terminal
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         groups: set[int] = set()

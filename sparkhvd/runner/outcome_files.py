@@ -1,4 +1,4 @@
-"""Outcomes of ranks as files of the run's folder, which tell ranks and the driver of each other's failures."""
+"""Outcomes of ranks as files of the run's folder, which report failures to other ranks and the driver."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Collection
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, root_cause
 from sparkhvd.runner.preflight import SharedFiles, outcome_path
 
-# A rank that failed as a consequence lets the rank with the cause end the stage first.
+# A rank that failed as a consequence waits, so that the rank with the cause ends the stage first.
 _CONSEQUENCE_WAIT_S = 5.0
 _CRASH_WAIT_S = 0.5
 _POLL_S = 0.25
-# Longest wait of the driver for an outcome that a rank says it has written.
+# Longest wait of the driver for an outcome that a rank has reported as written.
 _LATE_S = 3.0
 
 
 def write(files: SharedFiles | None, run_dir: str, outcome: Outcome) -> bool:
-    """Write an outcome into the run's folder; return False if there is none, or it cannot be written."""
+    """Write an outcome into the run's folder; return False without a folder, or if that fails."""
     if files is None or not run_dir or outcome.rank is None:
         return False
-    # Without the file the outcome travels in the exception, cut to what that can hold.
+    # Without the file the outcome travels in the exception, shortened.
     with contextlib.suppress(Exception):
         path = outcome_path(run_dir, outcome.attempt, outcome.rank)
         files.write_bytes(path, outcome.to_json().encode())
@@ -30,9 +30,9 @@ def write(files: SharedFiles | None, run_dir: str, outcome: Outcome) -> bool:
 
 
 def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome) -> Outcome:
-    """Give a rank with the cause time to end the stage; return the best known cause.
+    """Wait for a rank with the cause to end the stage; return the best known cause.
 
-    When this task raises, Spark kills the other tasks of the stage and drops their errors. An
+    When this task raises, Spark kills the other tasks of the stage and drops their errors. So an
     exception of the user's function is raised at once, a crash soon, a lost peer last.
     """
     wait = {OutcomeKind.CRASH: _CRASH_WAIT_S, OutcomeKind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(
@@ -51,9 +51,9 @@ def await_cause(files: SharedFiles | None, run_dir: str, size: int, own: Outcome
 def read_outcomes(
     files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
 ) -> list[Outcome]:
-    """Return the outcomes that ranks of this launch have written so far; none without a shared store.
+    """Return the outcomes that ranks of this launch have written so far; empty without a shared store.
 
-    An earlier fit with the same run_id, which counted its attempts from 0 too, may have left others there.
+    Outcomes of an earlier fit with the same run_id, which also counted its attempts from 0, are ignored.
     """
     outcomes: list[Outcome] = []
     if files is None or not run_dir:
@@ -77,7 +77,7 @@ def await_outcomes(
     size: int,
     ranks: Collection[int | None],
 ) -> list[Outcome]:
-    """Return the outcomes as `read_outcomes`, when those of `ranks` are there: a file of another host may be seen late."""
+    """Read the outcomes once those of `ranks` exist: a file of another host may be visible late."""
     deadline = time.monotonic() + _LATE_S
     while True:
         outcomes = read_outcomes(files, run_dir, attempt, job_id, size)

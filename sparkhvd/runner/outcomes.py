@@ -1,8 +1,8 @@
-"""Carry values and errors of ranks back to the driver as data.
+"""Outcomes of ranks as data, on their way to the driver.
 
-A rank ends in an `Outcome`. It travels three ways: as rows of the barrier task, as a file below the run's
-folder, and, because Spark keeps only the text of a failure, inside the text of the exception that ends the
-stage: whole without a run's folder (`embed`), else as a reference (`refer`). Everything here is pure.
+An `Outcome` travels three ways: as rows of the barrier task, as a file below the run's folder, and, because Spark keeps
+only the text of a failure, inside the text of the exception that ends the stage: complete without a run's folder
+(`embed`), else as a reference (`refer`). Everything here is pure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sparkhvd.runner import tracebacks
 
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
-# Most of a traceback or output in the text of an exception; the run's folder and the log have all.
+# Longest traceback or output in the text of an exception; the run's folder and the log have all of it.
 _TEXT_LIMIT = 6000
-# Of the text of an error: last lines of a rank's output, lines of Spark's error, other ranks that are named.
+# In the text of an error: last lines of a rank's output, lines of Spark's error, other ranks named.
 _TAIL_LINES, _SPARK_LINES, _OTHERS = 10, 5, 2
 
 
@@ -31,7 +31,7 @@ class OutcomeKind:
     """Kind of outcome; ordered in `_BLAME` from root cause to consequence."""
 
     OK = "ok"
-    PREFLIGHT = "preflight"  # the rank could not start, and would not next time either
+    PREFLIGHT = "preflight"  # the rank could not start, and would not at the next attempt
     EXCEPTION = "exception"  # the function raised
     EXIT = "exit"  # the function called sys.exit with a code
     CRASH = "crash"  # the process ended without a report: a signal, or os._exit
@@ -60,21 +60,22 @@ class Outcome:
     Attributes:
         rank: the rank; None if Spark's text does not name it.
         kind: one of `OutcomeKind`.
-        host: its host; "" when unknown.
+        host: its host; "" if unknown.
         attempt: 0 for the first launch, then one more per relaunch.
         exit: "ok", "exception", "exit 3", "signal SIGKILL", "lost", ...
-        error: class name of the exception; "" if there was none.
+        error: class name of the exception; "" without one.
         message: its message, or another explanation.
-        traceback: the Python traceback; "" if there was none.
+        traceback: the Python traceback; "" without one.
         log_tail: the last lines that the rank printed.
-        peak_rss_bytes: largest resident memory of the process; 0 when unknown.
-        pid: process id of the trainer; 0 when it never started.
-        num_threads: threads it was given.
-        started_at: time.time() on its host when the function began; 0.0 if it did not.
+        peak_rss_bytes: largest resident memory of the process; 0 if unknown.
+        pid: process id of the trainer; 0 if it never started.
+        num_threads: threads of the rank.
+        started_at: time.time() on its host when the function started; 0.0 if it did not.
         run_s: seconds that the function ran.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
-        unsent: numbers, texts and lines of records of live output that the driver may not have shown; see `live.frames.Record`.
+        unsent: numbers, texts and lines of live output records that the driver may not have shown; see
+            `live.frames.Record`.
         num_parts: rows of its result.
     """
 
@@ -95,7 +96,7 @@ class Outcome:
     job_id: str = ""
     warnings: tuple[str, ...] = ()
     unsent: tuple[tuple[int, str, int], ...] = ()
-    num_parts: int = field(default=0, compare=False)  # of the way to the driver, not of the rank
+    num_parts: int = field(default=0, compare=False)  # describes the transfer, not the rank
 
     def to_json(self) -> str:
         """Return JSON from which `from_json` rebuilds this outcome."""
@@ -129,7 +130,7 @@ _TOKEN = re.compile(r"\[sparkhvd-outcome:[^\]\s]*\]?")
 def embed(outcome: Outcome) -> str:
     """Return a token for the text of an exception, from which `find_embedded` rebuilds the outcome.
 
-    Traceback and output are cut, because Spark Connect shortens long messages.
+    Traceback and output are shortened, because Spark Connect shortens long messages.
     """
     last = max((number for number, *_ in outcome.unsent), default=0)
     short = replace(
@@ -144,13 +145,13 @@ def embed(outcome: Outcome) -> str:
 
 
 def refer(outcome: Outcome) -> str:
-    """Return the token for an outcome that the run's folder has: `find_referred` finds it."""
+    """Return a token that refers to an outcome in the run's folder; `find_referred` finds it."""
     facts = (outcome.kind, outcome.rank, outcome.exit, outcome.error)
     return f"[sparkhvd-outcome:{outcome.job_id}:{':'.join(map(str, facts))}]"
 
 
 def find_embedded(text: str) -> list[Outcome]:
-    """Return the outcomes whose tokens stand in a text, each once, in order of appearance."""
+    """Return the outcomes embedded in a text, each once, in order of appearance."""
     outcomes = []
     for _, packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
@@ -163,7 +164,7 @@ def find_embedded(text: str) -> list[Outcome]:
 
 
 def find_referred(text: str) -> list[Outcome]:
-    """Return the outcomes to which a text refers, each once: as much of them as the text has."""
+    """Return the outcomes to which a text refers, each once, as far as the text describes them."""
     outcomes: dict[str, Outcome] = {}
     for match in _REFERENCE.finditer(text):
         job_id, kind, rank, exit_, error = match.groups()
@@ -212,7 +213,7 @@ _CANCELLED = ("cancelled part of cancelled job tag", "OPERATION_CANCELED", "canc
 
 
 def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
-    """Return the outcome that Spark's error tells of, where no rank has reported. Spark offers only this text."""
+    """Return the outcome described by Spark's error text, if no rank has reported."""
     task = _TASK.search(text)
     rank = int(task.group(1)) if task else None
     summary = _summary(text)
@@ -255,10 +256,10 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the failure that explains the others: an exception, then a crash, then a lost peer; None if all are ok.
+    """Return the failure that explains the others: an exception, then a crash, then a lost peer; None if all succeeded.
 
-    Among equals one whose traceback shows the user's code, because ranks may raise an error of one rank together; then that
-    of the lowest rank, so that the result does not depend on timing.
+    Ties prefer a traceback with the user's code, because ranks may raise an error of one rank together, then
+    the lowest rank, so that the result does not depend on timing.
     """
     failed = [outcome for outcome in outcomes if outcome.kind != OutcomeKind.OK]
 
@@ -282,7 +283,7 @@ def error_of(
     Args:
         cause: the root cause.
         size: number of ranks of the job.
-        others: further outcomes; failed ones are mentioned in one line each.
+        others: further outcomes; each failed one gets a line.
         spark_text: Spark's error about a lost executor; appended.
     """
     if cause.kind == OutcomeKind.PREFLIGHT:
@@ -312,7 +313,7 @@ def error_of(
 
 
 def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
-    """Return a line for each of the first other ranks that failed, and one for the rest."""
+    """Return a line for each of the first other failed ranks, and one for the rest."""
     failed = [o for o in others if o.kind != OutcomeKind.OK and o.rank != cause.rank]
     same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
     failed = [o for o in failed if o not in same]

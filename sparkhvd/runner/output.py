@@ -1,4 +1,4 @@
-"""Lines of a rank's output, as they come through a pipe; text without an end, such as a progress bar, comes too."""
+"""Split a rank's output into lines. Text without a newline, such as a progress bar, is flushed after 0.5 s."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# How long text waits for the end of its line.
+# How long text waits for its newline.
 _OPEN_S = 0.5
-# The same for a line that is drawn again and again.
+# The same for a progress bar, which redraws its line.
 _REDRAWN_S = 1.0
-# Longer than the thread that asked needs to wake up.
+# Longer than the waiting thread needs to wake up.
 _TURN_S = 0.001
-# Most bytes that a pipe holds, unless somebody has changed it.
+# Default capacity of a pipe.
 _PIPE_BYTES = 1 << 16
-# Most bytes of a character.
+# Longest UTF-8 character.
 _CHARACTER_BYTES = 4
-# Cursor up, by which a bar below another one, as tqdm's are, goes back to it; the end of a line behind it only returns to its own.
+# Cursor up: a bar below another one (tqdm) uses it to return. A newline behind it only returns to its own line.
 _UP = b"\x1b[A"
 _UP_AND_DOWN = re.compile(rb"(?:\x1b\[A)+\n+")
 _UP_AT_END = re.compile(rb"(?:\x1b\[A)+\Z")
-# What would draw over other lines of the terminal; colours stay.
+# Sequences that would draw over other lines of the terminal; colours stay.
 _MOVE = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
 class LineReader:
-    """Reads a pipe to its end in one thread; another may have what was written until then passed on.
+    """Reads a pipe to its end in one thread; another thread may flush what has been written so far.
 
     Args:
-        fd: of the pipe; it stays open, and is not used any more when `run` has returned.
-        most_bytes: a longer line comes in pieces.
-        take: called with each line and its end, and with what has waited for an end, without one; from either thread, by turns.
+        fd: of the pipe. It stays open, and is unused once `run` has returned.
+        most_bytes: longer lines are passed on in pieces.
+        take: called with each line and its newline, and with text that has waited too long for one; by either thread,
+            never concurrently.
     """
 
     def __init__(self, fd: int, most_bytes: int, take: Callable[[bytes], None]) -> None:
@@ -43,7 +44,7 @@ class LineReader:
         self._take = take
         # Guards everything below.
         self._lock = threading.Lock()
-        # Not the one by which `run` waits: threads cannot share one.
+        # `run` waits with another poller: threads cannot share one.
         self._poller = _poller(fd)
         self._is_asked = False
         self._is_over = False
@@ -55,7 +56,7 @@ class LineReader:
         waiting = _poller(self._fd)
         while not self._is_over:
             waiting.poll(self._wait_ms())
-            if self._is_asked:  # a lock that is free for a moment goes to whoever is awake
+            if self._is_asked:  # a lock released only briefly goes to a thread that is awake
                 time.sleep(_TURN_S)
             with self._lock:
                 if self._poller.poll(0):
@@ -64,7 +65,7 @@ class LineReader:
                     self._pass_pending()
 
     def catch_up(self, timeout_s: float) -> None:
-        """Pass on the lines that are in the pipe now; gives up after some seconds behind a `take` that blocks."""
+        """Pass on the lines that are in the pipe now; give up after `timeout_s` behind a `take` that blocks."""
         self._is_asked = True
         if not self._lock.acquire(timeout=timeout_s):
             return
@@ -77,7 +78,7 @@ class LineReader:
             self._lock.release()
 
     def _wait_ms(self) -> float | None:
-        """Return how long what is pending may wait for the end of its line; None if nothing is."""
+        """Return how long pending text may wait for its newline; None if nothing is pending."""
         if not self._pending.replace(_UP, b""):
             return None
         wait_s = _REDRAWN_S if is_redrawn(self._pending) else _OPEN_S
@@ -106,7 +107,7 @@ class LineReader:
     def _pass_pending(self) -> None:
         pending = self._pending
         end = len(pending) if self._is_over else _whole(pending) or len(pending)
-        if up := _UP_AT_END.search(pending):  # the end of a line may follow
+        if up := _UP_AT_END.search(pending):  # a newline may follow
             end = up.start()
         self._pending, self._since = pending[end:], time.monotonic()
         if end:
@@ -120,13 +121,13 @@ def _poller(fd: int) -> select.poll:
 
 
 def _moved(match: re.Match[bytes]) -> bytes:
-    """Return the ends of lines, or the moves up, that are left of both."""
+    """Cancel moves up against newlines; return the remainder."""
     ups, downs = match[0].count(_UP), match[0].count(b"\n")
     return _UP * (ups - downs) + b"\r" + b"\n" * (downs - ups)
 
 
 def _whole(data: bytes) -> int:
-    """Return where to cut bytes of UTF-8 so that no character is torn: at their end, or before a last one that has more bytes to come."""
+    """Return where to cut UTF-8 bytes without splitting a character."""
     for back in range(1, min(_CHARACTER_BYTES, len(data)) + 1):
         lead = data[-back]
         if lead & 0xC0 != 0x80:  # not a byte inside a character
@@ -136,14 +137,14 @@ def _whole(data: bytes) -> int:
 
 
 class Tail:
-    """Last lines of a rank, as a terminal would show them: a progress bar is one line."""
+    """Last lines of a rank as a terminal shows them: a progress bar is one line."""
 
     def __init__(self, most_lines: int) -> None:
         self._lines = deque[str](maxlen=most_lines)
         self._was_redrawn = False
 
     def add(self, line: bytes) -> str:
-        """Take a line of a `LineReader`; return its text."""
+        """Add a line of a `LineReader`; return its text."""
         if self._was_redrawn:
             self._lines.pop()
         self._was_redrawn = is_redrawn(line)
@@ -156,12 +157,12 @@ class Tail:
 
 
 def is_redrawn(line: bytes) -> bool:
-    """Return True for text that has not ended its line and returns to its beginning: a progress bar."""
+    """Return True for a line without newline that returns to its start: a progress bar."""
     return b"\r" in line and not line.endswith(b"\n")
 
 
 def shown(line: bytes) -> str:
-    """Return the text that a terminal would show of a line: what was drawn last, without moves of the cursor."""
+    """Return the text of a line that a terminal shows: the last redraw, without cursor moves."""
     text = line.decode(errors="replace").rstrip("\r\n")
     if "\x1b" in text:
         text = _MOVE.sub("", text)

@@ -1,16 +1,7 @@
-"""Preflight: everything that can be known to fail before anything long starts, on the driver and among the ranks.
+"""Preflight: detect what is known to fail before ranks start, on the driver and among the ranks.
 
-Checks are pure functions on facts. A check of the ranks returns a message, or "" when all is well, so that every rank comes
-to the same answer from the same facts.
-
-Each module imports only those above it:
-
-    conf           Spark configuration of stages of ranks
-    databricks     kinds of Databricks' compute
-    address_space  address space that torch needs
-    facts          facts of a rank, and their comparison
-    workers        Python of Spark's workers, checked by a small job
-    shared_files   store of a run, checked to be shared by the driver and all ranks
+Checks are pure functions on facts. A check of the ranks returns a message, or "" if all is well, so every rank reaches
+the same result from the same facts.
 """
 
 from __future__ import annotations
@@ -43,20 +34,20 @@ if TYPE_CHECKING:
 # Address space (RLIMIT_AS) that torch and a trainer need.
 
 # Beyond torch's own libraries. Measured with torch's CPU build (446 MiB of libraries) and one thread: at 800 MiB a
-# trainer starts, makes an engine and takes optimizer steps with 4 MB of parameters; at 700 MiB the first step
-# cannot allocate, at 600 MiB no thread starts. The rest is Python, numpy, the engine, and malloc's 64 MiB per thread.
+# trainer starts, creates an engine and takes optimizer steps with 4 MB of parameters; at 700 MiB the first step cannot
+# allocate; at 600 MiB no thread starts. The rest is Python, numpy, the engine, and malloc's 64 MiB per thread.
 _TRAINER_BYTES = 350 << 20
-# Importing pyarrow and the estimator's part in a rank, measured in the same process.
+# Imports of pyarrow and of the estimator's part in a rank, measured in the same process.
 _ARROW_BYTES = 250 << 20
 SPARKS_LIMIT = (
     "Spark sets this limit to spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
     "spark.executor.pyspark.memory unset, or set it to"
 )
-# Need of a worker beyond torch's libraries until it has predicted 4,096 rows; 79 MiB were measured.
+# A worker beyond torch's libraries until it has predicted 4,096 rows; 79 MiB were measured.
 _WORKER_BYTES = 160 << 20
 _NEEDS_TORCH = frozenset({"torch", "sparkhvd.torch", "sparkhvd.estimator"})
-# Libraries from NVIDIA's packages that `import torch` maps in a build with CUDA, also without a GPU: 1.4 to 1.9 GiB with
-# torch 2.4, 2.14 and 2.15. Other files of these packages, such as cuDNN's engines, are mapped later or never.
+# Libraries from NVIDIA's packages that `import torch` maps in a build with CUDA, even without a GPU: 1.4 to 1.9 GiB
+# with torch 2.4, 2.14 and 2.15. Other files of these packages, such as cuDNN's engines, are mapped later or never.
 _CUDA_LIBRARIES = (
     "cublas", "cublasLt", "cudart", "cudnn", "cufft", "cufile", "cupti", "curand", "cusolver", "cusparse", "cusparseLt",
     "nccl", "nvJitLink", "nvrtc", "nvshmem_host",
@@ -64,7 +55,7 @@ _CUDA_LIBRARIES = (
 
 
 def address_space_limit() -> int:
-    """Return the most address space that this process and its children may have, in bytes; 0 means no limit."""
+    """Return the address space limit of this process and its children in bytes; 0 means no limit."""
     try:
         import resource  # absent on Windows, where a Connect client may run
     except ImportError:
@@ -74,9 +65,9 @@ def address_space_limit() -> int:
 
 
 def check_worker() -> None:
-    """Refuse to import torch in a Python worker of Spark that has too little address space left for it.
+    """Reject an import of torch in a Python worker of Spark with too little address space left.
 
-    Known only in a running worker: pyarrow alone reserves 1 GiB where it can.
+    Only a running worker knows: pyarrow alone reserves 1 GiB where it can.
 
     Raises:
         PreflightError: `spark.executor.pyspark.memory` leaves the worker too little.
@@ -102,11 +93,11 @@ def mebibytes(size: int) -> int:
 def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
     """Return the least address space in which a trainer with these modules can train, in bytes; 0 if unknown.
 
-    Its model and data come on top, and with a GPU much more: CUDA reserves address space for the whole device.
+    Its model and data are extra. With a GPU it needs much more: CUDA reserves address space for the whole device.
 
     Args:
         modules: imports of the trainer, as far as known.
-        slots_bytes: the shared memory that the engines of all ranks of this host map.
+        slots_bytes: shared memory that the engines of all ranks of this host map.
     """
     names = set(modules)
     libraries = _torch_libraries_bytes()
@@ -135,26 +126,26 @@ def _torch_libraries_bytes() -> int:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Facts of the driver and of each rank in which they must agree.
+# Facts of the driver and of each rank that must be compatible.
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts of a rank (or the driver) that decide whether it can take part in the job.
+    """Facts of a rank (or the driver) that decide whether it can join the job.
 
     Attributes:
         host: its host's name.
         executable: its Python.
         python: "3.11".
-        torch: version of torch, or "" where it is not installed.
+        torch: version of torch; "" if not installed.
         sparkhvd: version of this package.
         missing: required modules that its Python lacks.
-        error: reason why this rank cannot take part, or "".
-        limit_bytes: the most address space that its processes may have (RLIMIT_AS); 0 means no limit.
+        error: reason why this rank cannot join; "" if it can.
+        limit_bytes: address space limit of its processes (RLIMIT_AS); 0 means no limit.
         needed_bytes: address space that a trainer needs at least; 0 if unknown.
-        numpy: version of numpy if it is required, else "".
-        gpus: UUIDs of the GPUs that the rank's process sees, where it was asked.
-        gpu_error: reason why they are unknown, or "".
+        numpy: version of numpy if required, else "".
+        gpus: UUIDs of the GPUs that the rank's process sees, if they were requested.
+        gpu_error: reason why they are unknown; "" if they are known.
         visible: CUDA_VISIBLE_DEVICES of the rank's process, or None.
         cpu_torch: version of torch if it is required and built without CUDA, else "".
     """
@@ -191,11 +182,11 @@ class RankFacts:
 
 
 def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: int = 0) -> RankFacts:
-    """Gather the facts of this process without importing anything large."""
+    """Gather the facts of this process without large imports."""
     return RankFacts(
         limit_bytes=address_space_limit(),
         needed_bytes=needed_bytes,
-        # Only a job that requires it depends on its random numbers.
+        # Only a job that requires numpy depends on its random numbers.
         numpy=_version("numpy") if "numpy" in requirements else "",
         host=socket.gethostname(),
         executable=sys.executable,
@@ -218,7 +209,7 @@ def _version(name: str) -> str:
         line = _VERSION.search(found.read_text("METADATA") or "")
         return line[1].strip() if line else found.version
     except importlib.metadata.PackageNotFoundError:
-        # A checkout on the path has no metadata; sparkhvd itself is always importable here.
+        # A checkout on the path has no metadata; sparkhvd itself is imported here.
         return str(getattr(sys.modules.get(name), "__version__", ""))
 
 
@@ -227,9 +218,9 @@ _NO_CUDA = re.compile(r"^cuda\b[^=\n]*= *None *$", re.MULTILINE)
 
 
 def _cpu_torch() -> str:
-    """Return the version of torch if it is built without CUDA, else "" (also where that is unknown); without importing it.
+    """Return the version of torch if it is built without CUDA, else "" (also if unknown); does not import it.
 
-    The version does not tell: builds from PyPI have CUDA and no tag.
+    The version alone is not enough: builds from PyPI have CUDA and no tag.
     """
     try:
         spec = importlib.util.find_spec("torch")
@@ -249,10 +240,10 @@ def _is_importable(name: str) -> bool:
 def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
     """Return the reason why these ranks cannot run one job together, or "".
 
-    The same on every rank, because it depends on nothing but its arguments.
+    Depends only on its arguments, so every rank gets the same result.
     """
     for rank, facts in enumerate(ranks):
-        # Before its error: under such a limit, threads and processes do not start either.
+        # Check this before the error: under such a limit, threads and processes do not start either.
         if facts.is_short_of_address_space:
             return (
                 f"The processes of rank {rank} on host {facts.host} {_describe_shortage(facts)}. {SPARKS_LIMIT} "
@@ -296,7 +287,7 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
 
 
 def patch_warning(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
-    """Return a warning if driver and ranks differ in the patch version of torch, or ranks in that of numpy, else ""."""
+    """Return a warning if the driver and ranks differ in the patch version of torch, or ranks in that of numpy, else ""."""
     for rank, facts in enumerate(ranks):
         if facts.numpy != ranks[0].numpy:
             return (
@@ -314,10 +305,10 @@ def _minor(version: str) -> str:
 
 
 def check_address_space(facts: RankFacts) -> None:
-    """Refuse to start trainers below a process that may have too little address space for them.
+    """Refuse to start trainers from a process that may have too little address space for them.
 
     Raises:
-        PreflightError: the limit is lower than the need of a trainer.
+        PreflightError: the limit is below the need of a trainer.
     """
     if facts.is_short_of_address_space:
         raise PreflightError(
@@ -334,7 +325,7 @@ def _describe_shortage(facts: RankFacts) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Python of Spark's workers, checked by a small job before anything long.
+# Python of Spark's workers, checked by a small job before the launch.
 # The launch checks every rank again, on its own host.
 
 # Applications and Pythons that have passed.
@@ -342,10 +333,10 @@ _passed: set[tuple[str, str, tuple[str, ...]]] = set()
 
 
 def enter_worker(*, is_as_horovod: bool) -> None:
-    """Prepare a Python worker of Spark for torch and for what is unpickled there: first of all in it.
+    """Prepare a Python worker of Spark for torch and for unpickling. Call it first in the worker.
 
     Args:
-        is_as_horovod: whether the driver has the name `horovod`.
+        is_as_horovod: whether the driver provides the name `horovod`.
 
     Raises:
         PreflightError: the worker has too little address space.
@@ -356,17 +347,17 @@ def enter_worker(*, is_as_horovod: bool) -> None:
 
 
 def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) -> None:
-    """Check the Python of a worker: that it has the package and what a job requires, in the driver's versions.
+    """Check that a worker's Python has the package and a job's requirements, in compatible versions.
 
-    Once per application; without a job where a local master's workers run this process's own.
+    Runs once per application. Runs no job if a local master's workers run this process's Python.
 
     Args:
         shim: session whose worker is checked.
         requirements: modules that the job needs.
-        limit_s: longest wait for a worker in seconds; the time in which launches hold the slots does not count.
+        limit_s: longest wait for a worker in seconds; time while launches hold the slots does not count.
 
     Raises:
-        PreflightError: it has not, and the message names the Python and what to do; or no worker came.
+        PreflightError: the worker lacks something (the message has its Python and the remedy), or no worker started.
     """
     python = shim.worker_python()
     passed = (shim.application(), python, tuple(requirements))
@@ -391,7 +382,7 @@ def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) 
 
 
 def _poll(requirements: Sequence[str]) -> Callable[[], str]:
-    """Return a function that starts even where this package is not installed."""
+    """Return a function for a worker where this package may be missing."""
 
     def poll() -> str:
         if importlib.util.find_spec("sparkhvd") is None:
@@ -408,7 +399,7 @@ def _poll(requirements: Sequence[str]) -> Callable[[], str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Store of a run, as the driver and every rank reach it, and the check that it is one store.
+# Store of a run, and the check that the driver and every rank reach the same one.
 
 
 class SharedFiles(Protocol):
@@ -419,7 +410,7 @@ class SharedFiles(Protocol):
         ...
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         ...
 
     def exists(self, path: str) -> bool:
@@ -453,7 +444,7 @@ def write_token(
 def check_tokens(
     shared: SharedFiles, run_dir: str, attempt: int, job_id: str, hosts: Sequence[str], me: int
 ) -> str:
-    """Return the reason why rank `me` cannot see one store shared by the driver and all ranks, or ""."""
+    """Return the reason why rank `me` does not share a store with the driver and all ranks, or ""."""
     owners: Iterable[int | None] = [None, *range(len(hosts))]
     for owner in owners:
         path = token_path(run_dir, attempt, owner)
@@ -472,7 +463,7 @@ def check_tokens(
 
 
 def describe_shared(shared: SharedFiles) -> str:
-    """Return the store's address where it has one."""
+    """Return the store's address if it has one."""
     return str(getattr(shared, "url", shared))
 
 
@@ -493,19 +484,19 @@ CONF_KEYS = (_DYNAMIC, _SQL_IDLE, _SQL_KILL, _CORE_IDLE, _CORE_KILL)
 
 
 def is_dynamic(conf: Mapping[str, str]) -> bool:
-    """Return True if executors come and go by themselves."""
+    """Return True under dynamic allocation of executors."""
     return conf.get(_DYNAMIC, "").lower() == "true"
 
 
 def check_conf(conf: Mapping[str, str], *, is_barrier: bool = True) -> None:
-    """Refuse a Spark configuration under which a stage of ranks fails or is killed.
+    """Reject a Spark configuration under which a stage of ranks fails or is killed.
 
     Args:
         conf: of Spark.
         is_barrier: whether all of its tasks start together.
 
     Raises:
-        PreflightError: dynamic allocation is on, or Spark kills Python workers that are silent.
+        PreflightError: dynamic allocation is on, or Spark kills idle Python workers.
     """
     if is_barrier and is_dynamic(conf):
         raise PreflightError(
@@ -514,7 +505,7 @@ def check_conf(conf: Mapping[str, str], *, is_barrier: bool = True) -> None:
         )
     for idle, kill in ((_SQL_IDLE, _SQL_KILL), (_CORE_IDLE, _CORE_KILL)):
         seconds = _seconds(conf.get(idle, "0"))
-        # The SQL pair falls back to the core pair where it is not set.
+        # The SQL keys default to the core keys.
         kills = conf.get(kill) or conf.get(_CORE_KILL, "")
         if seconds > 0 and kills.lower() == "true":
             raise PreflightError(
@@ -529,7 +520,7 @@ def _seconds(text: str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Kinds of Databricks' compute on which ranks can run.
+# Kinds of Databricks compute on which ranks can run.
 
 
 def databricks_runtime() -> str:
@@ -538,16 +529,16 @@ def databricks_runtime() -> str:
 
 
 def check_databricks(is_connect: bool) -> None:
-    """Refuse Databricks' standard and serverless compute, where user code is kept apart from the cluster.
+    """Reject Databricks' standard and serverless compute, which isolate user code from the cluster.
 
-    Both give a program on Databricks a session of Spark Connect; dedicated compute gives a classic one. Databricks does not offer its
-    runtimes for machine learning, nor GPUs, on standard compute.
+    Both give a program on Databricks a Spark Connect session; dedicated compute gives a classic one. Databricks offers
+    neither its runtimes for machine learning nor GPUs on standard compute.
 
     Args:
-        is_connect: whether the session is one of Spark Connect.
+        is_connect: whether the session is a Spark Connect session.
 
     Raises:
-        PreflightError: the program runs there.
+        PreflightError: the program runs on such compute.
     """
     runtime = databricks_runtime()
     if runtime and is_connect:

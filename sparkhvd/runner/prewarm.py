@@ -1,4 +1,4 @@
-"""Head start of a launch: tasks of an earlier Spark job start the nurseries that will fork its trainers."""
+"""Prewarm a launch: tasks of an earlier Spark job start the zygotes that will fork its trainers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prewarm:
-    """Start of the nurseries that a later launch will use; travels to the executors and is called in tasks.
+    """Start of the zygotes that a later launch will use; travels to the executors and is called in tasks.
 
-    The nursery of a host imports while tasks write the data, and the launch finds it ready. A launch whose facts are others after all starts
-    another one, and this one ends by itself.
+    A host's zygote imports while tasks write the data, and the launch finds it ready. If the launch's facts differ
+    after all, it starts another zygote, and this one ends by itself.
 
     Attributes:
         size: number of ranks.
@@ -42,7 +42,7 @@ class Prewarm:
     gpu_mode: str
 
     def __call__(self, context: TaskContext) -> None:
-        """Start this host's nursery if this is one of as many tasks as there will be ranks; returns at once."""
+        """Start this host's zygote if this is one of the first `size` tasks; returns at once."""
         if context.partitionId() < self.size:
             settings = JobSettings.from_json(self.settings)
             prologue = task_prologue(
@@ -54,7 +54,7 @@ class Prewarm:
 
 
 def share_nursery() -> None:
-    """Share one nursery with the other Python workers of this executor: they come and go, the process that forks them stays."""
+    """Share a zygote with the other Python workers of this executor, whose parent process outlives them."""
     of_this_process.share(os.getppid())
 
 

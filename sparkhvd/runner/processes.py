@@ -1,7 +1,7 @@
-"""Processes of trainers: fresh interpreters, or forks of a nursery.
+"""Trainer processes: fresh interpreters, or forks of a zygote.
 
-**Ownership**: a process takes over the descriptors of `InheritedPipes`, which the parent closes. Its number stays taken until `reap`, so
-that a signal in between reaches no other process.
+**Ownership**: a process takes over the descriptors of `InheritedPipes`, and the parent closes its copies. Its pid stays
+reserved until `reap`, so no signal can reach another process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _MESSAGE_BYTES = 1 << 16
-# How long a nursery may take to tell of the end of a trainer: longer than what it imports meanwhile.
-_TOLD_S = 30.0
+# How long a zygote may take to report the end of a trainer: longer than its imports.
+_REPORT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ProcessExit:
     """End of a process.
 
     Attributes:
-        status: exit status, negative for a signal; None if nobody knows it any more.
-        peak_rss_bytes: largest resident memory; 0 when unknown.
+        status: exit status, negative for a signal; None if unknown.
+        peak_rss_bytes: largest resident memory; 0 if unknown.
     """
 
     status: int | None
@@ -63,23 +63,23 @@ class ProcessExit:
 
 
 class TrainerProcess(Protocol):
-    """Process of a trainer; leader of a session and group of its own."""
+    """Process of a trainer; leader of its own session and group."""
 
     pid: int
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its number stays taken."""
+        """Wait until the process has ended; its pid stays reserved."""
 
     def reap(self) -> ProcessExit:
-        """Kill the rest of its group and free its number."""
+        """Kill the rest of its group and release its pid."""
 
 
 class FreshProcess:
-    """Trainer in a new interpreter, which imports everything by itself.
+    """Trainer in a new interpreter.
 
     Args:
         environ: its environment.
-        ends: what it takes over.
+        ends: descriptors that it takes over.
     """
 
     def __init__(self, environ: Mapping[str, str], ends: InheritedPipes) -> None:
@@ -99,12 +99,12 @@ class FreshProcess:
         self.pid = self._process.pid
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its number stays taken."""
-        # WNOWAIT leaves a zombie, whose number keeps the process group's number taken.
+        """Wait until the process has ended; its pid stays reserved."""
+        # WNOWAIT leaves a zombie, which reserves the number of the process group.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def reap(self) -> ProcessExit:
-        """Kill the rest of its group and free its number."""
+        """Kill the rest of its group and release its pid."""
         kill_group(self.pid)
         _, status, usage = os.wait4(self.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -112,35 +112,35 @@ class FreshProcess:
 
 
 class ForkedProcess:
-    """Trainer that a nursery has forked; the nursery is its parent and tells of its end.
+    """Trainer forked by a zygote, which is its parent and reports its end.
 
     Args:
         pid: its number.
-        channel: to the nursery; owned by this object.
+        channel: to the zygote; owned by this object.
     """
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self._channel = channel
-        self._pidfd = os.pidfd_open(pid)  # also tells if the nursery does not
+        self._pidfd = os.pidfd_open(pid)  # signals the end also if the zygote does not
 
     def wait_for_end(self) -> None:
-        """Wait until the process has ended; its number stays taken as long as the nursery lives."""
+        """Wait until the process has ended; its pid stays reserved while the zygote lives."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.poll()
 
     def reap(self) -> ProcessExit:
-        """Let the nursery kill the rest of its group and free its number."""
+        """Have the zygote kill the rest of its group and release its pid."""
         answer = None
         with contextlib.suppress(OSError):
-            self._channel.settimeout(_TOLD_S)
+            self._channel.settimeout(_REPORT_S)
             if receive(self._channel) is not None:
                 send(self._channel, {})
                 answer = receive(self._channel)
         self._channel.close()
         os.close(self._pidfd)
-        # The nursery is gone or stopped, and the number may be another process's: the group dies with its pipe.
+        # The zygote is gone or stopped, and the pid may belong to another process. The group dies with its pipe.
         return (
             ProcessExit(None)
             if answer is None
@@ -149,7 +149,7 @@ class ForkedProcess:
 
 
 def python_of(module: str) -> list[str]:
-    """Return the beginning of a command that runs a module, whatever the working directory holds: its `random.py` is not Python's."""
+    """Return the start of a command that runs a module without the working directory in the search path, where a `random.py` is not Python's."""
     # Python 3.10 cannot leave the directory out.
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [os.path.abspath(sys.executable), *safe, "-m", module]
@@ -162,12 +162,12 @@ def kill_group(pid: int) -> None:
 
 
 def send(channel: socket.socket, message: Mapping[str, object]) -> None:
-    """Send a message over a socket that keeps the bounds of messages."""
+    """Send a message over a socket that preserves message boundaries."""
     channel.send(json.dumps(message).encode())
 
 
 def receive(channel: socket.socket) -> dict[str, int] | None:
-    """Receive a message; None when the other side is gone."""
+    """Receive a message; None if the peer is gone."""
     try:
         data = channel.recv(_MESSAGE_BYTES)
     except ConnectionError:

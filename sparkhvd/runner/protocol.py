@@ -1,4 +1,4 @@
-"""Frames on the pipes between a task and its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
+"""Frames on the pipes between a task and its trainer: length-prefixed bytes, two of them a dataclass as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-# Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
+# Modules that a zygote may preload. They are slow to import and start no thread, unlike pyarrow.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
-# Begin frames for the driver: a part of a message, its end, and progress. The report, which follows the last, is JSON.
+# Prefixes of frames for the driver: part of a message, its end, and progress. The report, which comes last, is JSON.
 _PART, _END, _PROGRESS = b"m", b"M", b"p"
 # Linux's PIPE_BUF.
 _ATOMIC_BYTES = 4096
@@ -30,7 +30,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Prologue:
-    """First frame to a trainer: everything that it can use before the ranks know each other.
+    """First frame to a trainer: all it needs before the ranks know each other.
 
     Attributes:
         env: variables to set before anything loads.
@@ -38,13 +38,13 @@ class Prologue:
         cwd: working directory.
         num_threads: threads for OpenMP, MKL and the like.
         keep_freed_memory: whether the process keeps freed memory for its next allocations.
-        preload: modules to import while the ranks find each other; a failure is ignored here.
-        gpu_views: sets of variables (None: unset) for each of which the process reports the GPUs that it sees, all in its
+        preload: modules to import while the ranks connect; a failure is ignored here.
+        gpu_views: sets of variables (None: unset). The process reports the GPUs that it sees under each of them in its
             first frame; empty for no report.
         cuda_library: path of CUDA's driver library; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
-        nursery: whether a nursery may fork the process.
+        nursery: whether a zygote may fork the process.
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
     """
 
@@ -62,7 +62,7 @@ class Prologue:
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of the process; by default numerical libraries have `num_threads` threads."""
+        """Return the variables of the process; numerical libraries default to `num_threads` threads."""
         names = (
             "OMP_NUM_THREADS",
             "MKL_NUM_THREADS",
@@ -78,14 +78,14 @@ class Prologue:
 
 @dataclass(frozen=True)
 class JobFrame:
-    """Last frame to a trainer: the ranks of the job. Holds the key, so its repr leaves it out.
+    """Last frame to a trainer: the ranks of the job. Its repr leaves out the key.
 
     Attributes:
-        job: `Job.to_json()`; of a member of an elastic job its invitation, as JSON.
+        job: `Job.to_json()`; for a member of an elastic job its join token, as JSON.
         settings: `JobSettings.to_json()`.
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
-        gpu: ordinal of the rank's GPU in its process; None if it has none.
+        gpu: ordinal of the rank's GPU in its process; None without a GPU.
         env: the standard torch variables, and the visible GPUs where they depend on the other ranks.
         is_elastic: whether the rank is a member of an elastic job.
     """
@@ -104,12 +104,12 @@ class JobFrame:
 
 
 def frame_of(payload: bytes) -> bytes:
-    """Return a frame as `write_frame` writes it, for a socket."""
+    """Return a frame as bytes, for a socket."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def write_frame(fd: int, payload: bytes) -> None:
-    """Write one length-prefixed frame; BrokenPipeError when the reader is gone."""
+    """Write one length-prefixed frame; raises BrokenPipeError if the reader is gone."""
     for part in (_LENGTH.pack(len(payload)), payload):
         view = memoryview(part)
         while view:
@@ -117,7 +117,7 @@ def write_frame(fd: int, payload: bytes) -> None:
 
 
 def write_message(fd: int, message: bytes) -> None:
-    """Write a message for the driver, in frames that are one write each: an exception of a signal's handler tears none of them."""
+    """Write a message for the driver in atomic frames, so that an exception of a signal handler splits no frame."""
     room = _ATOMIC_BYTES - _LENGTH.size - len(_PART)
     try:
         for start in range(0, len(message), room):
@@ -128,7 +128,7 @@ def write_message(fd: int, message: bytes) -> None:
 
 
 def write_progress(fd: int, text: bytes) -> None:
-    """Write a line on the progress of the training, in one write."""
+    """Write a line about the training's progress, in one write."""
     frame = _PROGRESS + text[: _ATOMIC_BYTES - _LENGTH.size - len(_PROGRESS)]
     os.write(fd, _LENGTH.pack(len(frame)) + frame)
 
@@ -136,7 +136,7 @@ def write_progress(fd: int, text: bytes) -> None:
 def read_report(
     fd: int, take: Callable[[bytes], None], progress: Callable[[bytes], None]
 ) -> bytes | None:
-    """Read frames up to the report, and pass messages and progress before it on; None when the writer is gone."""
+    """Read up to the report, passing on messages and progress; None if the writer is gone."""
     message = b""
     while (frame := read_frame(fd)) is not None:
         if frame.startswith(_PART):
@@ -152,13 +152,13 @@ def read_report(
 
 
 def read_frame(fd: int) -> bytes | None:
-    """Read one frame; None when the writer is gone."""
+    """Read one frame; None if the writer is gone."""
     header = _read_exactly(fd, _LENGTH.size)
     return None if header is None else _read_exactly(fd, _LENGTH.unpack(header)[0])
 
 
 def take_frame(came: bytearray) -> bytes | None:
-    """Take the first frame off the bytes that have come; None if it is not whole yet."""
+    """Remove the first frame from the received bytes; None if it is incomplete."""
     if len(came) < _LENGTH.size:
         return None
     end = _LENGTH.size + int(_LENGTH.unpack_from(came)[0])
@@ -182,7 +182,7 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Pickle functions and results by value, so that those of `__main__` and of notebook cells travel too.
+# Pickle functions and results by value, so that definitions of `__main__` and of notebook cells travel too.
 
 
 def cloudpickle() -> Any:
@@ -204,15 +204,15 @@ def dump_program(
 ) -> bytes:
     """Pickle a call as (names of modules, fn, args, kwargs, backend).
 
-    The names are those that `fn` is seen to need: where it is pickled by reference, nothing else in the pickle tells of them. The backend is
-    that of torch.distributed, where this process has it: who imports it need not name it in `fn`.
+    The names are those that `fn` refers to: if it is pickled by reference, the pickle does not contain them. The
+    backend is `sparkhvd.distributed` if this process has imported it: then `fn` need not import it.
     """
     backend = sys.modules.get("sparkhvd.distributed")
     return dumps((_names_in(fn), fn, args, kwargs, backend))
 
 
 def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:
-    """Return the function that an object without code of its own calls, if it says so."""
+    """Return the function that a callable without code wraps, if known."""
     if isinstance(fn, functools.partial):
         return fn.func
     return None if hasattr(fn, "__code__") else getattr(fn, "__wrapped__", None)
@@ -238,12 +238,12 @@ def _names_in(fn: Callable[..., object]) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Payloads: bytes that a Python function of Spark brings to its tasks, without a file left for each function.
-# pyspark makes a broadcast variable of every pickled function above 1 MiB: a file in the driver's `spark.local.dir`, which
-# stays until the application ends. So large bytes become a broadcast variable here, and the function that brings them
-# stays small. Spark Connect has no such variables: there the bytes stay in the function.
+# Payloads: bytes that a Python function of Spark brings to its tasks, without leaving a file per function. pyspark
+# writes every pickled function above 1 MiB as a broadcast variable: a file in the driver's `spark.local.dir`, which
+# stays until the application ends. So large bytes become a broadcast variable here, and the function stays small. Spark
+# Connect has no broadcast variables: there the bytes stay in the function.
 #
-# Threads: transforms and launches of any threads may use this at once.
+# Threads: safe from any thread.
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -254,9 +254,9 @@ if TYPE_CHECKING:
 
     Payload: TypeAlias = bytes | Broadcast[bytes]
 
-# Half of what Spark leaves in a function: it adds its own part.
+# Half of Spark's limit for a function, to which Spark adds its own part.
 INLINE_BYTES = 512 << 10
-# Broadcast variables that wait for the next function with equal bytes: a pipeline has few stages with a model.
+# Broadcast variables kept for the next function with equal bytes: a pipeline has few stages with a model.
 _KEPT = 4
 
 
@@ -267,7 +267,7 @@ def bytes_of(payload: Payload) -> bytes:
 
 @contextlib.contextmanager
 def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
-    """Yield the payload of bytes that no task needs after the block."""
+    """Yield a payload that tasks need only inside the block."""
     if shim.is_connect or len(data) <= INLINE_BYTES:
         yield data
         return
@@ -275,15 +275,15 @@ def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
     try:
         yield variable
     finally:
-        with contextlib.suppress(Exception):  # the application may be over
+        with contextlib.suppress(Exception):  # the application may have ended
             variable.destroy()
 
 
 def kept_carried(shim: SparkShim, data: bytes) -> Payload:
-    """Return the payload of bytes that a DataFrame may need at any later time.
+    """Return a payload that a DataFrame may need at any later time.
 
-    Equal bytes are one broadcast variable as long as they are among the last few; others go when the JVM has no plan
-    left that uses them, which is checked at each call.
+    Equal bytes share a broadcast variable while they are among the last few. Older ones are deleted once no plan of the
+    JVM uses them, which each call checks.
     """
     if shim.is_connect or len(data) <= INLINE_BYTES:
         return data
@@ -291,18 +291,18 @@ def kept_carried(shim: SparkShim, data: bytes) -> Payload:
 
 
 class _Variables:
-    """Broadcast variables of one process: those used last, and those that only plans may still use."""
+    """Broadcast variables of this process: the last used, and older ones that plans may still use."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, str], Broadcast[bytes]] = OrderedDict()
-        # Application, file and the JVM's weak reference of each that is not kept: a view, a cache or a stream may
-        # use it longer than any object of Python.
+        # Application, file and the JVM's weak reference of each older variable: a view, a cache or a stream may
+        # use it longer than any Python object.
         self._left: list[tuple[str, str, Any]] = []
 
     def get(self, context: SparkContext, data: bytes) -> Broadcast[bytes]:
-        """Return the variable of these bytes, by which a function must be pickled before the next garbage collection."""
+        """Return the broadcast variable of these bytes. Pickle a function with it before the next garbage collection."""
         application = str(context.applicationId)
         key = (application, hashlib.sha256(data).hexdigest())
         with self._lock:
@@ -318,7 +318,7 @@ class _Variables:
             return self._kept[key]
 
     def _sweep(self, application: str) -> None:
-        """Delete the files of variables that are no longer used, and of applications that have ended."""
+        """Delete the files of unused variables, and of applications that have ended."""
         for key in [k for k in self._kept if k[0] != application]:
             _unlink(self._kept.pop(key)._path)
         left = []

@@ -12,7 +12,7 @@ from sparkhvd.runner.protocol import dumps
 
 
 class _UnpicklableResultError(TypeError):
-    """Result of a function that cannot travel to the driver."""
+    """Result of a function that cannot be pickled."""
 
 
 def dump_result(value: object) -> bytes:
@@ -45,11 +45,11 @@ def report_of(error: BaseException, own_file: str) -> dict[str, Any]:
 
     Args:
         error: the exception.
-        own_file: file that has called the function; the traceback begins behind its frames.
+        own_file: file that called the function; the traceback starts after its frames.
     """
     if isinstance(
         error, _UnpicklableResultError
-    ):  # its message says all; the frames are not the user's
+    ):  # the frames are not the user's, and the message is enough
         message = str(error)
         return {"kind": "exception", "exit": "exception", "error": "TypeError", "message": message}
     kind = type(error)
@@ -65,7 +65,7 @@ def report_of(error: BaseException, own_file: str) -> dict[str, Any]:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return True if an exception only exists because another rank was lost."""
+    """Return True if an exception exists only because another rank was lost."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -84,7 +84,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, own_file: str) -> str:
-    """Return the traceback without the frames of the file that has called the function."""
+    """Return the traceback without the frames of the calling file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == own_file:
         frames = frames.tb_next

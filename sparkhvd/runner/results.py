@@ -1,7 +1,8 @@
-"""Results of ranks on their way through Spark: as many at once as `spark.driver.maxResultSize` lets pass.
+"""Results of ranks through Spark, in portions within `spark.driver.maxResultSize`.
 
-Spark ends a job whose tasks return more than that, when all ranks are done and their results are lost. So the rows of a stage stay on the
-disks of the executors (`persist`) until the driver has them: their outcomes and small results come with the stage itself, the rest by further jobs.
+Spark ends a job whose tasks return more, when all ranks have finished, and their results are lost. So the rows of a
+stage stay on the executors' disks (`persist`) until the driver has them: outcomes and small results arrive with the
+stage itself, the rest through further jobs.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _DEFAULT_LIMIT = 1 << 30
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
 OUTCOME_PART = -1
 _SIZE = re.compile(r"(\d+)\s*([kmgtp]?)b?")
-# What Spark counts for a task beside its rows: accumulators, above all.
+# Spark's count for a task beyond its rows: mainly accumulators.
 _TASK_BYTES = 16 << 10
 _LEAST_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class ResultChunks:
-    """Pieces in which results travel.
+    """Sizes of the pieces of results.
 
     Attributes:
         num_bytes: of a piece.
-        at_once: the most that one job brings; None for any number.
+        at_once: most pieces per job; None for any number.
     """
 
     num_bytes: int = CHUNK_BYTES
@@ -48,12 +49,12 @@ class ResultChunks:
 
 
 def pieces_for(conf: Mapping[str, str], size: int) -> ResultChunks:
-    """Return the pieces for the results of `size` ranks under Spark's limit."""
+    """Return the piece sizes for the results of `size` ranks under Spark's limit."""
     match = _SIZE.fullmatch(conf.get(LIMIT_KEY, "").strip().lower())
     limit = int(match[1]) << 10 * " kmgtp".index(match[2] or " ") if match else _DEFAULT_LIMIT
-    if not limit:  # Spark's word for no limit
+    if not limit:  # 0 means no limit in Spark
         return ResultChunks()
-    # Half of it: Spark's own form of the rows is larger than they are.
+    # Use half of it: Spark's form of the rows is larger.
     room = limit // 2 - size * _TASK_BYTES
     num_bytes = min(CHUNK_BYTES, max(_LEAST_PIECE_BYTES, room))
     return ResultChunks(num_bytes, max(1, room // num_bytes))
@@ -68,7 +69,7 @@ def row_schema() -> StructType:
 
 
 def rows_of(rank: int, outcome: Outcome, result: bytes, num_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a rank that has ended well: its outcome, then its result in pieces of at most `num_bytes`."""
+    """Yield the rows of a successful rank: its outcome, then its result in pieces of at most `num_bytes`."""
     import pyarrow as pa
 
     outcome = replace(outcome, num_parts=-(-len(result) // num_bytes))
@@ -109,7 +110,7 @@ def collect(
 
 
 def is_of_rest(tags: str | None, tag: str) -> bool:
-    """Return True in a task that Spark has started for rows of ranks that have ended: it has lost them, with an executor.
+    """Return True in a task that Spark started again for the rows of a finished rank, which were lost with an executor.
 
     Args:
         tags: of the task's job, as Spark has them.
@@ -119,7 +120,7 @@ def is_of_rest(tags: str | None, tag: str) -> bool:
 
 
 def lost(rank: int, size: int, attempt: int, job_id: str) -> RankError:
-    """Return the error about a result that the driver wanted to have from an executor which is gone."""
+    """Return the error for a result lost with its executor."""
     message = "it had ended, and its result was on an executor that is gone"
     outcome = Outcome(rank, OutcomeKind.LOST, "", attempt, "lost", message=message, job_id=job_id)
     return RankError(f"{describe(outcome, size)}\n{embed(outcome)}", rank=rank, exit="lost")
@@ -131,19 +132,19 @@ def _tag_of_rest(tag: str) -> str:
 
 @contextlib.contextmanager
 def _kept(stage: DataFrame) -> Iterator[DataFrame]:
-    """Keep the rows of a stage on the executors' disks inside the block, once there are any."""
+    """Keep the rows of a stage on the executors' disks inside the block."""
     from pyspark import StorageLevel
 
     kept = stage.persist(StorageLevel.DISK_ONLY)
     try:
         yield kept
     finally:
-        with contextlib.suppress(Exception):  # the application may be over
+        with contextlib.suppress(Exception):  # the application may have ended
             kept.unpersist()
 
 
 def _rest(rows: Sequence[Any], at_once: int) -> Iterator[str]:
-    """Yield the conditions of the rows that are missing, by jobs."""
+    """Yield a condition for the missing rows of each further job."""
     found = {(row["rank"], row["part"]) for row in rows}
     missing = [
         (row["rank"], part)

@@ -1,6 +1,6 @@
 """Run the user's command on ranks of this host.
 
-The listeners are bound here and inherited, so no port is free for another program in between.
+The ranks inherit listeners bound here, so no other program can take a port in between.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def run_script(
     Args:
         command: program and arguments.
         num_proc: number of ranks.
-        env: variables of the ranks, all of them.
-        output: where their output goes.
+        env: all variables of the ranks.
+        output: destination of their output.
     """
     events: Events = queue.SimpleQueue()
     settings = Settings.resolve(env)

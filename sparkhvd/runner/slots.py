@@ -1,7 +1,7 @@
-"""Slots and threads: pure decisions from configuration, each with its reason.
+"""Slots and threads: pure decisions from the configuration, each with its reason.
 
 A slot is room for one barrier task. Spark starts a barrier stage only when all its slots are free at once, and
-waits in silence for slots that can never come; so a number that the configuration excludes is an error here.
+waits silently for slots that can never exist. So a number that the configuration excludes is an error here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
-# Keys that the functions below read; the driver fetches only these (one request each over Connect).
+# Keys that the functions below read. The driver fetches only these, with one request each over Connect.
 CONF_KEYS = (
     "spark.master",
     "spark.task.cpus",
@@ -33,10 +33,10 @@ _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*([0-9]+)\s*,\s*([0-9]+)\s*,\s*([
 
 @dataclass(frozen=True)
 class Slots:
-    """Most barrier tasks that a configuration can ever run at once.
+    """Upper bound of concurrent barrier tasks under a configuration.
 
     Attributes:
-        maximum: that number; None when the configuration does not bound it.
+        maximum: the bound; None if the configuration has no bound.
         reason: the arithmetic, in the user's own conf names.
         remedy: setting to change for more.
     """
@@ -47,7 +47,7 @@ class Slots:
 
 
 def is_local(master: str) -> bool:
-    """Return True if a master means one process on the driver's host (`local`, `local[N]`, `local[*]`)."""
+    """Return True if a master is one process on the driver's host (`local`, `local[N]`, `local[*]`)."""
     return _LOCAL.match(master.strip()) is not None
 
 
@@ -61,7 +61,7 @@ def local_slots(master: str, num_cpus: int) -> int | None:
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """Return the cores of one executor; None where the configuration does not determine them."""
+    """Return the cores of one executor; None if the configuration does not determine them."""
     master = conf.get("spark.master", "").strip()
     cores = conf.get("spark.executor.cores")
     cluster = _LOCAL_CLUSTER.match(master)
@@ -78,7 +78,7 @@ def configured_slots(
     task_cpus: int | None = None,
     task_gpus: float | None = None,
 ) -> Slots:
-    """Work out the most slots that a configuration can reach.
+    """Compute the most slots that a configuration can reach.
 
     Args:
         conf: Spark configuration; only `CONF_KEYS` are read.
@@ -144,10 +144,10 @@ def _of_executors(
 
 
 def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
-    """Return the number of ranks: the one asked for if it can ever run, or by default all configured slots.
+    """Return the requested number of ranks if it can ever run, or by default all configured slots.
 
     Raises:
-        InvalidArgumentError: `num_proc` is not a positive whole number, or is None and nothing bounds the slots.
+        InvalidArgumentError: `num_proc` is not a positive whole number, or is None while the slots have no bound.
         PreflightError: the configuration can never run that many tasks at once.
     """
     if num_proc is None:
@@ -188,31 +188,31 @@ def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -
 
 
 # ----------------------------------------------------------------------------------------------------
-# Admission of launches: they take the task slots of their application in the order of their calls.
-# Spark starts a barrier stage when all its slots are free in one round of offers and never holds some of them, so stages
-# cannot block each other for good; but small ones may overtake a large one again and again. So launches take slots here,
-# before Spark sees them. Where the number of slots is unknown, Spark alone decides.
+# Admission: launches take the task slots of their application in call order. Spark starts a barrier stage when all its
+# slots are free in one round of offers and never reserves some of them, so stages cannot deadlock. But small stages may
+# starve a large one, so launches take slots here, before Spark sees them. Where the number of slots is unknown, Spark
+# decides alone.
 #
-# **Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list when its block ends,
-# whatever ends it.
+# **Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list at the end of its
+# block.
 
 # A poll also lets Ctrl-C through.
 _POLL_S = 0.5
-# A wait for executors is printed when it lasts longer than this, and then as often.
+# A wait for executors is printed after this time, and again at this interval.
 _SAY_EVERY_S = 5.0
 
 
 @dataclass(eq=False)
 class LaunchTicket:
-    """Place of a launch in the order of its application.
+    """Position of a launch in the queue of its application.
 
     Attributes:
         application: id of the application.
         kind: resources per task. Launches of one kind compete for the same slots; between kinds Spark decides.
         size: slots that it needs.
-        is_alone: whether its ranks find their GPUs by local rank, so that two such launches would share them.
-        holds: slots that it holds; 0 while it waits for them, also between two attempts.
-        most: slots that it takes where they are free, once it has those that it needs; 0 for no more.
+        is_alone: whether its ranks find GPUs by local rank, so that two such launches would share them.
+        holds: slots that it holds; 0 while it waits, also between two attempts.
+        most: slots that it takes if they are free, beyond those that it needs; 0 for no more.
     """
 
     application: str
@@ -229,8 +229,8 @@ class LaunchTicket:
         """Wait for the slots of all ranks, and hold them inside the block.
 
         Args:
-            count: returns the slots of all registered executors, taken or not; None where that is unknown.
-            limit_s: longest time in seconds with fewer slots than ranks. A wait for other launches does not count.
+            count: returns the slots of all registered executors, used or not; None if unknown.
+            limit_s: longest time in seconds with fewer slots than ranks. Waiting for other launches does not count.
             log: prints a line.
 
         Raises:
@@ -273,7 +273,7 @@ class LaunchTicket:
                 log(reason)
 
     def _take(self, slots: int | None) -> str:
-        """Hold the slots if no launch before this one needs them, and return ""; else return the reason for the user."""
+        """Take the slots unless an earlier launch needs them; return "", or the reason to wait."""
         if slots is not None and slots < self.size:
             return f"Waiting for task slots: {slots} of {self.size} registered."
         others = [
@@ -284,7 +284,7 @@ class LaunchTicket:
         earlier = [other for other in before if other in others and not other.holds]
         if slots is not None:
             peers = [other for other in running if other.kind == self.kind]
-            # A launch that is too large even alone waits for executors, and holds up no smaller one.
+            # A launch that is too large even alone waits for executors and does not block smaller ones.
             ahead = [other for other in earlier if other.kind == self.kind and other.size <= slots]
             if ahead or sum(other.holds for other in peers) + self.size > slots:
                 return (
@@ -301,7 +301,7 @@ class LaunchTicket:
         return ""
 
 
-# Launches of this process that have not ended, in the order of their calls.
+# Launches of this process that have not ended, in call order.
 _turns: list[LaunchTicket] = []
 _changed = threading.Condition()
 
@@ -310,7 +310,7 @@ _changed = threading.Condition()
 def launch_ticket(
     application: str, kind: Hashable, size: int, *, is_alone: bool = False, most: int = 0
 ) -> Iterator[LaunchTicket]:
-    """Take a place in the order of the application's launches for the length of the block; see `LaunchTicket`."""
+    """Queue a launch of the application for the duration of the block; see `LaunchTicket`."""
     place = LaunchTicket(application, kind, size, is_alone, most=most)
     with _changed:
         _turns.append(place)
@@ -323,6 +323,6 @@ def launch_ticket(
 
 
 def is_launched(application: str) -> bool:
-    """Return True if a job of this process holds slots of the application, or waits for them."""
+    """Return True if a job of this process holds or awaits slots of the application."""
     with _changed:
         return any(launch.application == application for launch in _turns)

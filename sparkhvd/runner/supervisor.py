@@ -1,7 +1,8 @@
-"""Wait for the ranks of a script, here or on other hosts, and end them together.
+"""Wait for the ranks of a command, here or on other hosts, and shut them down together.
 
-**Failure**: after the first rank that fails the others have `GRACE_S` to end by themselves, as they do once the engine has
-told them; then they are terminated, and killed `KILL_S` later. The output of the rank that failed first is shown last.
+**Failure**: after the first failed rank the others have `GRACE_S` to end by themselves, as they do once the engine has
+notified them. Then they are terminated, and killed `KILL_S` later. The output of the rank that failed first is shown
+last.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from sparkhvd.runner import launching
 from sparkhvd.runner.output import Tail
 
 # ----------------------------------------------------------------------------------------------------
-# Lines of ranks on this process's streams and in files; the last ones are kept.
+# Lines of ranks on this process's streams and in files, with a tail per rank.
 
 _TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the ranks' output goes.
+    """Destination of the ranks' output.
 
     Attributes:
-        folder: files `rank.<rank>/stdout` and `stderr` too; None for none.
-        timestamps: the local time is put in front of every line.
+        folder: also write files `rank.<rank>/stdout` and `stderr` there; None for no files.
+        timestamps: prefix every line with the local time.
     """
 
     folder: Path | None = None
@@ -43,7 +44,7 @@ class Output:
 
 
 class Screen:
-    """Shows ranks' lines, whole and with the rank in front, from any thread; a context manager."""
+    """Shows ranks' whole lines, prefixed with the rank, from any thread; a context manager."""
 
     def __init__(self, output: Output, size: int) -> None:
         self._folder = output.folder
@@ -59,7 +60,7 @@ class Screen:
             raise
 
     def add(self, rank: int) -> None:
-        """Prepare for one more rank.
+        """Add a rank.
 
         Raises:
             InvalidArgumentError: its files cannot be written.
@@ -78,13 +79,13 @@ class Screen:
             ) from error
 
     def show(self, rank: int, stream: str, line: bytes) -> None:
-        """Pass a line on, with its end or cut."""
+        """Show a line of a rank."""
         target = sys.stdout if stream == "stdout" else sys.stderr
         with self._lock:
             if file := self._files.get((rank, stream)):
                 file.write(line)
             text = self._tails[rank].add(line)
-            with contextlib.suppress(OSError, ValueError):  # a reader that has gone
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone
                 launching.write_to(
                     target, launching.line_of(f"[{rank}] {text}", timestamp=self._timestamps)
                 )
@@ -106,9 +107,9 @@ class Screen:
 
 GRACE_S = 2.5
 KILL_S = 0.5
-# After a signal to the launcher, which is passed on: time to save.
+# After a forwarded signal: time to save.
 SIGNAL_S = 3.0
-# Of ssh, too, where it fails itself.
+# ssh uses it for its own failures, too.
 _STATUS_LOST = 255
 _CONSEQUENCE = re.compile(
     r"sparkhvd\.errors\.(CollectiveError|PeerLostError|ElasticError|LeftOutError): "
@@ -123,8 +124,8 @@ class RankEnded:
     Attributes:
         rank: the rank, or the number of a member of an elastic job.
         status: exit status, negative for a signal.
-        how: in words, where they say more than the status.
-        is_final: whether the same would happen to another one.
+        how: description, if more precise than the status.
+        is_final: whether a replacement would fail likewise.
     """
 
     rank: int
@@ -142,7 +143,7 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class HostLost:
-    """End of the connection to a host, with all of its ranks that ran."""
+    """Lost connection to a host, with all of its running ranks."""
 
     host: str
     ranks: tuple[int, ...]
@@ -156,16 +157,16 @@ F = TypeVar("F", bound=RankEnded | HostLost)
 
 @contextlib.contextmanager
 def signals(events: queue.SimpleQueue[Any]) -> Iterator[None]:
-    """Make events of the signals to this process, while the block runs.
+    """Turn signals to this process into events inside the block.
 
-    Those that it ignores, as under nohup, stay ignored.
+    Ignored signals, as under nohup, stay ignored.
     """
 
     def put(number: int, _: object) -> None:
         events.put(SignalReceived(number))
 
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, put) for number in heard}
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, put) for number in handled}
     try:
         yield
     finally:
@@ -179,12 +180,11 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
     Args:
         events: ends of ranks, losses of hosts, and signals.
         size: number of ranks.
-        send: sends a signal to all ranks that run.
+        send: sends a signal to all running ranks.
         screen: has their last lines.
 
     Returns:
-        0 if every rank has ended with 0; else the status of the rank that failed first (not because it missed another
-        one), or 128 + the number of the signal that ended it or this process.
+        0 if every rank exited with 0; else the status of the rank that failed first on its own account, or 128 + the number of the signal that ended it or this process.
     """
     running = set(range(size))
     failed: list[RankEnded | HostLost] = []
@@ -212,28 +212,28 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
     if not failed:
         return 0
     cause = first_cause(failed, screen)
-    return _tell_loss(cause) if isinstance(cause, HostLost) else notify(cause, screen)
+    return _report_loss(cause) if isinstance(cause, HostLost) else notify(cause, screen)
 
 
 def first_cause(failed: Sequence[F], screen: Screen) -> F:
-    """Return the first failure that is no consequence of another one; or else the first."""
+    """Return the first failure that is not a consequence of another, or else the first."""
     return next((one for one in failed if not _is_consequence(one, screen)), failed[0])
 
 
 def _is_consequence(failure: RankEnded | HostLost, screen: Screen) -> bool:
-    """Return True if a rank has ended because another one did: that may take longer to end than to tell."""
+    """Return True if the rank failed because another one did."""
     return isinstance(failure, RankEnded) and any(
         _CONSEQUENCE.match(line) for line in screen.tail(failure.rank)
     )
 
 
 def ended_how(status: int) -> str:
-    """Return how a process has ended, as in "was ended by SIGKILL"."""
+    """Describe the end of a process, as in "was ended by SIGKILL"."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
 
 
 def notify(ended: RankEnded, screen: Screen) -> int:
-    """Show how the rank that failed first has ended, and its last lines; return the exit status."""
+    """Print how the first failed rank ended, and its last lines; return the exit status."""
     status, rank = ended.status, ended.rank
     lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
     sys.stderr.write(
@@ -243,7 +243,7 @@ def notify(ended: RankEnded, screen: Screen) -> int:
     return 128 - status if status < 0 else status
 
 
-def _tell_loss(lost: HostLost) -> int:
+def _report_loss(lost: HostLost) -> int:
     ranks = ", ".join(map(str, lost.ranks))
     sys.stderr.write(
         f"sparkhvdrun: the connection to {lost.host} (ranks {ranks}) was lost: {lost.why}\n"
@@ -253,11 +253,11 @@ def _tell_loss(lost: HostLost) -> int:
 
 
 class ShutdownSequence:
-    """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL.
+    """Shutdown of all ranks in steps: by themselves, by SIGTERM, by SIGKILL.
 
     Args:
-        send: sends a signal to all ranks that run.
-        save_s: how long they may save after an interrupt.
+        send: sends a signal to all running ranks.
+        save_s: time to save after an interrupt.
     """
 
     def __init__(self, send: Callable[[int], None], save_s: float = SIGNAL_S) -> None:
@@ -266,7 +266,7 @@ class ShutdownSequence:
         self._steps: deque[tuple[float, int]] = deque()
 
     def begin(self) -> None:
-        """Give the ranks time to end by themselves."""
+        """Let the ranks end by themselves, then terminate them."""
         if not self._steps:
             now = time.monotonic()
             self._steps.extend(
@@ -274,13 +274,13 @@ class ShutdownSequence:
             )
 
     def hurry(self) -> None:
-        """End the ranks: others of them have been killed."""
+        """Terminate the ranks now: others have been killed."""
         now = time.monotonic()
         self._steps.clear()
         self._steps.extend([(now, signal.SIGTERM), (now + KILL_S, signal.SIGKILL)])
 
     def interrupt(self, number: int) -> None:
-        """Pass a signal on; a second one kills."""
+        """Forward a signal; a second one kills."""
         if self._steps:
             self._send(signal.SIGKILL)
         else:
@@ -289,20 +289,20 @@ class ShutdownSequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the ranks have been told to end, or will be."""
+        """Whether the shutdown has started."""
         return bool(self._steps)
 
     def next_step_at(self) -> float | None:
-        """Return when `step` has something to do; None for never."""
+        """Return when the next step is due; None for never."""
         return self._steps[0][0] if self._steps else None
 
     def next_step_s(self) -> float | None:
-        """Return the time until `step` has something to do; None for never."""
+        """Return the time until the next step is due; None for never."""
         at = self.next_step_at()
         return None if at is None else max(0.0, at - time.monotonic())
 
     def step(self) -> None:
-        """Do what is due."""
+        """Run the steps that are due."""
         while self._steps and time.monotonic() >= self._steps[0][0]:
             self._send(self._steps.popleft()[1])
             if not self._steps:

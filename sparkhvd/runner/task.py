@@ -1,9 +1,9 @@
-"""Executor's side of a launch: from a barrier task to a running rank and back.
+"""Executor's side of a launch: run a rank from a barrier task.
 
-`make_task` builds the function that Spark ships. The task starts its trainer before it meets the other tasks, because
-`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second; see `launchers.gathering`), in which the
-trainer's Python and torch can load. The trainer gets its job, and thereby starts the user's function, only
-after the checks on all ranks.
+`make_task` builds the function that Spark ships. The task starts its trainer before it exchanges facts with the other
+tasks, because `BarrierTaskContext.allGather` takes up to a second (Spark polls once per second; see
+`launchers.gather`), in which the trainer can load Python and torch. The trainer gets its job, and so starts the user's
+function, only after the checks of all ranks.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Output of a rank in its task: to the driver while it runs, and to the task's stderr.
+# Output of a rank in its task: live to the driver, and to the task's stderr.
 
 
 class RankOutput:
-    """Ways of a rank's output; a context manager.
+    """Routes a rank's output; a context manager.
 
     Args:
-        sender: takes it to the driver; None where it stays here.
-        timestamp: whether lines on stderr begin with the local time.
-        on_stderr: whether stderr gets all of it, or none, or what the sender did not take.
+        sender: sends it to the driver; None without live output.
+        timestamp: whether lines on stderr start with the local time.
+        on_stderr: whether stderr gets all of it, nothing, or what the sender did not accept.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class RankOutput:
         self._on_stderr = on_stderr
 
     def line(self, line: str) -> None:
-        """Pass a line of the trainer on."""
+        """Route a line of the trainer."""
         self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
 
     def message(self, text: str) -> None:
-        """Pass a message for the driver on."""
+        """Route a message for the driver."""
         self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
 
     def progress(self, text: str) -> None:
-        """Pass a line on the progress of the training on; stderr has none of it."""
+        """Route a line about the training's progress; it is not written to stderr."""
         if self._sender is not None:
             self._sender.progress(text)
 
@@ -85,7 +85,7 @@ class RankOutput:
                 log(line, timestamp=self._timestamp)
 
     def close(self) -> tuple[tuple[int, str, int], ...]:
-        """Let the driver have the last lines; return those that it may not have got."""
+        """Send the last lines to the driver; return records that it may not have received."""
         return () if self._sender is None else tuple(self._sender.close())
 
     def __enter__(self) -> RankOutput:
@@ -106,7 +106,7 @@ def log(line: str, *, timestamp: bool = False) -> None:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Specification of one attempt, the same for all ranks; crosses as JSON inside Spark's closure.
+    """Specification of one attempt, equal for all ranks; travels as JSON inside Spark's closure.
 
     Attributes:
         size: number of ranks.
@@ -119,15 +119,15 @@ class TaskSpec:
         requirements: modules that the workers' Python must have.
         preload: modules that the trainers import early.
         fixed_threads: threads per rank; None means the task's cores.
-        run_dir: folder of outcomes in the shared files; "" for none.
+        run_dir: folder of outcomes in the shared files; "" without shared files.
         gpu_mode: source of a rank's GPU, of `decide.Mode`.
         needs_gpu: whether a rank without a GPU is an error.
-        driver_at: host and port of the driver for `InterruptWatch`, or for tasks of an elastic job; None where there is none.
+        driver_at: host and port of the driver for `InterruptWatch`, or for tasks of an elastic job; None without one.
         is_local: whether all tasks are children of one process.
-        timestamps: whether lines of the rank begin with the local time.
-        live: `OutputRoute.to_dict()` of live output; None for none.
+        timestamps: whether lines of the rank start with the local time.
+        live: `OutputRoute.to_dict()` of live output; None without it.
         is_quiet: whether the ranks' lines stay off this task's stderr.
-        elastic: `Terms.to_dict()` of ranks that come and go; None for a barrier stage.
+        elastic: `Terms.to_dict()` of an elastic job; None for a barrier stage.
         piece_bytes: most bytes of a row of a result.
     """
 
@@ -179,12 +179,13 @@ def make_task(
     """Return the function for `mapInArrow`.
 
     It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
-    the job's key, so it must stay below the size at which pyspark writes a function to a file: `program` is a payload.
+    the job's key, so it must stay below the size at which pyspark writes a function to a file. Hence `program` is a
+    payload.
 
     Args:
         spec: what the ranks need.
         program: the pickled call.
-        shared: the pickled shared files; empty for none.
+        shared: the pickled shared files; empty without them.
         module: its `run_task` is called.
     """
     text = spec.to_json()
@@ -196,7 +197,7 @@ def make_task(
         try:
             import sparkhvd._version  # noqa: F401 - raises where it is not installed
         except ModuleNotFoundError as e:
-            # The driver finds the sentence between the brackets; the raising line itself, which a traceback
+            # The driver finds the sentence between the brackets. The raising line, which a traceback
             # quotes, must not contain it.
             marked = (
                 f"[sparkhvd-preflight:The workers run {sys.executable}, which has no module sparkhvd. Install "
@@ -218,7 +219,7 @@ def run_task(
     """
     from pyspark import BarrierTaskContext
 
-    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+    for _ in batches:  # unread input would cost Spark the Python worker
         pass
     barrier = BarrierTaskContext.get()
     spec = TaskSpec.from_json(text)
@@ -232,7 +233,7 @@ def run_task(
     is_stored = outcome_files.write(files, spec.run_dir, outcome)
     if outcome.kind != OutcomeKind.OK:
         cause = outcome_files.await_cause(files, spec.run_dir, spec.size, outcome)
-        # Another rank's outcome was read from the files; after a failed check nobody knows who sees them.
+        # Another rank's outcome was read from the files; after a failed check it is unknown who sees them.
         is_seen = cause.kind != OutcomeKind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
@@ -240,7 +241,7 @@ def run_task(
 
 
 def files_of(shared: bytes) -> SharedFiles | None:
-    """Return the shared files that came in the driver's closure; None where there are none."""
+    """Unpickle the shared files of the driver's closure; None without them."""
     return pickle.loads(shared) if shared else None  # noqa: S301
 
 
@@ -251,7 +252,7 @@ def _run_rank(
     program: bytes,
     files: SharedFiles | None,
 ) -> tuple[Outcome, bytes]:
-    """Start the rank's trainer, check it with the others and let it run; return its outcome and the bytes of its result."""
+    """Start the rank's trainer, check it with the others and run it; return its outcome and the bytes of its result."""
     hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
     chosen = JobSettings.from_json(spec.settings)
     with contextlib.ExitStack() as stack:
@@ -267,7 +268,9 @@ def _run_rank(
             checked = _check(gathered, rank, spec, files)
         except PreflightError as e:
             return _refusal(rank, hosts[rank], spec, str(e)), b""
-        for warning in checked.warnings:  # at once; the driver receives it when the job has ended
+        for (
+            warning
+        ) in checked.warnings:  # log them now; the driver receives them when the job has ended
             log(f"sparkhvd: {warning}")
         trainer = started.trainer
         if trainer is None:
@@ -293,7 +296,7 @@ def _run_rank(
 
 @dataclass
 class _Started:
-    """Start of a rank, as far as it came: a trainer, the endpoint at which it listens, and on rank 0 a reserved port."""
+    """Start of a rank as far as it succeeded: a trainer, its endpoint, and on rank 0 a reserved port."""
 
     trainer: Trainer | None = None
     endpoint: dict[str, str | int] = field(default_factory=dict)
@@ -311,7 +314,7 @@ def _start(
     hosts: Sequence[str],
     output: RankOutput,
 ) -> _Started:
-    """Start the trainer of a rank, with all that ends with it on the stack; an exception is the start's `error`."""
+    """Start the trainer of a rank, with cleanup on the stack; an exception becomes the start's `error`."""
     started = _Started()
     chosen = JobSettings.from_json(spec.settings)
     try:
@@ -347,7 +350,7 @@ def _start(
             stack.enter_context(watch)
         if rank == 0:
             started.port = stack.enter_context(launching.reserved_port(address))
-    except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
+    except Exception as e:  # noqa: BLE001 - every rank must reach the exchange, or the others would wait
         started.error = f"{type(e).__name__}: {e}"
     return started
 
@@ -355,7 +358,7 @@ def _start(
 def _facts(
     spec: TaskSpec, chosen: JobSettings, started: _Started, error: str, *, num_ranks_here: int
 ) -> RankFacts:
-    """Return the facts about this rank that the checks of all ranks compare."""
+    """Return this rank's facts, which the checks of all ranks compare."""
     uuids, gpu_error = ((), "") if started.trainer is None else started.trainer.gpus()
     facts = preflight.rank_facts(
         spec.requirements,
@@ -370,7 +373,7 @@ def _facts(
 
 @dataclass(frozen=True)
 class _Checked:
-    """Ranks that passed the checks: their endpoints, and what they agreed on."""
+    """Ranks that passed the checks: their endpoints, and their agreed GPUs."""
 
     endpoints: tuple[Endpoint, ...]
     gpus: list[agreement.RankGpus]
@@ -388,7 +391,7 @@ def _check(
     """
     ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
     driver = RankFacts.from_dict(spec.driver)
-    # Before the endpoints are read: one that failed may have none.
+    # Check before the endpoints are read: a failed rank may have none.
     _refuse_if(preflight.check_ranks(driver, ranks))
     endpoints = tuple(Endpoint.from_dict(answer["endpoint"]) for answer in gathered)
     gpus = task.rank_gpus(ranks, endpoints)
@@ -410,12 +413,12 @@ def _refuse_if(problem: str) -> None:
 
 
 def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutput:
-    """Return the output of a rank, as the specification wants it shown."""
+    """Return the output routes of a rank, as specified."""
     way = None if spec.live is None else OutputRoute.from_dict(spec.live)
     return RankOutput(
         None if way is None else Sender(way, rank, _carrier(way, spec, rank, files)),
         timestamp=spec.timestamps,
-        # Where stderr is the driver's, a line goes one way only.
+        # If stderr is the driver's, a line takes one route only.
         on_stderr="never" if spec.is_quiet else "unsent" if way and way.on_terminal else "always",
     )
 
@@ -430,7 +433,7 @@ def _carrier(way: OutputRoute, spec: TaskSpec, rank: int, files: SharedFiles | N
 
 
 def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
-    """Return the outcome of a rank that a check keeps from starting."""
+    """Return the outcome of a rank that failed a check before its start."""
     how = "not started"
     return Outcome(
         rank, OutcomeKind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message
@@ -452,7 +455,7 @@ def exchange_facts(
 
 
 def host_of(address: str) -> str:
-    """Return the host of Spark's "host:port"; IPv6 hosts come with or without brackets."""
+    """Return the host of Spark's "host:port"; an IPv6 host may have brackets."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         host = address

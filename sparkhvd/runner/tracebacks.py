@@ -1,6 +1,6 @@
-"""Tracebacks of ranks as the driver shows them: the user's frames, and those of libraries as a count.
+"""Tracebacks of ranks as the driver shows them: the user's frames, and a count of library frames.
 
-A rank reports its exception as text, so all of this works on text. Everything here is pure.
+A rank reports its exception as text, so everything here works on text, as pure functions.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CONNECTORS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-# Folders in which Python, pip and Spark put packages; a zip is a file of `--py-files`.
+# Folders in which Python, pip and Spark install packages; a zip is a file of `--py-files`.
 _PACKAGE = re.compile(r"(?:/|\\)(?:site-packages|dist-packages|python|[^/\\]+\.zip)[/\\](\w+)")
 _STDLIB = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
-# The last sentence of what the engine says of a lost rank.
+# The last sentence of the engine's message about a lost rank.
 _ADVICE = re.compile(r"( stopped because of another rank: .*\.) [A-Z][^.]*\.$", re.DOTALL)
 _OF_SPARK = ("pyspark", "py4j")
-# Packages that this one calls by itself.
+# Packages that this one calls itself.
 _OURS = frozenset(
     (
         "Python",
@@ -49,9 +49,9 @@ _OURS = frozenset(
 _CYTHON = re.compile(r"(\w+)[/\\].*\.(?:px[id]|pyx)")
 # As `outcomes` cuts long texts.
 _CUT = re.compile(r"\.\.\. \[\d+ characters left out\] \.\.\.")
-# Frames of the user's code that are shown of a deep recursion: the outermost, and the innermost.
+# Shown user frames of a deep recursion: outermost and innermost.
 _OUTERMOST, _INNERMOST = 5, 15
-# Lines of an error's text besides frames; those that the message may have in any case; characters of a line that is cut.
+# Lines of an error's text besides frames; minimum left for the message; characters of a shortened line.
 _LINES, _LEAST, _CHARACTERS = 15, 4, 300
 
 
@@ -61,7 +61,7 @@ class Frame:
 
     Attributes:
         file: its file.
-        line: its line in there.
+        line: its line number.
         function: its function.
         code: the code of the line; "" where the rank could not read it.
         library: package that it belongs to, "Python" for the standard library; "" for the user's code.
@@ -81,7 +81,7 @@ class Frame:
 
     @property
     def lines(self) -> list[str]:
-        """The frame as Python writes it."""
+        """Lines as Python writes them."""
         first = f'  File "{self.file}", line {self.line}, in {self.function}'
         return [first, f"    {self.code}"] if self.code else [first]
 
@@ -93,7 +93,7 @@ class Raised:
     Attributes:
         frames: from the outermost to the one that raised.
         text: lines of its type, its message and its notes.
-        connector: sentence about its relation to the exception before; "" for the first.
+        connector: sentence about its relation to the previous exception; "" for the first.
     """
 
     frames: tuple[Frame, ...]
@@ -102,13 +102,13 @@ class Raised:
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """Frames of the user's code; without any those of packages that the user chose, one of which may be the user's."""
+        """User frames, or third-party frames without any."""
         users = tuple(frame for frame in self.frames if not frame.library)
         return users or tuple(frame for frame in self.frames if frame.library not in _OURS)
 
     @property
     def shown(self) -> tuple[Frame, ...]:
-        """Frames that tell the user something: the own ones, and the innermost if it is of another library."""
+        """Own frames, and the innermost one if it belongs to another library."""
         own, last = self.own, self.frames[-1:]
         if len(own) > _OUTERMOST + _INNERMOST:
             own = own[:_OUTERMOST] + own[-_INNERMOST:]
@@ -117,24 +117,24 @@ class Raised:
 
     @property
     def lines(self) -> list[str]:
-        """The frames: the number of those that are left out, then the others."""
+        """Shown frames, after a count of the hidden ones."""
         hidden = Counter(self.frames) - Counter(self.shown)
         counted = [f"  {_count_frames(hidden.elements())}"] if hidden else []
         return [*counted, *(line for frame in self.shown for line in frame.lines)]
 
 
 def parse(traceback: str) -> list[Raised]:
-    """Return the exceptions of a traceback, in the order of their raising; none if the text is no plain traceback."""
+    """Parse the exceptions of a traceback, in the order of their raising; empty if the text is no plain traceback."""
     found: list[Raised] = []
     frames: list[Frame] = []
     text: list[str] = []
     connector = ""
     is_inside = is_cut = False
     for line in traceback.splitlines():
-        if is_cut:  # this line has lost its beginning
+        if is_cut:  # the start of this line is missing
             is_cut = False
         elif _CUT.fullmatch(line) and len(text) <= 1:  # else the message is cut
-            text, is_inside, is_cut = [], True, True  # the line before it has lost its end
+            text, is_inside, is_cut = [], True, True  # the end of the previous line is missing
         elif line.strip() in _CONNECTORS:
             found.append(Raised(tuple(frames), _stripped(text), connector))
             frames, text, connector, is_inside = [], [], line.strip(), False
@@ -143,7 +143,7 @@ def parse(traceback: str) -> list[Raised]:
         elif is_inside and (match := _FRAME.fullmatch(line)):
             frames.append(_frame(match[1], int(match[2]), match[3]))
         elif is_inside and frames and line.startswith(("    ", "  [Previous line repeated")):
-            # Then come marks below parts of the line, or more lines of the statement.
+            # Markers below parts of the line, or more lines of the statement, follow.
             if not frames[-1].code and line.startswith("    "):
                 frames[-1] = _with_code(frames[-1], line.strip())
         elif frames:
@@ -155,7 +155,7 @@ def parse(traceback: str) -> list[Raised]:
 
 
 def shows_user(traceback: str) -> bool:
-    """Return True if a traceback has frames of the user's code, or of packages that the user chose."""
+    """Return True if a traceback has user or third-party frames."""
     return any(raised.own for raised in parse(traceback))
 
 
@@ -172,7 +172,7 @@ def _with_code(frame: Frame, code: str) -> Frame:
 
 
 def _complete(raised: Raised) -> Raised:
-    """Add code that only this process has: of cells of a notebook, and of an interactive Python."""
+    """Add code that only this process has: of notebook cells and of an interactive Python."""
     frames = [
         _with_code(frame, linecache.getline(frame.file, frame.line).strip())
         if not frame.code and not frame.library and _is_interactive(frame.file)
@@ -203,13 +203,13 @@ def _library(file: str) -> str:
 
 
 def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence[str] = ()) -> str:
-    """Return the text of an error: the user's own line and the exception first and last, its frames between them.
+    """Return the text of an error: the user's line and the exception first and last, frames between them.
 
     Besides frames it has at most 15 lines.
 
     Args:
-        said: lines that say which rank failed, and how.
-        traceback: the rank's; "" if there is none.
+        said: lines about which rank failed, and how.
+        traceback: the rank's; "" without one.
         final: type and message of the exception.
         rest: lines about other ranks.
     """
@@ -228,30 +228,30 @@ def failure_text(said: Sequence[str], traceback: str, final: str, rest: Sequence
             connection = [brief("\n".join(last[0].text)), each.connector] if is_second else []
             frames += [*connection, *each.lines]
         num_others += 2 + sum(not line.startswith(("    ", '  File "')) for line in frames)
-    # The last lines are the ones that are seen in a log, and at the end of a notebook's output.
+    # A log or a notebook's output shows its last lines.
     end = [*places, brief(final)] if frames else []
     return "\n".join([*places, *cut(said, max(_LEAST, _LINES - num_others)), *frames, *rest, *end])
 
 
 def _notes(raised: Sequence[Raised], final: str) -> list[str]:
-    """Return the lines that a traceback has after the exception's message."""
+    """Return the lines that follow the exception's message in a traceback."""
     text = "\n".join(raised[-1].text) if raised else ""
     return text.removeprefix(final).strip("\n").splitlines() if text.startswith(final) else []
 
 
 def brief(text: str) -> str:
-    """Return the first line of a text, cut to a few lines of a terminal."""
+    """Return the first line of a text, shortened to a few terminal lines."""
     line = text.partition("\n")[0]
     return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} ..."
 
 
 def also(text: str) -> str:
-    """Return the line about one more rank that failed; what to do where a rank is lost is for programs without a driver."""
+    """Return the line about another failed rank, without the engine's advice, which is for programs without a driver."""
     return brief("Also: " + _ADVICE.sub(r"\1", text))
 
 
 def module_hint(error: str, message: str) -> str:
-    """Return what to do about a module that a rank lacks and this process has; "" of any other error."""
+    """Return the remedy for a module that a rank lacks and this process has; "" for any other error."""
     missing = re.fullmatch(r"No module named '(\w+)'", message)
     if error != ModuleNotFoundError.__name__ or missing is None:
         return ""
@@ -266,14 +266,14 @@ def module_hint(error: str, message: str) -> str:
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:
-    """Return the first lines, and the number of those that are left out."""
+    """Return the first lines and the number of lines left out."""
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 1], f"... {len(lines) - most + 1} more lines"]
 
 
 def _count_frames(frames: Iterable[Frame]) -> str:
-    """Describe frames that are not shown, at least one: "... 6 frames of sparkhvd and torch"."""
+    """Describe hidden frames, at least one: "... 6 frames of sparkhvd and torch"."""
     counts = Counter(frame.library or "your code" for frame in frames)
     *names, last = sorted(counts)
     total = sum(counts.values())
@@ -282,9 +282,9 @@ def _count_frames(frames: Iterable[Frame]) -> str:
 
 
 def rebuild(error: str, message: str) -> BaseException | None:
-    """Rebuild an exception from its class and text; None if that is no class of Python or of `sparkhvd.errors`.
+    """Rebuild an exception from its class and text; None unless the class is Python's or of `sparkhvd.errors`.
 
-    No other class is looked up, and nothing is unpickled: the name comes from another process.
+    No other class is looked up and nothing is unpickled: the name comes from another process.
     """
     kind: object
     home, _, name = error.rpartition(".")
@@ -299,7 +299,7 @@ def rebuild(error: str, message: str) -> BaseException | None:
         given = _unquoted(message)
     try:
         return kind(given) if message else kind()
-    except Exception:  # noqa: BLE001 - such as UnicodeDecodeError, which is made of more than its text
+    except Exception:  # noqa: BLE001 - such as UnicodeDecodeError, whose constructor needs more than a text
         return None
 
 

@@ -1,10 +1,10 @@
-"""Parent's side of one trainer process: start it, send it its job, relay its output, wait for its end.
+"""Parent's side of a trainer process: start it, send its job, relay its output, wait for its end.
 
 **Threads**: three daemon threads per trainer: one relays output lines, one reads the result pipe, one waits for
 the process to end. The caller's thread only waits on events, so Ctrl-C reaches it. **Ownership**: the threads own
 their pipe's read end and close it; the caller owns the pipe to the trainer. **Shutdown**: when the trainer has
-ended, its process group is killed before it is reaped (so the group's number is still its
-own), and then the pipes reach their end.
+ended, its process group is killed before it is reaped, while the group's number is still reserved.
+Then the pipes reach their end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparkhvd.runner.processes import (
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_frame, read_report, write_frame
 
 # ----------------------------------------------------------------------------------------------------
-# Everything that the start of a trainer needs: pipes, environment, and the choice between a fork and a fresh process.
+# Start of a trainer: pipes, environment, and the choice between a fork and a fresh process.
 
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 # Folders of Python's own modules.
@@ -49,12 +49,12 @@ class TrainerStart:
 
     Attributes:
         prologue: its first frame.
-        program: its second one.
+        program: its second frame.
         environ: environment of the process.
         ends: descriptors that the process takes over.
-        result: this side's end of the pipe of results.
-        log: this side's end of the pipe of output.
-        is_late: whether a nursery may fork the process, after the listener's owner has closed it.
+        result: this side's end of the result pipe.
+        log: this side's end of the output pipe.
+        is_late: whether the start is delayed, for a zygote, beyond the close of the listener by its owner.
     """
 
     prologue: Prologue
@@ -66,7 +66,7 @@ class TrainerStart:
     is_late: bool = False
 
     def kept(self) -> TrainerStart:
-        """Return a start with a listener of its own."""
+        """Return a delayed start with its own copy of the listener."""
         listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
         tcp, unix = listener
         ends = replace(self.ends, listener=(tcp, unix))
@@ -79,13 +79,13 @@ class TrainerStart:
         return {**self.environ, **self.prologue.variables()}
 
     def close_listener(self) -> None:
-        """Close the listener of a start that was kept."""
+        """Close the listener of a delayed start."""
         for fd in self.ends.listener:
             if fd >= 0:
                 os.close(fd)
 
     def abandon(self) -> None:
-        """Close everything of a start that was kept, and that is not wanted any more."""
+        """Close all descriptors of a delayed start that is no longer needed."""
         self.ends.close()
         self.close_listener()
         os.close(self.result)
@@ -93,7 +93,7 @@ class TrainerStart:
 
 
 def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
-    """Make the pipes and the environment of a process; return the pipe to it, and the start."""
+    """Create the pipes and the environment of a process; return the pipe to it, and the start."""
     spec_read, spec = os.pipe()
     result, result_write = os.pipe()
     log, log_write = os.pipe()
@@ -102,12 +102,12 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
 
 
 def prepare_nursery(prologue: Prologue) -> None:
-    """Let this process's nursery import what a trainer with this prologue needs; returns at once."""
+    """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
     zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
 
 
 def may_fork(prologue: Prologue) -> bool:
-    """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
+    """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
     return prologue.nursery and not prologue.gpu_views and zygote_client.is_possible()
 
 
@@ -117,42 +117,42 @@ def _environment(prologue: Prologue) -> dict[str, str]:
     environ = {**inherited, **_loader_variables(prologue.env)}
     if prologue.keep_freed_memory:
         environ.update(allocator.start_variables(environ))
-    # The package must be found before the trainer has set its own path; "" is the working directory.
+    # The package must be found before the trainer sets its own path; "" is the working directory.
     path = [entry or prologue.cwd for entry in prologue.sys_path]
-    # A notebook has that first, and Python's modules in place already: a `secrets.py` there is not Python's.
+    # A notebook has that first, but has already imported Python's modules: a `secrets.py` there is not Python's.
     path.sort(key=lambda entry: entry not in _OF_PYTHON)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
     return environ
 
 
 def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that only work if they are set before the process starts."""
+    """Return the variables that work only if set before the process starts."""
     prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
     return {name: value for name, value in env.items() if name.startswith(prefixes)}
 
 
 LOG_TAIL_LINES = 100
-# A longer line is passed on in pieces.
+# Longer lines are passed on in pieces.
 _LINE_BYTES = 16 << 10
-# How long a trainer may live on after it has reported: threads and exit handlers of the user's code.
+# How long a trainer may outlive its report: threads and exit handlers of the user's code.
 EXIT_GRACE_S = 30.0
-# How long a function may go on after KeyboardInterrupt was raised in it, for example to save.
+# How long a function may run after KeyboardInterrupt, for example to save.
 INTERRUPT_GRACE_S = 5.0
-# How long a message waits for lines that were printed before it, where the stream of these blocks.
+# How long a message waits for earlier lines whose stream blocks.
 _BLOCKED_S = 1.0
-# How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it starts each of them for that.
+# How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it initializes each of them.
 GPU_ANSWER_S = 120.0
-# How long the pipes may take to reach their end after the whole process group was killed, and where no other process holds them.
+# How long the pipes may take to end after the whole process group was killed, and if no other process holds them.
 _DRAIN_S, _CLOSED_S = 5.0, 0.1
 
 
 def inherited(name: str) -> str | None:
     """Return a variable that the trainer inherits from this process, or None."""
-    return os.environ.get(name)  # noqa: TID251 - not a setting: as the trainer will see it
+    return os.environ.get(name)  # noqa: TID251 - not a setting: the trainer inherits it
 
 
 class Trainer:
-    """Trainer process. As a context manager it leaves no process of its group behind."""
+    """Trainer process; a context manager that kills the remaining processes of its group."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Trainer:
         notify: Callable[[str], object] | None = None,
         progress: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
+        """Start the process and send it everything but the job; a zygote forks it only when it gets its job.
 
         Args:
             rank: its rank, for the prefix of its output lines.
@@ -173,9 +173,10 @@ class Trainer:
             program: `dump_program(...)`.
             log: called with each line of its output from a thread of this trainer.
             on_end: called once when it has ended, from a thread of this trainer.
-            mark: in its variables, for `orphans`; "" for none.
-            notify: called with the text of each `log_to_driver`, its lines like those of `log`, from a thread; None: they are such lines.
-            progress: called with each line on the progress of the training, from the same thread.
+            mark: in its variables, for `orphans`; "" for no mark.
+            notify: called with the text of each `log_to_driver`, with prefixed lines like `log`, from a thread; None
+                uses `log`.
+            progress: called with each line about the training's progress, from the same thread.
         """
         self.rank, self.pid = rank, 0
         self.result = b""
@@ -189,9 +190,9 @@ class Trainer:
         self._reported = threading.Event()
         self._asks_gpus = bool(prologue.gpu_views)
         self._gpus: list[dict[str, Any]] | None = None
-        self._told_gpus = threading.Event()
+        self._has_gpus = threading.Event()
         self._ended = threading.Event()
-        # Guards _is_reaped: no signal may go to a process id that has been given to another process.
+        # Guards _is_reaped: no signal may go to a pid that has been reused.
         self._reap_lock = threading.Lock()
         self._is_reaped = False
         self._holder: subprocess.Popen[bytes] | None = None
@@ -202,7 +203,7 @@ class Trainer:
         self._process: TrainerProcess | None = None
         self._reaper: threading.Thread | None = None
         self._pumps: list[threading.Thread] = []
-        # Guards what has yet to start, and whether it still may.
+        # Guards the delayed start, and whether it may still happen.
         self._start_lock = threading.Lock()
         self._is_given_up = False
         self._late: TrainerStart | None = None
@@ -214,7 +215,7 @@ class Trainer:
             self._begin(start)
 
     def _start_late(self) -> None:
-        """Start what waits for its job: until then a nursery has had time to import."""
+        """Start a delayed trainer with its job: the zygote has had time to import."""
         with self._start_lock:
             start, self._late = self._late, None
         if start is not None:
@@ -225,7 +226,7 @@ class Trainer:
 
     def _begin(self, start: TrainerStart) -> None:
         frames = [start.prologue.to_bytes(), start.program]
-        environ = orphans.marked(start.environ, self._mark)  # not the nursery's
+        environ = orphans.marked(start.environ, self._mark)  # the zygote has no mark
         try:
             process: TrainerProcess | None = None
             if start.is_late:
@@ -237,7 +238,7 @@ class Trainer:
         except BaseException:
             os.close(start.result)
             os.close(start.log)
-            if not start.is_late:  # else it is closed at the end of the block
+            if not start.is_late:  # else the end of the block closes it
                 os.close(self._spec)
             raise
         finally:
@@ -275,10 +276,10 @@ class Trainer:
     def gpus(
         self, timeout_s: float = GPU_ANSWER_S, *, view: int = 0
     ) -> tuple[tuple[str, ...], str]:
-        """Wait for the UUIDs of the GPUs that the process sees in one of its views; return also why they are unknown, or ""."""
+        """Wait for the UUIDs of the GPUs that the process sees in a view; also return why they are unknown, or ""."""
         if not self._asks_gpus:
             return (), ""
-        if not self._told_gpus.wait(timeout_s):
+        if not self._has_gpus.wait(timeout_s):
             return (), f"CUDA's driver did not answer in {timeout_s:g} s"
         if self._gpus is None:
             return (), "the process ended before it had asked CUDA's driver"
@@ -286,19 +287,19 @@ class Trainer:
         return tuple(answer["uuids"]), str(answer["error"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended and its output is read; True if it has."""
+        """Wait until the process has ended and its output is read; return True if it has."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended.is_set():
             left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
             if left <= 0:
                 return False
-            # The event wakes at once; the cap lets the grace period begin.
+            # The event wakes this at once; the cap starts the grace period.
             self._ended.wait(left)
             self.enforce_grace()
         return True
 
     def enforce_grace(self) -> None:
-        """Kill a trainer that has reported and does not end in 30 s, which are for threads and exit handlers."""
+        """Kill a trainer that has not ended 30 s after its report; threads and exit handlers have that time."""
         if not self._reported.is_set() or self._ended.is_set():
             return
         now = time.monotonic()
@@ -321,9 +322,9 @@ class Trainer:
         self.kill()
 
     def _hold_pipe(self) -> None:
-        """Keep the trainer's time to save if this process is killed meanwhile, as a JVM that ends does with its workers.
+        """Keep the trainer's time to save even if this process is killed, as by a JVM that ends.
 
-        The end of its pipe kills it, and that comes when the last process that holds the other side is gone.
+        The end of its pipe kills the trainer, so another process holds the other side open.
         """
         if self._holder is None:
             with contextlib.suppress(OSError):
@@ -337,7 +338,7 @@ class Trainer:
                 )
 
     def give_up(self, when: str) -> None:
-        """Kill the trainer, with a line in its output."""
+        """Kill the trainer and log it in its output."""
         self._log(f"[{self.rank}] (did not end {when}; killed)")
         self.kill()
 
@@ -355,7 +356,7 @@ class Trainer:
                 kill_group(self.pid)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
-        """Return the outcome. Call it after `wait` has returned True."""
+        """Return the outcome; requires that `wait` has returned True."""
         if not self._ended.is_set():
             raise InternalError(f"the outcome of rank {self.rank} was read before its end.")
         base: dict[str, Any] = {
@@ -402,12 +403,12 @@ class Trainer:
 
     def _pass_line(self, line: bytes) -> None:
         text = self._tail.add(line)
-        # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
+        # A broken log never breaks training. Continue to read: a full pipe would block the trainer.
         with contextlib.suppress(Exception):
             self._log(f"[{self.rank}] {text}")
 
     def _pass_message(self, reader: LineReader, message: bytes) -> None:
-        reader.catch_up(_BLOCKED_S)  # what was printed before comes before
+        reader.catch_up(_BLOCKED_S)  # keep the order with lines printed before
         lines = message.decode(errors="replace").split("\n")
         with contextlib.suppress(Exception):  # as above
             self._notify("\n".join(f"[{self.rank}] {line}" for line in lines))
@@ -421,7 +422,7 @@ class Trainer:
             if self._asks_gpus:
                 answer = read_frame(fd)
                 self._gpus = None if answer is None else json.loads(answer)
-                self._told_gpus.set()
+                self._has_gpus.set()
             started = read_frame(fd)
             if started is None:
                 return
@@ -450,7 +451,7 @@ class Trainer:
 
 
 def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:
-    """Wait for the end of pipes, which a process that left the group may still hold."""
+    """Wait for the end of pipes, which a process outside the group may still hold."""
     for pump in pumps:
         pump.join(_CLOSED_S if mark else _DRAIN_S)
     if mark and any(pump.is_alive() for pump in pumps):
@@ -460,7 +461,7 @@ def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:
 
 
 def interrupt(trainers: Sequence[Trainer]) -> None:
-    """Raise KeyboardInterrupt in the functions and wait for their end, INTERRUPT_GRACE_S at most."""
+    """Raise KeyboardInterrupt in the functions and wait at most INTERRUPT_GRACE_S for their end."""
     for trainer in trainers:
         trainer.interrupt()
     deadline = time.monotonic() + INTERRUPT_GRACE_S

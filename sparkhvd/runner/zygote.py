@@ -1,20 +1,20 @@
-"""Nursery process: has imported what trainers import first, and forks a trainer when a rank is wanted.
+"""Zygote process: preloads what trainers import first, and forks a trainer per request.
 
-It is started as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY` by `nurseries.Nursery`, and serves owners, which
-launch ranks: one, or the Python workers of a Spark executor.
+`zygote_client.ZygoteClient` starts it as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY`. It serves owners,
+which launch ranks: a single process, or the Python workers of a Spark executor.
 
-    owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `InheritedPipes`   fork a trainer
-    owner -> nursery   {"modules": [...]}                                                 import them for later trainers, once none runs whose end it
-                                                                                          would tell late
-    nursery -> nursery   a connection                                                     another one of the family has been started
-    nursery -> owner   {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
+    owner -> zygote    {"modules": [...]} + descriptors of a channel, a gate and `InheritedPipes`   fork a trainer
+    owner -> zygote    {"modules": [...]}   import them for later trainers, once no trainer runs whose end would be reported late
+    zygote -> zygote   a connection: a newer zygote of the family has started
+    zygote -> owner    {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
     owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
 
-**Threads**: none, or a fork would be unsafe: after each import it looks, and a nursery with threads forks no more. **Trust**: owners
-run as the same user; their code runs in forks only; the modules are those that an owner names. **Failure**: a trainer survives its
-nursery, and dies with the pipe of its owner. **Shutdown**: when its last trainer is gone and the process of the pidfd, too, or
-the only owner of a private one; and after a minute without a request, or some seconds if two others have been started since the last one:
-launches that alternate keep theirs, and ever other ones pile up none.
+**Threads**: a fork with threads would be unsafe, so it checks after each import and stops forking if there are any.
+**Trust**: owners run as the same user. Their code runs in forks only; the zygote imports the modules that an owner
+names. **Failure**: a trainer survives its zygote, and dies with the pipe of its owner. **Shutdown**: after its last
+trainer, once the process of the pidfd, or the only owner of a private zygote, is gone; and after a minute without a
+request, or 5 s if two newer zygotes have started since the last one: alternating launches keep theirs, and unused
+zygotes do not accumulate.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from sparkhvd.runner import child
 from sparkhvd.runner.processes import InheritedPipes, kill_group, receive, send
 from sparkhvd.runner.protocol import dumps, read_frame
 
-# How long a nursery waits for work.
+# How long a zygote waits for work.
 IDLE_S = 60.0
-# The same once it is not one of the newest two.
+# The same if two newer zygotes exist.
 _OLD_S = 5.0
-# Nurseries of a family that can tell of each other.
+# Zygotes of a family that can notify each other.
 _MOST = 16
 _MESSAGE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 7
 
 
 class _Forked:
-    """Trainer of this nursery, and the channel to its owner; None once the owner has closed it."""
+    """Trainer of this zygote, and the channel to its owner; None once the owner has closed it."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -54,12 +54,12 @@ class _Forked:
         self.has_ended = False
 
     def end(self) -> None:
-        """Tell the owner, who then may send no signal any more and lets it be reaped."""
+        """Report the exit; the owner must not signal the pid afterwards, and confirms that it may be reaped."""
         self.has_ended = True
         self._notify({})
 
     def reap(self) -> None:
-        """Kill the rest of the group, free the number, and tell the status."""
+        """Kill the rest of the group, release the pid, and report the status."""
         kill_group(self.pid)
         _, status, usage = os.wait4(self.pid, 0)
         os.close(self.pidfd)
@@ -79,8 +79,8 @@ class _Server:
 
     Args:
         listener: accepts owners.
-        lifetime: descriptor of the process with which this one ends.
-        family: name that all nurseries of that process share; "" for one that ends with its only owner.
+        lifetime: pidfd of the process with which this one ends.
+        family: name shared by all zygotes of that process; "" for a private zygote, which ends with its only owner.
     """
 
     def __init__(self, listener: socket.socket, lifetime: int, family: str) -> None:
@@ -95,7 +95,7 @@ class _Server:
         self._wanted: list[str] = []  # modules for later trainers
 
     def serve(self) -> None:
-        """Serve until there is no more use for it, or a time has passed without any."""
+        """Serve until the zygote is no longer needed, or has been idle for some time."""
         while self._trainers or not self._is_over:
             ends = {t.pidfd: t for t in self._trainers if not t.has_ended}
             channels = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
@@ -115,7 +115,7 @@ class _Server:
                 if fd in ends:
                     self._ended(ends[fd])
                 elif fd in channels:
-                    self._heard(channels[fd])
+                    self._receive(channels[fd])
                 elif fd in self._owners:
                     self._answer(self._owners[fd])
                 elif fd == self._lifetime:
@@ -138,9 +138,9 @@ class _Server:
         if trainer.channel is None:
             self._reap(trainer)
 
-    def _heard(self, trainer: _Forked) -> None:
-        """Handle the owner's leave to reap a trainer, or the owner's end."""
-        if trainer not in self._trainers:  # it has been reaped a moment ago
+    def _receive(self, trainer: _Forked) -> None:
+        """Handle the owner's permission to reap a trainer, or the owner's end."""
+        if trainer not in self._trainers:  # it was reaped a moment ago
             return
         channel = trainer.channel
         if channel is not None and receive(channel) is None:
@@ -177,7 +177,7 @@ class _Server:
         channel = socket.socket(fileno=fds[0])
         gate, spec, result, log, *listener = fds[1:]
         pid, parent = 0, os.getpid()
-        # A lock that another thread holds would stay locked.
+        # A lock that another thread holds would stay locked in the fork.
         if len(os.listdir("/proc/self/task")) == 1:
             pid = os.fork()
             if pid == 0:
@@ -208,20 +208,20 @@ class _Server:
 
 
 def _announced(family: str) -> socket.socket | None:
-    """Tell the other nurseries of a family of this one; return a socket at which later ones tell it, or None if there are too many."""
+    """Notify the other zygotes of a family; return a socket for notifications of newer ones, or None if there are too many."""
     own: socket.socket | None = None
     for number in range(_MOST):
         name = f"\0sparkhvd-nurseries-{family}-{number}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.setblocking(False)
-            with contextlib.suppress(OSError):  # nobody is there, or it has no time
+            with contextlib.suppress(OSError):  # it does not exist, or its backlog is full
                 other.connect(name)
         if own is None:
             own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 own.bind(name)
                 own.listen()
-            except OSError:  # another one's
+            except OSError:  # another zygote has it
                 own.close()
                 own = None
     return own
@@ -236,7 +236,7 @@ def _load(modules: list[str]) -> None:
 def _become_trainer(
     channel: socket.socket, gate: int, ends: InheritedPipes, listener: list[int], parent: int
 ) -> NoReturn:
-    """Be a trainer in a fork, as `python -m sparkhvd.runner.child` is one."""
+    """Run a trainer in a fork, as `python -m sparkhvd.runner.child` does."""
     try:
         os.setsid()
         channel.close()
@@ -255,7 +255,7 @@ def _become_trainer(
         _reseed()
         status = child.main(ends.spec, ends.result, listener)
         child.end(status, parent)
-    except BaseException:  # noqa: BLE001 - door: nothing of the nursery may run on in a fork
+    except BaseException:  # noqa: BLE001 - the code of the zygote must not continue in a fork
         sys.excepthook(*sys.exc_info())
         with contextlib.suppress(Exception):
             sys.stderr.flush()
@@ -264,8 +264,8 @@ def _become_trainer(
 
 
 def _reseed() -> None:
-    """Seed the generators that a fresh process seeds from the system: forks must not draw the same numbers."""
-    if "numpy" in sys.modules:  # Python's own has seen to itself
+    """Seed the generators that a fresh process seeds from the system: forks must not draw equal numbers."""
+    if "numpy" in sys.modules:  # Python reseeds its own
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
@@ -273,8 +273,8 @@ def _reseed() -> None:
 
 def main(listener_fd: int, lifetime: int, family: str) -> None:
     """Serve the processes that connect to a socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the owner, who passes it on
-    # The working directory, which trainers have in their path only if the owner has; Python 3.10 cannot leave it out.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner forwards a terminal's Ctrl-C
+    # Trainers have the working directory in their path only if the owner has; Python 3.10 cannot leave it out.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     child.hold_threads()

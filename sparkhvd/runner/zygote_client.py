@@ -1,14 +1,15 @@
-"""Owner's side of a nursery: keep one for the launches of this process, and have trainers forked by it.
+"""Client of the zygote: start one for the launches of this process, and request forks of trainers.
 
-A later launch then costs a fork instead of an interpreter that imports torch. A nursery fits a launch if everything is equal that
-imports and the start of a process read: the interpreter, the search path, variables of numerical libraries, the loader and malloc, limits,
-processors, and network and file systems. Any difference starts another one, and the one before ends with its last trainer.
+A later launch then costs a fork instead of an interpreter that imports torch. A zygote fits a launch if everything is
+equal that imports and the start of a process depend on: interpreter, search path, variables of numerical libraries, the
+loader and malloc, limits, processors, and network and file systems. Any difference starts another zygote, and the
+previous one ends with its last trainer.
 
-**Threads**: requests of several threads wait for each other. **Ownership**: a process of its own has a nursery that ends with it; the
-Python workers of a Spark executor, which come and go, share the one of the process that has started them. Its socket has an abstract
-name, and both sides refuse a peer of another user. **Shutdown**: with the process that it belongs to, or when it is not used for a
-minute; for some seconds, where two others of the same executor have been started since. **Failure**: whatever a nursery cannot do, a
-fresh process does.
+**Threads**: requests of several threads are serialized. **Ownership**: an ordinary process has its own zygote, which
+ends with it. The short-lived Python workers of a Spark executor share the zygote of their parent process. Its socket
+has an abstract name, and both sides reject a peer of another user. **Shutdown**: with the process that it belongs to,
+or after an idle minute; after a few seconds if two newer zygotes of the same executor exist. **Failure**: a fresh
+process replaces a fork.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner.processes import ForkedProcess, InheritedPipes, python_of, receive
 from sparkhvd.runner.protocol import USEFUL_MODULES
 
-# Read when a process starts, or when what it imports loads.
+# Read at the start of a process, or during its imports.
 _READ_EARLY = (
     "LD_", "PYTHON", "MALLOC_", "GLIBC_", "LANG", "LC_", "TZ", "HOME", "TMP", "TEMP", "VIRTUAL_ENV",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "VECLIB_", "TBB_",
@@ -43,9 +44,9 @@ _READ_EARLY = (
     "AOT", "CXX", "INDUCTOR_", "PARTITIONER_", "PT2_", "FX_", "THP_", "KINETO_", "SYMPY_", "MPMATH_", "TQDM_",
     "CUDA_", "NVIDIA_", "NCCL_", "TRITON_", "XLA_", "HIP_", "ROCR_",
 )  # fmt: skip
-# Longest wait for a nursery that imports, before a fresh process is started.
+# Longest wait for a zygote that imports, before a fresh process is started.
 _FORK_S = 120.0
-# Longest wait for a nursery that another process starts to listen, and the pause between looks.
+# Longest wait until a zygote that another process starts listens, and the polling interval.
 _LISTEN_S = 5.0
 _PAUSE_S = 0.02
 # With a GPU, forks are not tested.
@@ -58,18 +59,18 @@ class _LeftRunning(subprocess.Popen[bytes]):
     """Process that outlives this object by design."""
 
     def __del__(self, _warn: Callable[..., None] = lambda *_, **__: None) -> None:
-        # As Popen's, which lets a later Popen reap the process, but without the ResourceWarning.
+        # Like Popen's, which lets a later Popen reap the process, but without the ResourceWarning.
         super().__del__(_warn=_warn)  # type: ignore[call-arg]
 
 
 class ZygoteClient:
-    """Connection to a nursery process, which is started if there is none.
+    """Connection to a zygote process, started on demand.
 
     Args:
         key: facts that a launch must share.
         environ: environment of the process.
-        belongs_to: number of the process with which it ends.
-        name: of its socket, for processes that share it; "" for one that ends with this connection.
+        belongs_to: pid of the process with which it ends.
+        name: of its socket, for processes that share it; "" for a private zygote, which ends with this connection.
 
     Raises:
         OSError: no process could be started or reached.
@@ -79,7 +80,7 @@ class ZygoteClient:
         self, key: Key, environ: Mapping[str, str], belongs_to: int, name: str = ""
     ) -> None:
         self.key = key
-        self.pid = 0  # until it has answered, where another process has started it
+        self.pid = 0  # unknown until the first answer if another process has started it
         self.can_fork = True
         self.is_silent = False
         self.has_threads = False
@@ -94,7 +95,7 @@ class ZygoteClient:
     def _connect(
         self, name: str, is_private: bool, belongs_to: int, environ: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to the name; the process that binds it starts the nursery."""
+        """Connect to the name; the process that binds it starts the zygote."""
         deadline = time.monotonic() + _LISTEN_S
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -115,7 +116,7 @@ class ZygoteClient:
                 if not is_same_user(connection):
                     raise PermissionError(f"{name[1:]} belongs to another user")
                 connection.settimeout(_FORK_S)
-            except ConnectionRefusedError:  # bound, and does not listen yet, or no longer
+            except ConnectionRefusedError:  # bound, and not listening yet, or no longer
                 connection.close()
                 if time.monotonic() > deadline:
                     raise
@@ -127,7 +128,7 @@ class ZygoteClient:
                 return connection
 
     def is_usable(self) -> bool:
-        """Return True if it lives, can fork, and was made by this process and not by the one that has forked it."""
+        """Return True if the zygote lives and can fork, and this process, not its parent, created the connection."""
         if self._process is not None:
             self._process.poll()  # else it would stay a zombie
         return self.can_fork and self._owner == os.getpid() and self._is_open()
@@ -135,16 +136,18 @@ class ZygoteClient:
     def _is_open(self) -> bool:
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
-        return not poller.poll(0)  # it only answers on the channels of trainers: this is its end
+        return not poller.poll(
+            0
+        )  # readable only at its end: it answers on the channels of trainers
 
     def fork(self, modules: Sequence[str], ends: InheritedPipes) -> ForkedProcess | None:
-        """Fork a trainer; None if that is not possible, and nothing has been or will be started then.
+        """Fork a trainer; None if that is impossible: then no trainer has started or will.
 
         Args:
             modules: to import before.
             ends: descriptors for it; they stay open here.
         """
-        # A trainer that is forked when nobody waits for it any more finds the gate closed.
+        # A trainer forked after the caller has given up finds the gate closed.
         gate, opener = os.pipe()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -167,7 +170,7 @@ class ZygoteClient:
         try:
             with self._lock:
                 self._ask(modules, fds)
-            theirs.close()  # so that the end of the nursery is the end of the channel
+            theirs.close()  # so that the end of the zygote ends the channel
             answer = receive(ours)
             if answer is None:
                 return None
@@ -182,7 +185,7 @@ class ZygoteClient:
             return None
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Import modules for later trainers, those that it has not been told of before; returns at once."""
+        """Import modules for later trainers, except those requested before; returns at once."""
         with contextlib.suppress(OSError), self._lock:
             if not self._asked.issuperset(modules):
                 self._asked.update(modules)
@@ -199,7 +202,7 @@ class ZygoteClient:
         self.close()
 
     def close(self) -> None:
-        """Leave it: a nursery of this process alone ends with its last trainer."""
+        """Close the connection; a private zygote ends with its last trainer."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -227,7 +230,7 @@ def _start(
 
 
 class _Kept:
-    """Nursery that this process keeps, and the modules that its trainers have needed."""
+    """Zygote of this process, and the modules that its trainers have needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -238,12 +241,12 @@ class _Kept:
         atexit.register(self._leave)
 
     def share(self, belongs_to: int) -> None:
-        """Share one with the other children of a process, with which it ends."""
+        """Share a zygote with the other children of a process, with which it ends."""
         with self._lock:
             self._shared_by = belongs_to
 
     def find(self, environ: Mapping[str, str]) -> ZygoteClient | None:
-        """Return the nursery that fits an environment, another one where the current one does not or has ended; None if none can be had."""
+        """Return a zygote that fits an environment, started if necessary; None if that is impossible."""
         with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
             key = _key(environ, belongs_to)
@@ -251,7 +254,7 @@ class _Kept:
             if kept is not None and kept.has_threads:
                 return None
             if kept is None or kept.key != key or not kept.is_usable():
-                # One that did not answer keeps its name.
+                # A zygote that did not answer still holds its name.
                 self._silent += kept is not None and kept.is_silent
                 self._close()
                 facts = repr((key, self._silent)).encode()
@@ -261,37 +264,37 @@ class _Kept:
         return None
 
     def useful(self, modules: Sequence[str]) -> list[str]:
-        """List the modules to import before a fork: of those given, and of those that earlier trainers have imported."""
+        """List the modules to import before a fork: from those given, and those that earlier trainers imported."""
         with self._lock:
             return [name for name in USEFUL_MODULES if name in self._useful or name in modules]
 
     def remember(self, modules: Iterable[str]) -> None:
-        """Let the nursery have modules that a trainer has imported, for the next one."""
+        """Preload the modules that a trainer imported, for the next trainer."""
         with self._lock:
             new = set(modules).intersection(USEFUL_MODULES) - self._useful
             self._useful.update(new)
-            nursery = self._zygote
-        if nursery is not None and nursery.is_usable():
-            nursery.prepare([name for name in USEFUL_MODULES if name in new])
+            zygote = self._zygote
+        if zygote is not None and zygote.is_usable():
+            zygote.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
-        """Return the number of the nursery's process, or None."""
+        """Return the pid of the zygote, or None."""
         with self._lock:
             usable = self._zygote is not None and self._zygote.is_usable()
             return self._zygote.pid if usable and self._zygote is not None else None
 
     def descriptor(self) -> int | None:
-        """Return the descriptor of the nursery's socket, or None."""
+        """Return the descriptor of the zygote's socket, or None."""
         with self._lock:
             return None if self._zygote is None else self._zygote.socket.fileno()
 
     def forget(self) -> None:
-        """End the nursery, if there is one."""
+        """End the zygote, if there is one."""
         with self._lock:
             self._close()
 
     def _leave(self) -> None:
-        # Not behind a thread that waits for a nursery to listen.
+        # Do not wait for a thread that waits for a zygote to listen.
         if self._lock.acquire(blocking=False):
             self._close()
             self._lock.release()
@@ -308,37 +311,37 @@ of_this_process = _Kept()
 def fork(
     modules: Sequence[str], environ: Mapping[str, str], ends: InheritedPipes
 ) -> ForkedProcess | None:
-    """Fork a trainer from this process's nursery; None if a fresh process must do.
+    """Fork a trainer from this process's zygote; None if the caller must start a fresh process.
 
     Args:
         modules: that the trainer imports early.
         environ: environment with which it imports them.
         ends: descriptors for it; they stay open here.
     """
-    nursery = of_this_process.find(environ)
-    return None if nursery is None else nursery.fork(of_this_process.useful(modules), ends)
+    zygote = of_this_process.find(environ)
+    return None if zygote is None else zygote.fork(of_this_process.useful(modules), ends)
 
 
 def prepare(modules: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Let this process's nursery import what a trainer needs that is forked soon; returns at once.
+    """Preload modules in this process's zygote for a trainer that is forked soon; returns at once.
 
     Args:
         modules: that the trainer imports early.
         environ: environment with which it imports them.
     """
-    nursery = of_this_process.find(environ)
-    if nursery is not None:
-        nursery.prepare(of_this_process.useful(modules))
+    zygote = of_this_process.find(environ)
+    if zygote is not None:
+        zygote.prepare(of_this_process.useful(modules))
 
 
 def is_possible() -> bool:
-    """Return True if this platform has what a nursery needs, and no GPU."""
+    """Return True if this platform supports a zygote, and has no GPU."""
     return hasattr(socket, "recv_fds") and _has_pidfds() and not _GPU.exists()
 
 
 @functools.cache
 def _has_pidfds() -> bool:
-    """Return True if the kernel gives descriptors of processes; a container may forbid it."""
+    """Return True if the kernel provides pidfds; a container may forbid them."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -347,7 +350,7 @@ def _has_pidfds() -> bool:
 
 
 def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
-    """Collect the facts that a fork cannot change any more, and a fresh process would have."""
+    """Collect facts that are fixed before a fork and that a fresh process would read at its start."""
     import resource  # absent on Windows, where a Connect client may import this file
 
     variables = {n: v for n, v in environ.items() if n.startswith(_READ_EARLY)}
@@ -373,5 +376,5 @@ def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
 
 
 def _started_at(pid: int) -> str:
-    """Return the start of a process in clock ticks since boot: its number may have been another's before."""
+    """Return the start of a process in clock ticks since boot, because pids are reused."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

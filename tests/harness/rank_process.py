@@ -224,8 +224,8 @@ def main(filenos: Sequence[int] | None = None) -> None:
     body = getattr(importlib.import_module(module), name)
     parent = os.getpid()
     try:
-        if "invitation" in start:
-            join_token = JoinToken.from_dict(start["invitation"])
+        if "join_token" in start:
+            join_token = JoinToken.from_dict(start["join_token"])
             talk.say(body(ElasticRendezvous(join_token, listener, lambda: settings), talk))
             return
         rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)

@@ -147,7 +147,7 @@ for refused, word in (
     *((each, "Call horovod.run or horovod.spark.run") for each in (gloo_run.gloo_run, parse_args, rsh, mpi_run)),
     (horovod.runner.common.util.settings.Settings, "Call horovod.run or horovod.spark.run"),
     (ElasticDriver, "sparkhvdrun --host-discovery-script"),
-    (RemoteTrainer, "it is of Horovod's training loop"),
+    (RemoteTrainer, "it belongs to Horovod's training loop"),
 ):
     try:
         refused()
@@ -165,9 +165,9 @@ for make, name, word in (
     (Rows, "horovod.data.data_loader_base.AsyncDataLoaderMixin", "sparkhvd.data has loaders"),
     (PetastormDataModule, "horovod.spark.lightning.datamodule.PetastormDataModule", "batches come from"),
     (HorovodParamsReader, "horovod.spark.common.serialization.HorovodParamsReader", "call save() and"),
-    (util.anything, "horovod.spark.lightning.util.anything", "it is of Horovod's training loop"),
+    (util.anything, "horovod.spark.lightning.util.anything", "it belongs to Horovod's training loop"),
     (store.host_hash, "horovod.spark.common.util.host_hash", "tell which ranks share a host"),
-    (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write what you need of it"),
+    (horovod.common.util.get_ext_suffix, "horovod.common.util.get_ext_suffix", "Write your own version"),
     (horovod.spark.common.util.prepare_data, "horovod.spark.common.util.prepare_data", "Use sparkhvd.data.prepare"),
     (horovod.torch.mpi_ops.HorovodAllreduce, "horovod.torch.mpi_ops.HorovodAllreduce", "call allreduce()"),
 ):

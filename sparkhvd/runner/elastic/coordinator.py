@@ -1,10 +1,10 @@
-"""Tasks of an elastic job on Spark, as the coordinator sees them: each is a slot for a process.
+"""Coordinator of an elastic job on Spark: task connections, results, and the files by which it is found.
 
-Spark starts tasks as slots are free, starts them again when an executor is lost, and may start one twice. All of that is the same here: a task that
-connects is a slot more, one whose connection ends a slot less.
+Each task is a slot for a process. Spark starts tasks as slots are free, restarts them when an executor is lost, and may
+start one twice. A task that connects adds a slot, and the end of its connection removes it.
 
-**Threads**: one, which owns the connections. Others call `start`, `send` and `dismiss`, which only hand over. **Trust**: as for the coordinator's port.
-**Shutdown**: after `dismiss` every task is let go, also one that comes later.
+**Threads**: one, which owns the connections. Other threads call `start`, `send` and `dismiss`, which only post to it.
+**Trust**: as for the coordinator's port. **Shutdown**: after `dismiss` every task is released, including late ones.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ends of a function's processes: whose results count, and which failure explains the others. Pure.
+# Ends of a function's processes: whose results count, and which failure is the root cause. Pure.
 
 _FAILED = 1
-# Of an outcome's message in the line of a change.
+# Longest part of an outcome's message in the line of a change.
 _SHOWN = 200
 
 
 def end_of(outcome: Outcome) -> RankEnded:
     """Return the end of a process for the launcher."""
     assert outcome.rank is not None
-    # What a function raises before it was a rank, another process would raise, too.
+    # A replacement would raise the same before it is a rank.
     is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
     status = 0 if outcome.kind == OutcomeKind.OK else _FAILED
     return RankEnded(outcome.rank, status, _how(outcome), is_final)
 
 
 def _how(outcome: Outcome) -> str:
-    """Return how a process has ended, for the line of a change."""
+    """Describe the end of a process for the line of a change."""
     if outcome.kind == OutcomeKind.LOST:
         return "was lost with its Spark task"
     if outcome.kind == OutcomeKind.PREFLIGHT:
@@ -94,14 +94,14 @@ def _how(outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Failure of a job, and whether all of its ranks were lost, so that it may do better if it begins anew."""
+    """Failure of a job, and whether all of its ranks were lost, so that a relaunch may help."""
 
     error: SparkhvdError
     is_lost: bool
 
 
 class ProcessOutcomes:
-    """Ends of a job's processes.
+    """Outcomes of a job's processes.
 
     Args:
         job_result: end of the job.
@@ -119,24 +119,24 @@ class ProcessOutcomes:
         well = [
             number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
         ]
-        # Those that never met others are of a function without `init()`.
+        # Without `init()` in the function there are no members.
         return [number for number in self._members if number in well] or sorted(well)
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing but losses explains the end."""
+        """Whether losses alone explain the end."""
         return self._cause is None or is_retryable(self._cause)
 
     @property
     def size(self) -> int:
-        """Number of ranks of the last generation, as an error names it."""
+        """Number of ranks of the last generation, for an error."""
         return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
 
     def failure(self, problem: str) -> JobFailure:
         """Return the failure of a job that has not finished.
 
         Args:
-            problem: why it could not go on; "" if nothing but its processes has failed.
+            problem: why it could not continue; "" if only its processes have failed.
         """
         error: SparkhvdError | None = None
         if self._cause is not None:
@@ -144,32 +144,32 @@ class ProcessOutcomes:
             if not problem:
                 return JobFailure(error, self.is_lost)
         problem = problem or STATE_IS_GONE
-        elastic = ElasticError(f"The elastic job cannot go on: {problem}.")
+        elastic = ElasticError(f"The elastic job cannot continue: {problem}.")
         elastic.__cause__ = error
         return JobFailure(elastic, self.is_lost and problem == STATE_IS_GONE)
 
     def _ranked(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of a process as one of the rank that it was last."""
+        """Return the outcome of a process with its last rank."""
         number, members = outcome.rank, self._members
         return replace(outcome, rank=members.index(number) if number in members else number)
 
 
 _READ_BYTES = 1 << 20
-# How long the first tasks are waited for, once one is there: Spark starts them together where it can.
+# How long to wait for further tasks once one has connected: Spark starts them together if it can.
 _TOGETHER_S = 1.0
 
 
 @dataclass(eq=False)
 class _Task:
-    """A task that is connected.
+    """Connected task.
 
     Attributes:
         sock: its connection.
         slot: its slot.
         executor: Spark's id of its executor; "" if unknown.
-        member: number of the process that it has; None for none.
-        result: of that process, as far as it has come.
-        is_leaving: whether its executor will be taken away.
+        member: number of its process; None without one.
+        result: of that process, as far as received.
+        is_leaving: whether its executor is being decommissioned.
     """
 
     sock: socket.socket
@@ -185,12 +185,12 @@ class Tasks:
 
     Args:
         listening: where they connect; closed at the end.
-        job: the coordinator's side of the proof.
-        driver: facts about the process that has launched the job; tasks must suit it.
-        wanted: tasks that are waited for a moment before the first process starts.
-        notify: called from the thread with the end of a process, and with the slots that are there.
-        refuse: called from the thread with the reason why a task cannot take part, if no other one does.
-        replace: called from the thread for each task that shall be started in place of one that leaves.
+        job: the coordinator's side of the handshake.
+        driver: facts of the launching process, with which tasks must be compatible.
+        wanted: number of tasks to wait for briefly before the first process starts.
+        notify: called from the thread with the end of a process, and with the current slots.
+        refuse: called from the thread with the reason why a task cannot join, if no other task has.
+        replace: called from the thread for each task to start in place of one that leaves.
         log: writes a line.
 
     Attributes:
@@ -217,7 +217,7 @@ class Tasks:
         self._driver = driver
         self._first: RankFacts | None = None
         self._tasks: list[_Task] = []
-        self._idle: list[socket.socket] = []  # of tasks that take no part
+        self._idle: list[socket.socket] = []  # of tasks that are not slots
         self._is_open = self._is_over = False
         self._service = CoordinatorThread("sparkhvd-tasks")
         acceptor = Acceptor(
@@ -233,7 +233,7 @@ class Tasks:
         self._service.start(at_end=self._close)
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process in a slot; its end is told as an event."""
+        """Start a process in a slot; its end is an event."""
         del slots
         self._service.call(lambda: self._start(slot, join_token))
 
@@ -248,7 +248,7 @@ class Tasks:
         self._service.call(each)
 
     def dismiss(self) -> None:
-        """Let every task leave; whatever still runs there is killed."""
+        """Release every task; remaining processes are killed."""
 
         def each() -> None:
             self._is_over = True
@@ -258,11 +258,11 @@ class Tasks:
         self._service.call(each)
 
     def executors(self) -> set[str]:
-        """Return the ids of executors whose tasks take part."""
+        """Return the ids of executors with active tasks."""
         return {task.executor for task in list(self._tasks) if not task.is_leaving} - {""}
 
     def retire(self, executors: Collection[str]) -> None:
-        """Let the tasks of executors go as soon as their processes have ended: they are no slots any more."""
+        """Release the tasks of executors when their processes have ended; they are no longer slots."""
 
         def each() -> None:
             for task in self._tasks:
@@ -301,7 +301,7 @@ class Tasks:
     def _post(self, sock: socket.socket, kind: str, **values: object) -> None:
         try:
             send(sock, frame_of(pack(kind, b"", values)))
-        except OSError:  # it is gone, or stopped: the one who reads ends it
+        except OSError:  # it is gone or stopped: its reader cleans up
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -310,7 +310,7 @@ class Tasks:
         task: _Task | None = None
         keep_alive(sock)
         self._idle.append(sock)
-        # What is no message ends the connection, and nothing else.
+        # An invalid message ends only this connection.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             hello = bytearray()
             message = yield from _next(sock, hello)
@@ -330,17 +330,17 @@ class Tasks:
         self._offer()
 
     def _admit(self, sock: socket.socket, facts: RankFacts, executor: str) -> _Task | None:
-        """Make a slot of a task; None if it takes no part."""
+        """Turn a task into a slot; None if it cannot join."""
         if self._is_over:
             self._post(sock, "leave")
             return None
         known = [facts] if self._first is None else [self._first, facts]
         if problem := preflight.check_ranks(self._driver, known):
-            # It stays, or Spark would start others in its place.
+            # Keep it, or Spark would start others in its place.
             if self._first is None:
                 self._refuse(problem)
             else:
-                self._log(f"A task cannot take part. {problem}")
+                self._log(f"A task cannot join. {problem}")
             return None
         self._first = self._first or facts
         taken = {task.slot.number for task in self._tasks if task.slot.host == facts.host}
@@ -387,8 +387,8 @@ def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message
     """Read a message.
 
     Raises:
-        OSError: there is none any more.
-        ValueError: it is none.
+        OSError: the connection has ended.
+        ValueError: the message is invalid.
     """
     while (frame := take_frame(came)) is None:
         yield Wait(sock, selectors.EVENT_READ, float("inf"))
@@ -401,20 +401,20 @@ def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message
 
 
 # ----------------------------------------------------------------------------------------------------
-# How an attempt of an elastic job has ended, as its coordinator tells the one who launched it.
+# Result of an attempt of an elastic job, reported by its coordinator to the launching process.
 
 _KIND = "result"
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """End of an attempt.
+    """Result of an attempt.
 
     Attributes:
         job_result: of its launcher.
         outcomes: of its processes, by number.
-        results: of those that have returned one, by number; pickled.
-        refused: why the first task could not take part; "" if it could.
+        results: of successful processes, by number; pickled.
+        refused: why the first task could not join; "" if it could.
         unsent: lines of the coordinator that may not have been shown, as `Outcome.unsent`.
         changes: of the ranks.
     """
@@ -460,22 +460,22 @@ class AttemptResult:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What decides in an attempt of an elastic job on Spark: coordinator, launcher and the tasks' port, in the driver or in a task.
-# **Threads**: the caller's runs the launcher; one has the coordinator and one the tasks. **Shutdown**: the end of the block lets every task leave.
+# Coordinator, launcher and task port of one elastic attempt, in the driver or in a task. **Threads**: the caller's runs
+# the launcher; the coordinator and the tasks have one each. **Shutdown**: the end of the block releases every task.
 
 # How long interrupted ranks may take, beyond their grace, to be killed and reported.
 MARGIN_S = 2.0
 
 
 class Coordination:
-    """Coordinator of an attempt with all that it needs; a context manager.
+    """Coordinator, launcher and tasks of one attempt; a context manager.
 
     Args:
-        spec: what the tasks get, too.
+        spec: also of the tasks.
         listening: where tasks reach this process; closed at the end.
-        listener: where their processes do; likewise.
+        listener: where their processes reach it; likewise.
         log: writes a line.
-        replace: called from a thread for each task that shall be started in place of one that leaves.
+        replace: called from a thread for each task to start in place of one that leaves.
 
     Attributes:
         tasks: the tasks.
@@ -494,7 +494,7 @@ class Coordination:
         self._key = bytes.fromhex(spec.key)
         self._patience_s = JobSettings.from_json(spec.settings).values.elastic_patience_s
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._refused = ""  # why the first task cannot take part
+        self._refused = ""  # why the first task cannot join
         put = self._events.put
         with contextlib.ExitStack() as stack:
             proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 0, 2)
@@ -524,7 +524,7 @@ class Coordination:
             job_result = self._launcher.run(self._events)
         except KeyboardInterrupt:
             self.interrupt()
-            with contextlib.suppress(Exception):  # it came while something was being noted
+            with contextlib.suppress(Exception):  # it may have interrupted an update
                 self._launcher.run(self._events, INTERRUPT_GRACE_S + MARGIN_S)
             raise
         return AttemptResult(
@@ -540,7 +540,7 @@ class Coordination:
         self._events.put(SignalReceived(signal.SIGINT))
 
     def stop(self, why: str) -> None:
-        """End the job: its tasks have ended; from any thread."""
+        """End the job, because its tasks have ended; from any thread."""
         self._events.put(ProcessesStopped(why))
 
     def __enter__(self) -> Coordination:
@@ -561,16 +561,17 @@ class Coordination:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Files of an attempt in the store, where the coordinator is in a task: how tasks find it, and how it and the client hear of each other.
-# Each file begins with a proof that its writer knows the attempt's key and meant this file; what has none is an error, and is not read any further.
+# Files of an attempt in the store if the coordinator is in a task: they publish its address and carry messages between
+# it and the client. Each file starts with a proof that its writer knows the attempt's key, bound to the path. A wrong
+# proof is an error, and the content is not parsed.
 
-# How often the coordinator looks whether the client wants an end.
+# How often the coordinator polls for an interrupt by the client.
 LOOK_S = 1.0
 _DIGEST = "sha256"
 _PROOF_BYTES = 32
 _ADDRESS, _INTERRUPT, _RESULT = "coordinator", "interrupt", "result"
 _POLL_S = 0.25
-# How long the file of another host may be seen late.
+# How late the file of another host may be visible.
 _LATE_S = 3.0
 
 
@@ -578,7 +579,7 @@ class CoordinatorFiles:
     """Files of an attempt.
 
     Args:
-        files: that client and tasks share.
+        files: shared by client and tasks.
         run_dir: folder of the run there.
         attempt: 0 for the first launch.
         job_id: of the attempt.
@@ -592,35 +593,35 @@ class CoordinatorFiles:
         self._folder = f"{run_dir}/attempts/{attempt}/elastic-{job_id}"
         self._key = hmac.digest(bytes.fromhex(key), b"sparkhvd elastic coordinator", _DIGEST)
 
-    # --- Of the coordinator. ---
+    # --- For the coordinator. ---
 
     def publish(self, address: tuple[str, int]) -> None:
-        """Tell the tasks where the coordinator is.
+        """Publish the coordinator's address for the tasks.
 
         Raises:
-            Exception: the store refuses it.
+            Exception: the store fails.
         """
         self._write(_ADDRESS, json.dumps(address).encode())
 
     def is_interrupted(self) -> bool:
-        """Return True once the client wants the ranks to end."""
+        """Return True once the client has interrupted the ranks."""
         return self._read(_INTERRUPT) is not None
 
     def report(self, result: AttemptResult) -> None:
-        """Tell the client how the attempt has ended."""
+        """Report the result of the attempt to the client."""
         self._write(_RESULT, result.to_bytes())
 
-    # --- Of other tasks. ---
+    # --- For other tasks. ---
 
     def address(self) -> tuple[str, int] | None:
-        """Return where the coordinator is, or was; None if there was none."""
+        """Return the coordinator's address, even after its end; None before it is published."""
         if (content := self._read(_ADDRESS)) is None:
             return None
         host, port = json.loads(content)
         return str(host), int(port)
 
     def await_address(self, limit_s: float) -> tuple[str, int] | None:
-        """Return where the coordinator is as soon as there is one; None if there is none for so long."""
+        """Wait for the coordinator's address; None after `limit_s`."""
         until = time.monotonic() + limit_s
         while (found := self.address()) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -630,14 +631,14 @@ class CoordinatorFiles:
         """Return True if the attempt has ended."""
         return self._files.exists(self._path(_RESULT))
 
-    # --- Of the client. ---
+    # --- For the client. ---
 
     def interrupt(self) -> None:
-        """Let the ranks end."""
+        """Ask the coordinator to interrupt the ranks."""
         self._write(_INTERRUPT, b"")
 
     def result(self) -> AttemptResult | None:
-        """Return how the attempt has ended; None if its coordinator could not tell."""
+        """Return the result of the attempt; None if its coordinator has not reported."""
         until = time.monotonic() + _LATE_S
         while (content := self._read(_RESULT)) is None and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -658,10 +659,10 @@ class CoordinatorFiles:
         self._files.write_bytes(path, self._proof(path, data) + data)
 
     def _read(self, name: str) -> bytes | None:
-        """Read a file; None if there is none.
+        """Read a file; None if it does not exist.
 
         Raises:
-            StoreError: nobody of this attempt has written it.
+            StoreError: another writer than this attempt has written it.
         """
         path = self._path(name)
         if not self._files.exists(path):
@@ -677,11 +678,12 @@ class CoordinatorFiles:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What Spark calls in a task of an elastic job: it finds the coordinator, or is it, and serves.
-# The coordinator is in the driver where tasks reach that, else in the task of the first partition, which tells where through the store. It ends with its
-# task, and with it the attempt: whoever comes in that task's place finds an address where nobody is.
+# Entry point of a task of an elastic job: it finds the coordinator, or runs it, and serves. The coordinator is in the
+# driver if tasks reach that, else in the task of the first partition, which publishes its address in the store. It ends
+# with its task, and with it the attempt: a restarted task finds an address that refuses connections.
 #
-# **Threads** of a coordinator in a task, beside its own: one that runs it, one that looks whether the client wants an end.
+# **Threads** of a coordinator in a task, beside its own: one that runs it, one that polls for an interrupt by the
+# client.
 
 # How long the coordinator may take to answer.
 _CONNECT_S = 30.0
@@ -691,11 +693,11 @@ _PAUSE_S = 0.5
 def run_task(
     batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Take part until the job is over; yield an outcome as a row where this task could not."""
+    """Serve until the job is over; yield an outcome as a row if this task could not."""
     import pyarrow as pa
     from pyspark import TaskContext
 
-    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+    for _ in batches:  # unread input would cost Spark the Python worker
         pass
     context = TaskContext.get()
     spec = TaskSpec.from_json(text)
@@ -712,7 +714,7 @@ def run_task(
 
 
 class _Entry:
-    """A task that looks for its coordinator."""
+    """Task before it has found its coordinator."""
 
     def __init__(
         self, context: TaskContext, spec: TaskSpec, program: bytes, files: SharedFiles | None
@@ -723,21 +725,21 @@ class _Entry:
         self._files = files
 
     def by_driver(self) -> Outcome | None:
-        """Serve the coordinator in the driver; return why that could not be."""
+        """Serve the coordinator in the driver; return an outcome if that failed."""
         assert self._spec.driver_at is not None
         try:
             sock = self._connect(self._spec.driver_at)
         except OSError as error:
             return _refusal(
-                f"The tasks cannot reach the driver ({socket.gethostname()}: {error}). Open a way from the executors to this process, or let "
-                "spark.driver.host name an address at which they reach it; over Spark Connect give a store, and they meet without it "
+                f"The tasks cannot reach the driver ({socket.gethostname()}: {error}). Open a route from the executors to this process, or let "
+                "spark.driver.host name an address at which they reach it; over Spark Connect give a store, which replaces that route "
                 "(run_elastic(..., store=Store.create(...)))."
             )
         self._serve(sock)
         return None
 
     def by_store(self) -> Outcome | None:
-        """Serve the coordinator in a task, which may be this one; return why that could not be."""
+        """Serve the coordinator in a task, possibly this one; return an outcome if that failed."""
         spec, files = self._spec, self._files
         assert files is not None
         coordinator = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
@@ -756,7 +758,7 @@ class _Entry:
         limit_s = CoordinatorTerms.from_dict(self._spec.elastic).limits.start_timeout_s
         if (address := coordinator.await_address(limit_s)) is None:
             return _refusal(
-                f"After {limit_s:g} s (start_timeout=) the task that decides who the ranks are had not told its address in the store. Free slots of "
+                f"After {limit_s:g} s (start_timeout=) the coordinator's task had not published its address in the store. Free slots of "
                 "the application, or raise start_timeout; the store must be one folder for all executors."
             )
         try:
@@ -770,10 +772,10 @@ class _Entry:
         return None
 
     def _connect(self, address: tuple[str, int]) -> socket.socket:
-        """Connect to the coordinator, as often as it takes: many tasks may come at once.
+        """Connect to the coordinator, with retries: many tasks may connect at once.
 
         Raises:
-            OSError: it is not there, or does not answer.
+            OSError: it is gone, or does not answer.
         """
         spec, until = self._spec, time.monotonic() + _CONNECT_S
         proof = proof_between(PURPOSE, spec.key, spec.job_id, spec.attempt, 1, 2)
@@ -799,14 +801,14 @@ def _refusal(message: str) -> Outcome:
 class _OwnCoordinator:
     """Coordinator in this task; a context manager that waits for the end of the attempt.
 
-    What it says goes the way of the ranks' output, as that of one whose number no process has.
+    Its lines take the route of the ranks' output, under a number that no process has.
     """
 
     def __init__(self, spec: TaskSpec, shared: SharedFiles, files: CoordinatorFiles) -> None:
-        """Listen, and tell the tasks where.
+        """Listen, and publish the address.
 
         Raises:
-            Exception: there is no address, or the store refuses it.
+            Exception: there is no address, or the store fails.
         """
         settings = JobSettings.from_json(spec.settings).values
         own = _own_address(settings.interfaces, is_local=spec.is_local)
@@ -841,20 +843,22 @@ class _OwnCoordinator:
             thread.join()
 
     def _coordinate(self) -> None:
-        """Run the job to its end, and tell the client before the tasks may leave."""
+        """Run the job to its end, and report to the client before the tasks may leave."""
         try:
             with self._stack, self._output:
                 result = self._coordination.run()
                 self._files.report(replace(result, unsent=self._output.close()))
-        except Exception as error:  # noqa: BLE001 - door: the client must learn of it
+        except Exception as error:  # noqa: BLE001 - the client must be notified
             self.problem = f"its coordinator ended with {type(error).__name__}: {error}"
         finally:
             self._is_over.set()
 
     def _watch(self) -> None:
-        """Interrupt the ranks when the client wants that."""
+        """Interrupt the ranks when the client asks for it."""
         while not self._is_over.wait(LOOK_S):
-            with contextlib.suppress(Exception):  # a store may raise anything, and is asked again
+            with contextlib.suppress(
+                Exception
+            ):  # a store may raise anything; the next poll tries again
                 if self._files.is_interrupted():
                     self._coordination.interrupt()
                     return
@@ -865,7 +869,7 @@ def _own_address(choice: str, *, is_local: bool) -> str:
 
     Raises:
         OSError: Spark's name of this host has no address.
-        PreflightError: no interface of the choice is here and up, or none but the loopback's.
+        PreflightError: no interface of the choice is here and up, or only the loopback interface.
     """
     host = executor_option("--hostname").strip("[]")
     driver = urlsplit(executor_option("--driver-url")).hostname

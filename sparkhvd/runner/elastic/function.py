@@ -39,26 +39,26 @@ def run_elastic(
     profile: ResourceProfile | None = None,
     store: SharedStore | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on ranks that come and go, in one Spark stage; return results by rank.
+    """Call `fn(*args, **kwargs)` as an elastic job in one Spark stage; return results by rank.
 
-    `fn` trains with `hvd.elastic.run` (docs/elastic.md). The stage has `max_num_proc` tasks, and is no barrier stage: each begins when a slot is
-    free, and its rank joins the others at their next commit. A rank that dies is replaced; those of an executor that is lost go on elsewhere
-    as soon as Spark has a slot. Executors may be allocated dynamically. A line on the driver tells of each change. An exception of `fn` before the
-    ranks have met ends the job.
+    `fn` trains with `hvd.elastic.run` (docs/elastic.md). The stage has `max_num_proc` tasks, and is not a barrier
+    stage: each starts when a slot is free, and its rank joins the others at their next commit. A rank that dies is
+    replaced; ranks of a lost executor restart elsewhere as soon as Spark has a slot. Dynamic allocation may be on. The
+    driver prints a line for each change. An exception of `fn` before the ranks have connected ends the job.
 
-    Output, Ctrl-C, and arguments that are not here are those of `run`.
+    Output, Ctrl-C, and arguments without a description are those of `run`.
 
     Args:
-        fn: any function that pickles.
+        fn: any picklable function.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
-        num_proc: ranks to begin with. None means as many as the configuration has slots, within the next two.
-        min_num_proc: ranks without which the training waits; None means `num_proc`.
-        max_num_proc: ranks that are never exceeded; None means `num_proc`.
-        start_timeout: longest wait in seconds for `min_num_proc` ranks at the beginning; None means `Settings.start_timeout_s`. It begins as
-            soon as those are there for which there are slots.
+        num_proc: initial number of ranks. None means the configured slots, within the next two.
+        min_num_proc: smallest number of ranks; with fewer the training waits. None means `num_proc`.
+        max_num_proc: largest number of ranks; None means `num_proc`.
+        start_timeout: longest wait in seconds for `min_num_proc` ranks at the start; None means
+            `Settings.start_timeout_s`. Training starts as soon as a rank runs in every available slot.
         elastic_timeout: longest wait for them later; None means 600.
-        reset_limit: changes of the ranks after the first, of which one more ends the job; None means any number.
+        reset_limit: changes of the ranks after the first; one more ends the job. None means any number.
         env: of `run`.
         stdout: of `run`.
         stderr: of `run`.
@@ -67,20 +67,21 @@ def run_elastic(
         prefix_output_with_timestamp: of `run`.
         spark: of `run`.
         settings: of `run`.
-        max_retries: how often the job begins anew after all of its ranks were lost, or its Spark stage.
+        max_retries: relaunches of the job after the loss of all of its ranks, or of its Spark stage.
         use_gpu: of `run`.
         profile: of `run`.
-        store: a `sparkhvd.Store` that the executors share. Over Spark Connect they then need not reach this client: the task that comes first decides
-            who the ranks are, and the others find it there. What is written there is deleted at the end. Classic Spark needs none.
+        store: a `sparkhvd.Store` that the executors share. Over Spark Connect they then need not reach this client: the
+            first task is the coordinator, and the others find it through the store. Its files there are deleted at the
+            end. Classic Spark needs no store.
 
     Returns:
-        The results of `fn` on the ranks of the last generation that have ended well, by rank.
+        The results of `fn` on the successful ranks of the last generation, by rank.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the cluster cannot run this job. `fn` has not started.
-        ElasticError: there were too few ranks for too long, or they have changed too often.
-        RankError: every rank has failed: which was first, where, and its traceback or signal.
+        ElasticError: there were too few ranks for too long, or too many changes.
+        RankError: every rank has failed; it has the first one's rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments
     from sparkhvd.runner.elastic.job import launch_elastic, sharing

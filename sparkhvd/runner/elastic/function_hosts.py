@@ -1,6 +1,6 @@
-"""A function on processes that come and go, without Spark: of this host, or of several by ssh.
+"""Elastic training of a function without Spark: on this host, or on several over ssh.
 
-**Threads**: the caller's decides, the coordinator has one, each process one on its host, and so has each agent here.
+**Threads**: the caller's decides; the coordinator, each process (on its host) and each agent (here) have one.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings, Settings
 
 # ----------------------------------------------------------------------------------------------------
-# Hosts of an elastic job without Spark: how they are reached, where its processes listen, what agents are asked for.
+# Hosts of an elastic job without Spark: how to reach them, where its processes listen, and requests to agents.
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """What does not change while the job runs.
+    """Constant facts of a running job.
 
     Attributes:
-        hosts: names of those that were there at the beginning. If all of them are this host, so must those be that come later.
+        hosts: names of the initial hosts. If all of them are this host, later ones must be, too.
         reach: how other hosts are reached.
         settings: of the launch.
-        env: variables of the ranks: all of them on this host alone, else those on top of what a login by ssh gives.
+        env: variables of the ranks: all of them if this is the only host, else additions to those of an ssh login.
     """
 
     hosts: tuple[str, ...]
@@ -64,7 +64,7 @@ class HostGroup:
 
     @property
     def others(self) -> list[str]:
-        """The hosts that are not this one."""
+        """Hosts other than this one."""
         return [host for host in self.hosts if not self.reach.is_here(host)]
 
     def address(self) -> str:
@@ -81,7 +81,7 @@ class HostGroup:
         sys_path: Sequence[str] = (),
         use_gpu: bool | None = None,
     ) -> StartRequest:
-        """Return what the agent of a host is asked for; see `StartRequest` for the arguments."""
+        """Return the request for the agent of a host; see `StartRequest` for the arguments."""
         return StartRequest(
             first=0,
             count=0,
@@ -97,7 +97,7 @@ class HostGroup:
         )
 
     def checked(self, found: Discovered) -> Discovered:
-        """Return what was discovered, with names of this host as one, or the problem with it."""
+        """Merge names of this host in what was discovered, or return a problem."""
         if found.hosts is not None:
             found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
         new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
@@ -120,12 +120,13 @@ class HostsOfFunction:
     """Hosts on which a function runs; by default this one.
 
     Attributes:
-        given: hosts with slots; None for this one, or those that the script prints.
-        script: program that prints the hosts that are there; "" for none.
-        slots: of this host, or of a host that the script prints without; None for the largest number of ranks, or an error.
-        port: of ssh; None for what its configuration says.
+        given: hosts with slots; None for this host, or those of the script.
+        script: program that prints the available hosts; "" without one.
+        slots: of this host, or of the script's hosts without a number; None for the largest number of ranks, or an
+            error.
+        port: of ssh; None for ssh's configuration.
         identity_file: private key; None likewise.
-        interfaces: by which the ranks talk; "" for those of the settings.
+        interfaces: that the ranks use; "" for those of the settings.
     """
 
     given: Sequence[Host] | None = None
@@ -141,7 +142,7 @@ class HostsOfFunction:
         return self.given is None and not self.script
 
     def discovery(self) -> DiscoveryScript | None:
-        """Return what tells of hosts later; None if these stay.
+        """Return the discovery script; None if the hosts are fixed.
 
         Raises:
             InvalidArgumentError: hosts are given, too.
@@ -150,7 +151,7 @@ class HostsOfFunction:
             return None
         if self.given is not None:
             raise InvalidArgumentError(
-                "host_discovery_script tells the hosts, and so do hosts= and hostfile=. Give one of them."
+                "host_discovery_script lists the hosts, and so do hosts= and hostfile=. Give one of them."
             )
         return DiscoveryScript(self.script, self.slots, launching.environ())
 
@@ -169,25 +170,25 @@ def launch_elastic_function(
     use_gpu: bool | None = None,
     stream: TextIO | None = None,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` on processes that come and go; return the results by rank.
+    """Call `fn(*args, **kwargs)` as an elastic job without Spark; return the results by rank.
 
     Args:
-        fn: any function that pickles.
+        fn: any picklable function.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
         ranks: numbers of ranks.
         hosts: where they run.
-        start_timeout_s: longest wait for the ranks to begin with.
+        start_timeout_s: longest wait for the initial ranks.
         env: of `run_local`.
         settings: of `run_local`.
         verbose: of `run_local`.
         use_gpu: of `run_local`.
-        stream: gets the ranks' output.
+        stream: receives the ranks' output.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the discovery script fails, or this process cannot listen. Nothing has started.
-        ElasticError: there were too few ranks for too long, or they have changed too often.
+        ElasticError: there were too few ranks for too long, or too many changes.
         RankError: every process has failed.
     """
     ranks.largest()
@@ -222,14 +223,14 @@ def _log(verbose: int, text: str) -> None:
 
 @dataclass
 class _Job:
-    """A job that runs.
+    """Running job.
 
     Attributes:
         group: its hosts.
         limits: of its ranks.
         program: pickled call.
         use_gpu: of `run_local`.
-        log: gets each line of the ranks' output.
+        log: receives each line of the ranks' output.
         events: for the launcher.
         outcomes: of processes that have ended, by number.
         results: pickled, likewise.
@@ -296,7 +297,7 @@ class _Job:
         return [launching.load_result(self.results[number]) for number in ends.order()]
 
     def _processes(self, stack: contextlib.ExitStack, address: str) -> ElasticProcesses:
-        """Return what starts processes; they end with the stack."""
+        """Return the starter of processes, which end with the stack."""
         group = self.group
         if group.others:
             return stack.enter_context(
@@ -305,7 +306,7 @@ class _Job:
                     None,
                     lambda host: group.order(host, sys_path=sys.path, use_gpu=self.use_gpu),
                     lambda _, __, line: self.log(line.decode(errors="replace")),
-                    self._note_loss,
+                    self._record_loss,
                     self.program,
                     self._record_end,
                 )
@@ -321,7 +322,7 @@ class _Job:
         self.outcomes[outcome.rank], self.results[outcome.rank] = outcome, result
         self.events.put(end_of(outcome))
 
-    def _note_loss(self, event: RankEnded | HostLost) -> None:
+    def _record_loss(self, event: RankEnded | HostLost) -> None:
         if isinstance(event, HostLost):
             for number in event.ranks:
                 self.outcomes[number] = Outcome(

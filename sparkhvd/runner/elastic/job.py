@@ -1,11 +1,11 @@
-"""Driver's side of an elastic job on Spark: one stage whose tasks are the slots of the ranks, and come and go.
+"""Driver's side of an elastic job on Spark: a stage whose tasks are the slots of the ranks.
 
-The stage is no barrier stage: it has as many tasks as there may be ranks, and Spark starts each when a slot is free. The coordinator is here, or, for a
-client of Spark Connect with a store, in the first task (`coordinators`). Results come to it when ranks end, so that the loss of another executor afterwards
-loses none.
+The stage is not a barrier stage: it has a task for each possible rank, and Spark starts each when a slot is free. The
+coordinator is here, or, for a client of Spark Connect with a store, in the first task. It receives results when ranks
+end, so a later loss of another executor loses no result.
 
-**Threads**: the caller's decides, or waits for the one that does; one waits for Spark. **Shutdown**: whatever ends the block lets the tasks leave, and
-cancels what does not.
+**Threads**: the caller's decides, or waits for the coordinator; one waits for Spark. **Shutdown**: the end of the block
+releases the tasks, and cancels those that do not leave.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Spark stages of an elastic job, beside the thread that decides.
+# Spark stages of an elastic job, in threads beside the deciding one.
 
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
@@ -79,13 +79,13 @@ Future = concurrent.futures.Future[list[Any]]
 
 
 class Stages:
-    """Stages whose tasks are slots; a context manager that cancels what does not end.
+    """Stages whose tasks are slots; a context manager that cancels the remaining ones.
 
-    A first one has all tasks. One more has those that shall be started in place of tasks that have left: Spark does not start a task anew
-    that has ended well.
+    The first stage has all tasks. Further stages replace tasks that have left, because Spark does not restart a
+    successful task.
 
-    **Threads**: one per stage, and one that looks for executors that Spark will take away. Those that submit stages inherit the Spark properties of the
-    thread that has made this.
+    **Threads**: one per stage, and one that polls for decommissioned executors. Those that submit stages inherit the
+    Spark properties of the thread that created this.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stages:
 
         Args:
             shim: session.
-            make: makes a stage of so many tasks.
+            make: makes a stage with a number of tasks.
             tag: tag of the jobs.
             description: description in Spark's UI.
             on_end: called from a thread when a stage has failed, or all have ended.
@@ -118,7 +118,7 @@ class Stages:
         self._poll: Callable[[], None] = lambda: None
 
     def submit(self, size: int, poll: Callable[[], None]) -> None:
-        """Submit the first stage; from then on `poll` is called every second, from a thread that may ask Spark."""
+        """Submit the first stage; then call `poll` every second, from a thread that may query Spark."""
         self._begin(size)
         self._poll = poll
         self._threads[0].start()
@@ -130,7 +130,7 @@ class Stages:
         self._wakes.set()
 
     def end(self, limit_s: float) -> None:
-        """Wait for tasks that leave, for so long, and cancel the others."""
+        """Wait up to `limit_s` for tasks to leave, and cancel the others."""
         self._is_over = True
         self._wakes.set()
         if self._threads[0].is_alive():
@@ -175,7 +175,7 @@ class Stages:
                 self._wakes.clear()
             if self._is_over:
                 return
-            with contextlib.suppress(Exception):  # Spark is gone, which the stage tells
+            with contextlib.suppress(Exception):  # Spark is gone; the stage reports it
                 self._poll()
             with self._lock:
                 wanted = self._wanted
@@ -186,13 +186,13 @@ class Stages:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Coordinator of an attempt for the process that launches it: in that process, or in a task of the stage.
+# Coordinator of an attempt for the launching process: in that process, or in a task of the stage.
 
 STAGE_HAS_ENDED = "its Spark stage has ended"
 
 
 def not_started(limit_s: float) -> PreflightError:
-    """Return the error of a job of which no task has started in time."""
+    """Return the error of a job without a started task in time."""
     return PreflightError(
         f"after {limit_s:g} s (start_timeout=) no task of the job has started. Free slots of the application, or raise start_timeout."
     )
@@ -202,25 +202,25 @@ class AttemptCoordinator(Protocol):
     """Coordinator of an attempt; a context manager around its stage.
 
     Attributes:
-        address: at which tasks reach it; None where they look in the store.
+        address: at which tasks reach it; None if they find it through the store.
     """
 
     address: tuple[str, int] | None
 
     def take(self, spec: TaskSpec) -> None:
-        """Begin, before the stage is submitted."""
+        """Start, before the stage is submitted."""
 
     def poll(self) -> None:
-        """Do what is due every second; called from a thread that may ask Spark."""
+        """Do the periodic work, every second, from a thread that may query Spark."""
 
     def record_end(self) -> None:
-        """Note that the stage has ended; from any thread."""
+        """Record the end of the stage; from any thread."""
 
     def run(self) -> AttemptResult | None:
-        """Wait for the end of the job, and let the ranks save at Ctrl-C; None where nobody could tell how it has ended."""
+        """Wait for the end of the job, and let the ranks save at Ctrl-C; return None if the outcome is unknown."""
 
     def dismiss(self) -> None:
-        """Let the tasks leave."""
+        """Release the tasks."""
 
     def __enter__(self) -> Any: ...
 
@@ -233,7 +233,7 @@ class CoordinatorInDriver:
     Args:
         shim: session.
         log: writes a line.
-        replace: called from a thread for each task that shall be started in place of one that leaves.
+        replace: called from a thread for each task to start in place of one that leaves.
     """
 
     def __init__(
@@ -246,20 +246,20 @@ class CoordinatorInDriver:
         self._stack = contextlib.ExitStack()
 
     def take(self, spec: TaskSpec) -> None:
-        """Begin, before the stage is submitted."""
+        """Start, before the stage is submitted."""
         settings = JobSettings.from_json(spec.settings).values
         listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
         self._made = Coordination(spec, self._listening, listener, self._log, self._replace)
         self._stack.enter_context(self._made)
 
     def poll(self) -> None:
-        """Let ranks leave whose executors Spark will take away."""
+        """Retire ranks on decommissioned executors."""
         tasks = self._made.tasks
         if gone := self._shim.decommissioned(tasks.executors()):
             tasks.retire(gone)
 
     def record_end(self) -> None:
-        """Note that the stage has ended."""
+        """Record the end of the stage."""
         self._made.stop(STAGE_HAS_ENDED)
 
     def run(self) -> AttemptResult | None:
@@ -267,7 +267,7 @@ class CoordinatorInDriver:
         return self._made.run()
 
     def dismiss(self) -> None:
-        """Let the tasks leave."""
+        """Release the tasks."""
         self._made.tasks.dismiss()
 
     def __enter__(self) -> CoordinatorInDriver:
@@ -279,7 +279,7 @@ class CoordinatorInDriver:
 
 
 class CoordinatorInTask:
-    """Coordinator in a task, of which this client of Spark Connect hears by the store alone.
+    """Coordinator in a task, which this client of Spark Connect reaches only through the store.
 
     Args:
         shim: session.
@@ -294,17 +294,17 @@ class CoordinatorInTask:
         self._news = connect.noticing_tasks(shim.session, size, self._started.set)
 
     def take(self, spec: TaskSpec) -> None:
-        """Begin, before the stage is submitted."""
+        """Start, before the stage is submitted."""
         files = self._options.shared
         assert files is not None
         self._files = CoordinatorFiles(files, spec.run_dir, spec.attempt, spec.job_id, spec.key)
         self._start_s = CoordinatorTerms.from_dict(spec.elastic).limits.start_timeout_s
 
     def poll(self) -> None:
-        """Do nothing: Spark Connect tells of no executors."""
+        """Do nothing: Spark Connect does not report executors."""
 
     def record_end(self) -> None:
-        """Note that the stage has ended."""
+        """Record the end of the stage."""
         self._ended.set()
 
     def run(self) -> AttemptResult | None:
@@ -323,16 +323,18 @@ class CoordinatorInTask:
         return self._files.result()
 
     def _interrupt(self) -> None:
-        """Let the ranks save, where their coordinator can be told."""
+        """Let the ranks save, if their coordinator can be notified."""
         mailbox = self._options.mailbox
         if mailbox is None or mailbox.poll_s is None:  # a Spark task would wait for their slots
             return
-        with contextlib.suppress(Exception):  # a store may raise anything: Spark's own way remains
+        with contextlib.suppress(
+            Exception
+        ):  # a store may raise anything; Spark's own cancellation remains
             self._files.interrupt()
             self._ended.wait(LOOK_S + INTERRUPT_GRACE_S + MARGIN_S)
 
     def dismiss(self) -> None:
-        """Do nothing: the coordinator lets the tasks leave."""
+        """Do nothing: the coordinator releases the tasks."""
 
     def __enter__(self) -> CoordinatorInTask:
         self._news.__enter__()
@@ -343,7 +345,7 @@ class CoordinatorInTask:
 
 
 R = TypeVar("R")
-# Numbers of processes of an attempt that have live output.
+# Range of process numbers of an attempt, for live output.
 _NUMBERS = 1 << 14
 # How long tasks may take to leave at the end.
 _LEAVE_S = 2.0
@@ -357,15 +359,15 @@ def launch_elastic(
     ranks: RankRange,
     options: LaunchOptions,
 ) -> JobReport[R]:
-    """Call `fn(*args, **kwargs)` on ranks that come and go, in one stage of a session.
+    """Call `fn(*args, **kwargs)` as an elastic job, in one stage of a session.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the cluster cannot run this job. `fn` has not started.
-        ElasticError: too few ranks were there for too long, or the ranks have changed too often.
+        ElasticError: there were too few ranks for too long, or too many changes.
         RankError: `fn` failed on every rank, or all ranks were lost more often than `max_retries` allows.
     """
-    if not shim.is_connect:  # all tell by the driver's port alone
+    if not shim.is_connect:  # the driver's port replaces the store
         options = replace(options, shared=None, run_dir=None, mailbox=None)
     largest = ranks.largest()
     program = launching.dump_call(fn, args, kwargs)
@@ -382,7 +384,7 @@ def launch_elastic(
         )
 
     def usable() -> int | None:
-        """Return the slots; None where others may come, for which the job waits itself."""
+        """Return the slots; None if more may come, for which the job itself waits."""
         count = plan.slots()
         return None if count is None or count < limits.smallest else count
 
@@ -410,7 +412,7 @@ def launch_elastic(
 
 
 class _Attempt:
-    """One stage."""
+    """One attempt of a job."""
 
     def __init__(self, plan: LaunchPlan, limits: ElasticOptions, number: int) -> None:
         self._plan = plan
@@ -466,7 +468,7 @@ class _Attempt:
     def _prepare(
         self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
     ) -> Stages:
-        """Prepare the stages; what they need ends with the stack."""
+        """Prepare the stages; their resources end with the stack."""
         plan, limits, job_id = self._plan, self._limits, self._named.job_id
         program = stack.enter_context(carried(plan.shim, plan.program))
         is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
@@ -509,17 +511,19 @@ class _Attempt:
         return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
 
     def _unreported(self, future: Future) -> JobFailure:
-        """Return the failure of an attempt whose coordinator, in a task, could not tell of it."""
+        """Return the failure of an attempt whose coordinator, in a task, has not reported."""
         cause = self._of_spark(future)
         if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
             where = "" if cause is None else f" ({cause.message})"
             text = f"its coordinator was lost with its Spark task{where}"
-            return JobFailure(ElasticError(f"The elastic job cannot go on: {text}."), is_lost=True)
+            return JobFailure(
+                ElasticError(f"The elastic job cannot continue: {text}."), is_lost=True
+            )
         assert cause is not None
         return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
 
     def _of_spark(self, future: Future) -> Outcome | None:
-        """Return what Spark, or the tasks, tell of the end of the stage; None if they tell nothing."""
+        """Return the cause of the stage's end from Spark or its tasks; None if unknown."""
         if (error := future.exception()) is not None:
             if isinstance(error, SparkhvdError):  # Spark itself is gone
                 raise error
@@ -528,21 +532,21 @@ class _Attempt:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Store of a function on ranks that come and go, for a client of Spark Connect that executors may not reach.
+# Store of an elastic function, for a client of Spark Connect that executors may not reach.
 
 _POLL_S = 0.25
-# How long the deletion of what is left may take, where it is a Spark task.
+# How long the final deletion may take, if it is a Spark task.
 _DELETE_S = 10.0
 
 
 class SharedStore(SharedFiles, Protocol):
-    """What a `sparkhvd.Store` has."""
+    """Interface of a `sparkhvd.Store`."""
 
     url: str
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process reads and writes it itself."""
+        """Whether this process accesses it directly."""
         ...
 
     def seen_by(self, spark: SparkSession) -> SharedStore:
@@ -550,11 +554,11 @@ class SharedStore(SharedFiles, Protocol):
         ...
 
     def waiting(self, limit_s: float) -> SharedStore:
-        """Return it with another longest wait for one access."""
+        """Return it with another timeout per access."""
         ...
 
     def collect(self, folder: str, done: Sequence[str]) -> list[tuple[str, bytes]]:
-        """Delete files, then return paths and contents of the others of a folder."""
+        """Delete files, then return paths and contents of the remaining files of a folder."""
         ...
 
     def delete(self, path: str) -> None:
@@ -566,10 +570,10 @@ class SharedStore(SharedFiles, Protocol):
 def sharing(
     options: LaunchOptions, store: SharedStore | None, shim: SparkShim
 ) -> Iterator[LaunchOptions]:
-    """Yield options with a folder of a store, which is deleted at the end; without one as they are, and on classic Spark.
+    """Yield options with a folder of a store, deleted at the end; unchanged options without a store or on classic Spark.
 
     Raises:
-        InvalidArgumentError: it is no store.
+        InvalidArgumentError: `store` is not a store.
     """
     if store is not None and not hasattr(store, "seen_by"):
         raise InvalidArgumentError(

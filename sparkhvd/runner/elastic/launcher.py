@@ -1,4 +1,4 @@
-"""Launcher of an elastic job: decides what to start and to remove, by what it is told."""
+"""Launcher of an elastic job: decides by events which processes to start and to remove."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sparkhvd.runner.supervisor import (
 )
 
 # ----------------------------------------------------------------------------------------------------
-# What the launcher tells of each change of the ranks.
+# Lines of the launcher about changes of the ranks.
 
 
 @dataclass
 class ChangeReport:
-    """Describes changes. One that another has overtaken before the ranks had met is told of with that one."""
+    """Describes changes. A change superseded before the ranks had connected is merged into the next one."""
 
     _before: int | None = None
     _lost: dict[int, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ChangeReport:
     def describe(
         self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
     ) -> RankChange | None:
-        """Describe a change; None if another one has overtaken it.
+        """Describe a change; None if it was superseded.
 
         Args:
             formed: the change.
@@ -68,7 +68,7 @@ class ChangeReport:
                 f"process {number} on {hosts[number]} joined as rank {change.members.index(number)}"
                 for number in change.joined
             ]
-            why = "; ".join(parts) or change.why or "asked for"
+            why = "; ".join(parts) or change.why or "requested"
         return RankChange(change.generation, before, len(change.members), seconds, why)
 
 
@@ -93,20 +93,20 @@ def _counted(hosts: Iterable[str]) -> list[str]:
     return [f"{count} on {host}" for host, count in counts.items()]
 
 
-# A process that takes no part any more has so long to end by itself, once it runs again.
+# An excluded process has this long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
-# When processes that have started and not joined are named first, and how often then.
+# When processes that have started and not joined are first logged, and how often then.
 WAITING_S, WAITING_AGAIN_S = 30.0, 60.0
-# How long a line waits for the statuses of those that it names.
+# How long a line waits for the exit statuses of the processes that it names.
 _REPORT_S = 0.5
 _FAILED = 1
-# Of a process that is lost with its host, as of ssh.
+# Status of a process lost with its host, like ssh's.
 _LOST = 255
 
 
 @dataclass(frozen=True)
 class MemberRefused:
-    """News that a member takes no part any more."""
+    """Event: the coordinator has refused a member."""
 
     number: int
     refusal: Refusal
@@ -114,7 +114,7 @@ class MemberRefused:
 
 @dataclass(frozen=True)
 class ProcessesStopped:
-    """News that what holds the processes has ended; they end with it."""
+    """Event: the owner of the processes has ended, and they end with it."""
 
     why: str
 
@@ -137,12 +137,12 @@ class JobResult:
     """End of a job.
 
     Attributes:
-        has_finished: whether a process has ended well.
+        has_finished: whether a process has succeeded.
         has_begun: whether a process was ever started.
-        problem: why the job could not go on; "" if nothing but its processes has failed.
-        failed: ends of processes since the ranks have met, in their order.
-        received: signal to this process; 0 for none.
-        members: of the last generation that has met, by rank, behind those that had finished before it.
+        problem: why the job could not continue; "" if only its processes have failed.
+        failed: ends of processes since the ranks last connected, in order.
+        received: signal to this process; 0 without one.
+        members: of the last connected generation, by rank, after those that had finished before it.
     """
 
     has_finished: bool
@@ -155,14 +155,14 @@ class JobResult:
 
 @dataclass
 class _Process:
-    """Process that runs.
+    """Running process.
 
     Attributes:
-        slot: its place.
+        slot: its slot.
         started_at: when.
-        refusal: why it takes no part any more; None while it does.
+        refusal: why the coordinator has refused it; None while it has not.
         kill_at: when it is killed; None for never.
-        is_surplus: whether it was told to leave.
+        is_surplus: whether it was asked to leave.
     """
 
     slot: Slot
@@ -173,14 +173,14 @@ class _Process:
 
 
 class ElasticLauncher:
-    """Decides what to start; all methods are called by one thread.
+    """Decides what to start; one thread calls all methods.
 
     Args:
         options: limits of the job.
-        slots: those that are there at the beginning.
+        slots: the initial ones.
         processes: starts processes.
         coordinator: of the job.
-        issue_token: makes the invitation of a process, by its number.
+        issue_token: creates the join token of a process, by its number.
         log: writes a line.
         save_s: how long processes may save after an interrupt.
     """
@@ -207,30 +207,32 @@ class ElasticLauncher:
         self._report = ChangeReport()
         self._lines: deque[tuple[float, GenerationFormed]] = deque()
         self._running: dict[int, _Process] = {}
-        self._places: dict[int, str] = {}  # hosts of all processes that there were
+        self._places: dict[int, str] = {}  # hosts of all processes so far
         self._ends: dict[int, str] = {}
-        self._have_joined: set[int] = set()  # a generation, whether or not its members have met
+        self._have_joined: set[int] = (
+            set()
+        )  # a generation, whether or not its members have connected
         self._have_met: set[int] = set()
-        self._say_waiting_at = math.inf
+        self._log_waiting_at = math.inf
         self._members: tuple[int, ...] = ()
-        self._failed: list[RankEnded] = []  # since the ranks have met
+        self._failed: list[RankEnded] = []  # since the ranks last connected
         self._has_finished = False
-        self._problem = ""  # why the job cannot go on
+        self._problem = ""  # why the job cannot continue
         self._received = 0  # signal to this process
         self._deadline = time.monotonic() + options.start_timeout_s  # for a first process
 
     def run(self, events: queue.SimpleQueue[Event], limit_s: float = math.inf) -> JobResult:
-        """Run the job to its end, or for so long."""
+        """Run the job to its end, or for `limit_s`."""
         until = time.monotonic() + limit_s
         self._fill()
-        while self._goes_on() and (left := until - time.monotonic()) > 0:
+        while self._is_running() and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 self._take(events.get(timeout=min(left, self._next_step_s())))
             self._ending.step()
-            self._kill_those_left_out()
+            self._kill_excluded()
             self._write_lines()
             self._fill()
-            self._name_those_that_are_awaited()
+            self._log_awaited()
         self._write_lines(at_once=True)
         if self._has_finished and self._have_joined and (late := self._awaited()):
             named = listed(late, self._places, time.monotonic())
@@ -244,7 +246,7 @@ class ElasticLauncher:
             self._members,
         )
 
-    def _goes_on(self) -> bool:
+    def _is_running(self) -> bool:
         if any(self._holds(number, process) for number, process in self._running.items()):
             return True
         return not (self._places or self._is_ending) and time.monotonic() < self._deadline
@@ -254,9 +256,9 @@ class ElasticLauncher:
         return bool(self._has_finished or self._received or self._problem)
 
     def _holds(self, number: int, process: _Process) -> bool:
-        """Return True if the job waits for the end of a process; others end with this one."""
+        """Return True if the job waits for the end of a process; the others end with this one."""
         if self._has_finished and self._have_joined and number not in self._have_joined:
-            return False  # where none has joined, the program has no ranks
+            return False  # if none has joined, the program has no ranks
         if process.refusal is None:
             return True
         return self._is_ending and process.refusal.kind != "left out"
@@ -287,15 +289,15 @@ class ElasticLauncher:
         elif isinstance(event, MemberRefused):
             self._record_refusal(event)
         elif isinstance(event, Discovered):
-            self._note_hosts(event)
+            self._record_hosts(event)
         elif isinstance(event, Offer):
             self._slots = event.slots
         else:
             self._stop(event.why)
 
-    def _note_hosts(self, found: Discovered) -> None:
+    def _record_hosts(self, found: Discovered) -> None:
         if found.hosts is None:
-            self._log(f"{found.problem} The hosts that were known are kept.")
+            self._log(f"{found.problem} The known hosts are kept.")
             return
         self._slots = slots_of(found.hosts)
         if not self._slots:
@@ -320,7 +322,7 @@ class ElasticLauncher:
         host = process.slot.host
         if ended.is_final and not self._have_met:
             self._ending.begin()
-        if number not in self._have_met:  # no line of a change will tell
+        if number not in self._have_met:  # no line of a change will report it
             self._log(f"process {number} on {host} {how} before it was a rank")
         seconds = self._cooldown.fail(host, time.monotonic())
         if seconds > self._options.cooldown_s[0]:
@@ -351,29 +353,31 @@ class ElasticLauncher:
         due = [process.kill_at for process in self._running.values()]
         due += [self._cooldown.next_end(now), self._ending.next_step_at()]
         due += [at for at, _ in self._lines]
-        due.append(self._say_waiting_at)
+        due.append(self._log_waiting_at)
         if not self._places:
             due.append(self._deadline)
-        # Nothing may be due: a wait without an end is more than the clock can hold.
+        # Possibly nothing is due: the clock cannot represent an infinite wait.
         return max(0.0, min(now + 3600.0, *(at for at in due if at is not None)) - now)
 
     def _fill(self) -> None:
-        """Start and remove processes, by the slots that are there."""
+        """Start and remove processes to match the slots."""
         if self._ending.has_begun or self._has_finished or self._problem:
             return
         taken = {number: process.slot for number, process in self._running.items()}
         for number in surplus(self._slots, taken):
             if not self._running[number].is_surplus:
                 self._running[number].is_surplus = True
-                self._coordinator.remove(number, "left: its slot is not there any more")
+                self._coordinator.remove(number, "left: its slot is gone")
         now = time.monotonic()
         count = Counter(slot.host for slot in self._slots)
         left_out = {host for host in count if self._cooldown.is_left_out(host, now)}
         if self._places and not self._running:
-            return  # all that there was is gone, and so is the job
+            return  # all processes are gone, and so is the job
         most = self._options.largest
         if all(process.is_surplus for process in self._running.values()):
-            most = max(most, len(taken) + 1)  # the last one stays until another one has the state
+            most = max(
+                most, len(taken) + 1
+            )  # the last process stays until another one has the state
         free = slots_to_fill(self._slots, set(taken.values()), most, left_out)
         new = dict(enumerate(free, len(self._places)))
         for number in new:  # before one of them asks, or it would not wait for the others
@@ -385,7 +389,7 @@ class ElasticLauncher:
         self._places[number] = slot.host
         now = time.monotonic()
         self._running[number] = _Process(slot, now)
-        self._say_waiting_at = min(self._say_waiting_at, now + WAITING_S)
+        self._log_waiting_at = min(self._log_waiting_at, now + WAITING_S)
         try:
             self._processes.start(slot, self._invite(number), slots)
         except (OSError, SparkhvdError) as error:
@@ -394,7 +398,7 @@ class ElasticLauncher:
             self._log(f"process {number} cannot be started on {slot.host}: {error}")
             self._record_end(RankEnded(number, _FAILED))
 
-    def _kill_those_left_out(self) -> None:
+    def _kill_excluded(self) -> None:
         now = time.monotonic()
         for number, process in self._running.items():
             if self._has_finished and process.refusal is not None and process.kill_at is None:
@@ -404,7 +408,7 @@ class ElasticLauncher:
                 process.kill_at = now + LEFT_OUT_S
 
     def _awaited(self) -> dict[int, float]:
-        """Return when processes were started that may join and have not."""
+        """Return the start times of processes that may join and have not."""
         return {
             number: process.started_at
             for number, process in self._running.items()
@@ -413,9 +417,9 @@ class ElasticLauncher:
             and not process.is_surplus
         }
 
-    def _name_those_that_are_awaited(self) -> None:
+    def _log_awaited(self) -> None:
         now = time.monotonic()
-        if now < self._say_waiting_at:
+        if now < self._log_waiting_at:
             return
         since = self._awaited()
         if late := {number: at for number, at in since.items() if now >= at + WAITING_S}:
@@ -424,10 +428,10 @@ class ElasticLauncher:
         first = min(
             (at + WAITING_S for at in since.values() if at + WAITING_S > now), default=math.inf
         )
-        self._say_waiting_at = min(next_at, first)
+        self._log_waiting_at = min(next_at, first)
 
     def _write_lines(self, *, at_once: bool = False) -> None:
-        """Write the lines of changes, once it is known how those that they name have ended."""
+        """Write the lines of changes, once the ends of the lost processes are known."""
         while self._lines:
             at, formed = self._lines[0]
             is_known = all(number in self._ends for number in formed.change.lost)

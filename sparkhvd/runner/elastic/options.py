@@ -1,4 +1,4 @@
-"""Limits of an elastic job, from the flags of the command line or the arguments of a call."""
+"""Limits of an elastic job, from flags or arguments, and discovery of its hosts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sparkhvd.runner import orphans
 from sparkhvd.runner.host_names import Host, parse_hosts
 from sparkhvd.settings import check_seconds, is_number
 
-# As many as anybody asks for.
+# Effectively no limit.
 _MOST = 1 << 20
-# Of a member's wait, above the coordinator's own, which tells why it ends.
+# Added to a member's wait, so that the coordinator's own limit, which has a reason, ends first.
 _MARGIN_S = 60.0
 _FLAGS = (
     "-np",
@@ -51,13 +51,13 @@ class ElasticOptions:
     """Limits of an elastic job; None means the default.
 
     Attributes:
-        num_proc: ranks to begin with (`-np`); `least` by default.
-        least: ranks without which there is no training (`--min-np`); `num_proc` by default.
-        most: ranks that are never exceeded (`--max-np`).
+        num_proc: initial number of ranks (`-np`); `least` by default.
+        least: smallest number of ranks (`--min-np`); with fewer the training waits. `num_proc` by default.
+        most: largest number of ranks (`--max-np`).
         timeout_s: longest wait for `least` ranks (`--elastic-timeout`).
         wait_to_start_s: the same before the first generation; `timeout_s` by default.
-        reset_limit: changes of the ranks after the first generation, of which one more ends the job (`--reset-limit`).
-        cooldown_s: shortest and longest time for which a host is left out after failures (`--blacklist-cooldown-range`).
+        reset_limit: changes of the ranks after the first generation; one more ends the job (`--reset-limit`).
+        cooldown_s: shortest and longest exclusion of a host after failures (`--blacklist-cooldown-range`).
         names: of these in errors.
 
     Raises:
@@ -103,22 +103,22 @@ class ElasticOptions:
 
     @property
     def first(self) -> int:
-        """Ranks to begin with."""
+        """Initial number of ranks."""
         return self.num_proc or self.least or 1
 
     @property
     def smallest(self) -> int:
-        """Ranks without which there is no training."""
+        """Smallest number of ranks."""
         return self.least or self.first
 
     @property
     def largest(self) -> int:
-        """Ranks that are never exceeded."""
+        """Largest number of ranks."""
         return self.most or max(_MOST, self.first)
 
     @property
     def start_timeout_s(self) -> float:
-        """Longest wait for the ranks to begin with."""
+        """Longest wait for the initial ranks."""
         return self.timeout_s if self.wait_to_start_s is None else self.wait_to_start_s
 
     def limits(self, patience_s: float) -> Limits:
@@ -136,18 +136,18 @@ class ElasticOptions:
     def join_token(
         self, key: bytes, job_id: str, number: int, coordinator: Endpoint, patience_s: float
     ) -> JoinToken:
-        """Return the invitation of a member; see there for the arguments."""
+        """Return the join token of a member; see `JoinToken` for the arguments."""
         wait_s = max(self.timeout_s, self.start_timeout_s) + patience_s + _MARGIN_S
         return JoinToken(key, job_id, number, coordinator, wait_s, patience_s)
 
 
 @dataclass(frozen=True)
 class CoordinatorTerms:
-    """What a coordinator of tasks must know; crosses as JSON.
+    """Terms of a coordinator of tasks; travel as JSON.
 
     Attributes:
         limits: of the job.
-        wanted: tasks that it waits for a moment before the first process starts.
+        wanted: tasks to wait for briefly before the first process starts.
     """
 
     limits: ElasticOptions
@@ -159,7 +159,7 @@ class CoordinatorTerms:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> CoordinatorTerms:
-        """Rebuild terms from `to_dict`, as JSON has it."""
+        """Rebuild terms from `to_dict`, after JSON."""
         assert values is not None
         limits = values["limits"]
         lists = {name: tuple(limits[name]) for name in ("cooldown_s", "names")}
@@ -168,15 +168,15 @@ class CoordinatorTerms:
 
 @dataclass(frozen=True)
 class RankRange:
-    """Numbers of ranks and other limits that a caller gives; None stands for the default.
+    """Numbers of ranks and other limits given by the caller; None means the default.
 
     Attributes:
-        num_proc: ranks to begin with: by default those for which the configuration has slots.
-        least: ranks without which there is no training: by default `num_proc`.
-        most: ranks that are never exceeded: by default `num_proc`.
+        num_proc: initial number of ranks; by default the configured slots.
+        least: smallest number of ranks; by default `num_proc`.
+        most: largest number of ranks; by default `num_proc`.
         timeout_s: longest wait for `least` ranks.
         reset_limit: changes of the ranks.
-        cooldown_s: shortest and longest time for which a host is left out after failures.
+        cooldown_s: shortest and longest exclusion of a host after failures.
     """
 
     num_proc: int | None = None
@@ -187,7 +187,7 @@ class RankRange:
     cooldown_s: tuple[float, float] | None = None
 
     def largest(self) -> int | None:
-        """Return the largest number that is given; None if none is.
+        """Return the largest given number; None without one.
 
         Raises:
             InvalidArgumentError: a number is wrong, or two contradict each other.
@@ -199,7 +199,7 @@ class RankRange:
         return max(given, default=None)
 
     def first(self, slots: int) -> int:
-        """Return the number of ranks to begin with: by default as many as there are slots, within the limits."""
+        """Return the initial number of ranks: by default the slots, within the limits."""
         if self.num_proc is not None:
             return self.num_proc
         least = max(slots, self.least or 1)
@@ -209,7 +209,7 @@ class RankRange:
         """Return all limits.
 
         Args:
-            num_proc: ranks to begin with.
+            num_proc: initial number of ranks.
             start_timeout_s: longest wait for them.
         """
         return ElasticOptions(
@@ -225,9 +225,9 @@ class RankRange:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Hosts and their slots, now and later: a script of the user's that prints them, or a list that stays.
+# Discovery of hosts and slots by a script of the user.
 
-# How long the script may take.
+# Timeout of the script.
 LIMIT_S = 10.0
 # Between its end and its next start.
 EVERY_S = 1.0
@@ -239,8 +239,8 @@ class Discovered:
     """Result of a run of the discovery script.
 
     Attributes:
-        hosts: hosts with slots; None where it has failed, and what was known counts.
-        problem: how; "" if it has not.
+        hosts: hosts with slots; None if it has failed, which keeps the known ones.
+        problem: its failure; "" if it succeeded.
     """
 
     hosts: tuple[Host, ...] | None
@@ -248,11 +248,11 @@ class Discovered:
 
 
 class DiscoveryScript:
-    """Runs the script again and again, from a thread; a context manager.
+    """Runs the script repeatedly in a thread; a context manager.
 
     Args:
-        path: program that prints a line `host` or `host:slots` for each host that is there.
-        slots: of a host whose line has none; None where every line must have them.
+        path: program that prints a line `host` or `host:slots` for each available host.
+        slots: of a host whose line has no number; None if every line must have one.
         env: variables of the script.
     """
 
@@ -268,7 +268,7 @@ class DiscoveryScript:
         """Run it once.
 
         Raises:
-            PreflightError: it cannot be started, fails, hangs, or prints something else than hosts.
+            PreflightError: it cannot be started, fails, hangs, or prints anything but hosts.
         """
         return self._run()
 
@@ -277,7 +277,7 @@ class DiscoveryScript:
 
         Args:
             known: result of the last run.
-            notify: called when the result of a run is another one than the last one's.
+            notify: called when a result differs from the previous one.
         """
 
         def repeat() -> None:
@@ -316,14 +316,14 @@ class DiscoveryScript:
             output, errors = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             raise PreflightError(
-                f"{what} has not ended within {LIMIT_S:g} s. It is run every second, and must print the hosts that are there and end."
+                f"{what} has not ended within {LIMIT_S:g} s. It is run every second, and must print the available hosts and exit."
             ) from None
         finally:
             self._end()
         if process.returncode != 0:
             said = errors.strip()[-_SHOWN:] or "nothing"
             raise PreflightError(
-                f"{what} exited with {process.returncode}. It must print the hosts that are there and exit with 0. Its errors: {said}"
+                f"{what} exited with {process.returncode}. It must print the available hosts and exit with 0. Its errors: {said}"
             )
         return self._parse(what, output)
 
@@ -354,7 +354,7 @@ class DiscoveryScript:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with process:  # its pipes are closed, and it is waited for
+        with process:  # closes its pipes and waits for it
             pass
 
     def __enter__(self) -> DiscoveryScript:

@@ -1,7 +1,7 @@
-"""Processes of an elastic job: on this host, or on several, each by an agent that is there from its first process on.
+"""Processes of an elastic job: on this host, or on several through an agent per host, started with its first process.
 
-**Threads** of several hosts: one per agent, which starts it and reads its messages, and one that tells all of them now and then that the launcher
-is there.
+**Threads** with several hosts: one per agent, which starts it and reads its messages, and one that sends them
+heartbeats.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sparkhvd.runner.supervisor import HostLost, RankEnded
 
 
 class ElasticProcesses(Protocol):
-    """Processes of members, wherever they are."""
+    """Processes of members, on any hosts."""
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process; its end is told as an event.
+        """Start a process; its end is an event.
 
         Args:
-            slot: its place.
+            slot: its slot.
             join_token: to the job.
             slots: of that host.
         """
@@ -55,16 +55,17 @@ class ElasticProcessesHere:
 
 
 class ElasticProcessesOnHosts:
-    """Processes on several hosts; a context manager that leaves none.
+    """Processes on several hosts; a context manager that kills the remaining ones.
 
     Args:
         reach: how hosts are reached.
-        reaper: ends ssh with this process; None where it has threads.
-        order: what an agent is asked for, by its host.
+        reaper: ends ssh with this process; None if it has threads.
+        order: the request for an agent, by its host.
         show: called with a process's number, stream and line.
         notify: called with its end, or the loss of its host.
-        program: pickled call of a function, which goes with the order; b"" for a script.
-        on_outcome: called with the outcome of a function's process and its pickled result, in place of `notify` with its end.
+        program: pickled call of a function, sent with the order; b"" for a script.
+        on_outcome: called with the outcome of a function's process and its pickled result, instead of `notify` with its
+            end.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ElasticProcessesOnHosts:
         self._threads[0].start()
 
     def start(self, slot: Slot, join_token: JoinToken, slots: int) -> None:
-        """Start a process, by the agent of its host, which is started before if there is none."""
+        """Start a process through its host's agent, which is started on demand."""
         with self._lock:
             agent = self._agents.get(slot.host)
             if agent is None:
@@ -100,7 +101,7 @@ class ElasticProcessesOnHosts:
                 self._threads.append(thread)
                 thread.start()
             agent.members.add(join_token.number)
-            values = {"slot": slot.number, "slots": slots, "invitation": join_token.to_dict()}
+            values = {"slot": slot.number, "slots": slots, "join_token": join_token.to_dict()}
             agent.ask("start", **values)
 
     def send(self, number: int, member: int | None = None) -> None:
@@ -111,7 +112,7 @@ class ElasticProcessesOnHosts:
                     agent.ask("signal", number=number, member=member)
 
     def _serve(self, agent: _Agent) -> None:
-        """Start an agent, and pass its messages on until its end."""
+        """Start an agent, and dispatch its messages until its end."""
         why = ""
         try:
             connection = HostConnection(HostSlots(agent.host, 0, 0), self._reach, self._reaper)
@@ -136,7 +137,7 @@ class ElasticProcessesOnHosts:
             self._notify(HostLost(agent.host, tuple(sorted(agent.members)), why))
 
     def _take(self, agent: _Agent, message: Message) -> str:
-        """Take a message; return why the agent has failed, or ""."""
+        """Handle a message; return why the agent has failed, or ""."""
         if message.kind == "failed":
             return str(message.values["text"])
         number = int(message.values["rank"])
@@ -171,7 +172,7 @@ class ElasticProcessesOnHosts:
 
 
 class _Agent:
-    """An agent, whose messages wait until it is there; guarded by the lock of `ElasticProcessesOnHosts`."""
+    """Agent whose messages wait until it is connected; guarded by the lock of `ElasticProcessesOnHosts`."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -181,7 +182,7 @@ class _Agent:
         self._has_ended = False
 
     def connect(self, connection: HostConnection) -> None:
-        """Send what waits."""
+        """Send the waiting messages."""
         self._connection = connection
         for kind, values in self._waiting:
             connection.send(kind, **values)
@@ -189,14 +190,14 @@ class _Agent:
             connection.end()
 
     def ask(self, kind: str, **values: Any) -> None:
-        """Send a message, now or when the agent is there."""
+        """Send a message, now or when the agent is connected."""
         if self._connection is None:
             self._waiting.append((kind, values))
         else:
             self._connection.send(kind, **values)
 
     def end(self) -> None:
-        """End the connection, now or when it is there."""
+        """End the connection, now or when it is established."""
         self._has_ended = True
         if self._connection is not None:
             self._connection.end()

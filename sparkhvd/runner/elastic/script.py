@@ -1,4 +1,4 @@
-"""Run the user's command on ranks that come and go."""
+"""Run the user's command as an elastic job."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def run_elastic_script(
     reach: Reach,
     output: Output,
 ) -> int:
-    """Run a command on ranks that come and go; return the exit status for the shell.
+    """Run a command as an elastic job; return the exit status for the shell.
 
     Args:
         command: program and arguments.
-        hosts: with slots, at the beginning. If all of them are this host, so must those be that come later.
-        discovery: tells of others later; None if these stay.
+        hosts: initial hosts with slots. If all of them are this host, later ones must be, too.
+        discovery: finds later hosts; None if the hosts are fixed.
         options: limits of the job.
-        env: variables of the ranks: all of them on this host alone, else those on top of what a login by ssh gives.
+        env: variables of the ranks: all of them if this is the only host, else additions to those of an ssh login.
         settings: of the launch.
         reach: how other hosts are reached.
-        output: where their output goes.
+        output: destination of their output.
 
     Raises:
         PreflightError: this process cannot listen.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    hosts = merged(hosts, reach.is_here)  # slots of a host have different numbers
+    hosts = merged(hosts, reach.is_here)  # slots of a host need distinct numbers
     names = tuple(host.name for host in hosts)
     group = HostGroup(names, reach, JobSettings(settings), env)
     address = group.address()
@@ -99,18 +99,18 @@ def _log(text: str) -> None:
 
 
 def _status(ended: JobResult, options: ElasticOptions, screen: Screen) -> int:
-    """Say why a job has failed; return the exit status."""
+    """Print why a job has failed; return the exit status."""
     if ended.received:
         return 128 + ended.received
     if ended.has_finished:
         return 0
     problem = ended.problem
     if not ended.has_begun:
-        problem = f"no host is there after {options.start_timeout_s:g} s (--elastic-timeout)"
+        problem = f"no host is available after {options.start_timeout_s:g} s (--elastic-timeout)"
     elif not problem and not ended.failed:
-        problem = "no host is left, and with their ranks the training's state is gone"
+        problem = "no host is left, and the training's state is lost with its ranks"
     if problem:
-        _log(f"the elastic job cannot go on: {problem}.")
+        _log(f"the elastic job cannot continue: {problem}.")
         return _FAILED
     return notify(first_cause(ended.failed, screen), screen)
 
@@ -133,7 +133,9 @@ def _processes(
         return stack.enter_context(
             ElasticProcessesOnHosts(group.reach, reaper, order, screen.show, events.put)
         )
-    crew = LocalProcesses(screen.show, lambda number, status: events.put(RankEnded(number, status)))
-    stack.enter_context(crew)
-    members = Members(crew, command, group.env, group.settings.values, address)
+    local = LocalProcesses(
+        screen.show, lambda number, status: events.put(RankEnded(number, status))
+    )
+    stack.enter_context(local)
+    members = Members(local, command, group.env, group.settings.values, address)
     return ElasticProcessesHere(members)

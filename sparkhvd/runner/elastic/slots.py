@@ -1,4 +1,4 @@
-"""Which processes to start and to remove, by the slots that are there. Pure."""
+"""Which processes to start and to remove for the available slots, and cooldown of hosts. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparkhvd.runner.host_names import Host
 
 @dataclass(frozen=True)
 class Slot:
-    """Place for one process: a host and a number there, from 0 on."""
+    """Slot for one process: a host and a number there, from 0."""
 
     host: str
     number: int
@@ -18,47 +18,47 @@ class Slot:
 
 @dataclass(frozen=True)
 class Offer:
-    """News of the slots that are there from now on."""
+    """Event: the slots that are available from now on."""
 
     slots: tuple[Slot, ...]
 
 
 def slots_of(hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    """Return the slots of hosts, in their order."""
+    """Return the slots of hosts, in order."""
     return tuple(Slot(host.name, number) for host in hosts for number in range(host.slots))
 
 
 def slots_to_fill(
     slots: Sequence[Slot], taken: Collection[Slot], most: int, left_out: Collection[str]
 ) -> list[Slot]:
-    """Return free slots in their order, so that `most` processes are not exceeded.
+    """Return free slots in order, limited to `most` processes.
 
     Args:
-        slots: those that are there.
-        taken: slots of processes that run.
+        slots: the available ones.
+        taken: slots of running processes.
         most: processes that may run.
-        left_out: hosts on which nothing is started now.
+        left_out: excluded hosts.
     """
     free = [slot for slot in slots if slot.host not in left_out and slot not in taken]
     return free[: max(0, most - len(taken))]
 
 
 def surplus(slots: Collection[Slot], taken: Mapping[int, Slot]) -> list[int]:
-    """Return the processes, by number, whose slot is not there any more."""
+    """Return the processes, by number, whose slot is gone."""
     return [number for number, slot in taken.items() if slot not in slots]
 
 
 # ----------------------------------------------------------------------------------------------------
-# Hosts that are left out after failures, for a time that doubles with each one. Pure: no clock.
+# Hosts excluded after failures, for a time that doubles with each failure. Pure: no clock.
 
 
 @dataclass
 class Cooldown:
-    """Failures of hosts. Every method takes the time.
+    """Failures of hosts. Methods take the current time.
 
     Attributes:
-        shortest_s: after the first failure.
-        longest_s: after many. A host that has had no failure for so long begins anew.
+        shortest_s: exclusion after the first failure.
+        longest_s: after many. A host without a failure for as long starts over.
     """
 
     shortest_s: float
@@ -67,7 +67,7 @@ class Cooldown:
     _until: dict[str, float] = field(default_factory=dict)
 
     def fail(self, host: str, now: float) -> float:
-        """Note a failure; return for how many seconds the host is left out. Failures in that time are not counted."""
+        """Record a failure; return the remaining exclusion of the host in seconds. Failures during it are not counted."""
         until = self._until.get(host, now)
         if now < until:
             return until - now
@@ -80,9 +80,9 @@ class Cooldown:
         return seconds
 
     def is_left_out(self, host: str, now: float) -> bool:
-        """Return True while nothing is started on a host."""
+        """Return True while a host is excluded."""
         return now < self._until.get(host, now)
 
     def next_end(self, now: float) -> float | None:
-        """Return when the next host comes back; None if all are there."""
+        """Return when the next exclusion ends; None without one."""
         return min((until for until in self._until.values() if until > now), default=None)

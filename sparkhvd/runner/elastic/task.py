@@ -1,14 +1,14 @@
-"""Executor's side of an elastic job on Spark: a task that has one process after the other, as the coordinator asks.
+"""Executor's side of an elastic job on Spark: a task that runs one process after the other for the coordinator.
 
-    coordinator -> task   start   a process: its invitation, and its slot
+    coordinator -> task   start   a process: its join token, and its slot
     coordinator -> task   signal  a signal for it
     coordinator -> task   leave   the job is over
-    task -> coordinator   hello   facts about this place
-    task -> coordinator   result  a part of what the process has returned
+    task -> coordinator   hello   facts about this task
+    task -> coordinator   result  a part of the process's result
     task -> coordinator   ended   the outcome of the process
 
-**Threads**: the task's own reads; one per process waits for its end. **Failure**: a process that dies does not end its task, which waits for
-the next order; both end with the coordinator.
+**Threads**: the task's own reads; one per process waits for its end. **Failure**: a process that dies does not end its
+task, which waits for the next start. Both end with the coordinator.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
     from pyspark import TaskContext
 
 
-# Of the coordinator's port for tasks; any task is number 1 there.
+# Of the coordinator's port for tasks; every task is number 1 there.
 PURPOSE = "elastic tasks"
-# From a Python worker to the JVM: its daemon, and what may lie between.
+# From a Python worker to the JVM: its daemon, and possible wrappers.
 _ANCESTORS = 3
-# How long the end of a killed process may take to be noted; its thread is a daemon.
+# How long to wait for the thread of a killed process, which is a daemon.
 _KILLED_S = 30.0
 
 
 class TaskSlot:
-    """A task whose coordinator is there.
+    """Task with a connected coordinator.
 
     Args:
         context: of the task.
         spec: of the attempt.
         program: the pickled call.
-        files: that the client and tasks share; None where ranks tell by the driver's port.
+        files: shared by client and tasks; None if ranks use the driver's port.
         sock: connection to the coordinator.
     """
 
@@ -75,7 +75,7 @@ class TaskSlot:
         self._program = program
         self._files = files
         self._chosen = JobSettings.from_json(spec.settings)
-        # The coordinator is reached from there, and so are others.
+        # This address reaches the coordinator, so it reaches the others.
         own = str(sock.getsockname()[0])
         choice = self._chosen.values.interfaces
         self._address = address_on(choice) if choice else own
@@ -88,14 +88,14 @@ class TaskSlot:
                 self._chosen.values.slots * self._chosen.values.slot_bytes,
             ),
         )
-        # Guards the process and signals that came before it was there.
+        # Guards the process, and signals before its start.
         self._lock = threading.Lock()
         self._trainer: Trainer | None = None
         self._signals: list[int] = []
         self._thread: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Do what the coordinator asks, until it lets this task leave or is gone."""
+        """Run the coordinator's requests until it releases this task or is gone."""
         try:
             self._channel.send(
                 "hello", facts=self._facts.to_dict(), executor=executor_option("--executor-id")
@@ -113,10 +113,10 @@ class TaskSlot:
                 self._thread.join(_KILLED_S)
 
     def _start(self, values: Mapping[str, Any]) -> None:
-        if self._thread is not None:  # it has told its end
+        if self._thread is not None:  # it has reported its end
             self._thread.join(_KILLED_S)
         self._signals = []
-        self._thread = threading.Thread(target=self._live, args=(values,), daemon=True)
+        self._thread = threading.Thread(target=self._run_process, args=(values,), daemon=True)
         self._thread.start()
 
     def _signal(self, number: int) -> None:
@@ -130,19 +130,19 @@ class TaskSlot:
 
     # --- The thread of a process. ---
 
-    def _live(self, values: Mapping[str, Any]) -> None:
-        """Run a process to its end, and tell the coordinator."""
-        member, result = int(values["invitation"]["number"]), b""
+    def _run_process(self, values: Mapping[str, Any]) -> None:
+        """Run a process to its end, and report it to the coordinator."""
+        member, result = int(values["join_token"]["number"]), b""
         try:
             outcome, result = self._run(member, values)
-        except Exception as error:  # noqa: BLE001 - door: the coordinator must learn of every end
+        except Exception as error:  # noqa: BLE001 - the coordinator must be notified of every end
             text = str(error) if isinstance(error, PreflightError) else repr(error)
             outcome = Outcome(member, OutcomeKind.PREFLIGHT, exit="not started", message=text)
         finally:
             with self._lock:
                 self._trainer = None
         outcome = replace(outcome, host=self._facts.host, attempt=self._spec.attempt)
-        with contextlib.suppress(OSError):  # it is gone, and so will this task be
+        with contextlib.suppress(OSError):  # it is gone, and this task will end
             for part in chunks(result):
                 self._channel.send("result", part, member=member)
             self._channel.send("ended", outcome.to_json().encode(), member=member)
@@ -180,8 +180,8 @@ class TaskSlot:
                 trainer.kill()
             visible = prologue.env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
             gpu = self._gpu(trainer, slot, visible)
-            join_token = dict(values["invitation"])
-            # The coordinator's own name for its host is not always the one by which this host knows it.
+            join_token = dict(values["join_token"])
+            # This host may not know the coordinator's own name for its host.
             join_token["coordinator"] = {**join_token["coordinator"], "address": self._coordinator}
             trainer.send(
                 JobFrame(
@@ -199,10 +199,10 @@ class TaskSlot:
             return replace(outcome, unsent=output.close(), job_id=spec.job_id), trainer.result
 
     def _gpu(self, trainer: Trainer, slot: int, visible: str | None) -> int | None:
-        """Return the ordinal of the process's GPU: its task's only one, or that of its slot.
+        """Return the ordinal of the process's GPU: its task's only one, or the one of its slot.
 
         Raises:
-            PreflightError: it has none, and must have one.
+            PreflightError: a required GPU is missing.
         """
         facts, mode = self._facts, self._spec.gpu_mode
         seen = agreement.RankGpus(facts.host, slot, *trainer.gpus(), visible, facts.cpu_torch)
@@ -213,7 +213,7 @@ class TaskSlot:
 
 
 def executor_option(name: str) -> str:
-    """Return what this executor's JVM has behind an option on its command line; "" where there is none, as with a local master."""
+    """Return the value of an option on the command line of this executor's JVM; "" without one, as with a local master."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Agreement of the ranks on their GPUs: pure functions of the GPUs that they see, so the same on every rank.
+"""Agreement of the ranks on their GPUs: pure functions of the GPUs that they see, so the result is equal on every rank.
 
-Each GPU is for one rank. Processes report the UUIDs that CUDA's driver gives, because a number means another GPU in
+Each GPU is for one rank. Processes report the UUIDs of CUDA's driver, because a number means another GPU in
 another container.
 """
 
@@ -19,10 +19,10 @@ class RankGpus:
     Attributes:
         host: its host's name.
         local_rank: its index among the ranks of the host.
-        uuids: of the GPUs, in the order of CUDA.
+        uuids: of the GPUs, in CUDA's order.
         error: reason why they are unknown, or "".
         visible: CUDA_VISIBLE_DEVICES of the process, or None.
-        cpu_torch: version of its torch if that is required and built without CUDA, else "".
+        cpu_torch: version of its torch if torch is required and built without CUDA, else "".
     """
 
     host: str
@@ -49,9 +49,10 @@ class GpuAgreement:
 
 
 def agree(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> GpuAgreement:
-    """Decide whether the ranks use the GPUs that they were given.
+    """Decide whether the ranks use their GPUs.
 
-    A job that has not required GPUs trains on the CPU if its torch cannot use them: Spark may give GPUs for other jobs.
+    A job that does not require GPUs trains on the CPU if its torch cannot use them: Spark may provide GPUs for other
+    jobs.
     """
     if mode not in (GpuMode.TASK, GpuMode.HOST):
         return GpuAgreement(mode)
@@ -83,7 +84,7 @@ class OwnGpu:
     """GPU of one rank.
 
     Attributes:
-        ordinal: its ordinal in the rank's process; None if the rank has none.
+        ordinal: its ordinal in the rank's process; None without a GPU.
         visible: new CUDA_VISIBLE_DEVICES of the process; None for no change.
     """
 
@@ -98,16 +99,16 @@ def own_gpu(
     seen: Sequence[str],
     base: str | None,
 ) -> OwnGpu:
-    """Return a rank's GPU: where possible its local rank is the ordinal, as in scripts for Horovod.
+    """Return a rank's GPU: if possible its ordinal is the local rank, as in scripts for Horovod.
 
-    Its process then sees the GPUs of all ranks of its host, in their order. It sees only its own where it cannot see the
-    others', where they are unknown, and where ranks have several: those are cuda:0, cuda:1, ... of each.
+    Its process then sees the GPUs of all ranks of its host, in order. It sees only its own if it cannot see the
+    others', if they are unknown, and if ranks have several, which are then cuda:0, cuda:1, ... of each rank.
 
     Args:
         mode: of `GpuMode`.
         local_ranks: GPUs that the processes of this host's ranks see, by local rank.
         local_rank: of this rank.
-        seen: UUIDs of all GPUs that this rank's process could see, in the order of CUDA.
+        seen: UUIDs of all GPUs that this rank's process could see, in CUDA's order.
         base: CUDA_VISIBLE_DEVICES with which it would see them, or None.
     """
     if mode == GpuMode.HOST:
@@ -116,7 +117,7 @@ def own_gpu(
         return OwnGpu(None)
     if len(local_ranks) == 1 or any(len(gpus.uuids) != 1 for gpus in local_ranks):
         return OwnGpu(0)
-    # The names that the executor's processes use: the variable then holds names that Spark and the user know.
+    # Use the names of the executor's processes, which Spark and the user know.
     names = [str(i) for i in range(len(seen))] if base is None else visible_names(base)
     name_of = dict(zip(seen, names, strict=False))
     if any(gpus.uuids[0] not in name_of for gpus in local_ranks):
@@ -127,7 +128,7 @@ def own_gpu(
 def check_gpus(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> str:
     """Return the reason why these ranks have no GPUs of their own, or "".
 
-    The same on every rank, because it depends on nothing but its arguments.
+    Depends only on its arguments, so the result is equal on every rank.
     """
     if mode not in (GpuMode.TASK, GpuMode.HOST):
         return ""

@@ -1,9 +1,9 @@
-"""GPUs of ranks: pure decisions from configuration, each with its reason.
+"""GPUs of ranks: pure decisions from the configuration, each with its reason.
 
-Spark counts GPUs, and knows them by addresses that a discovery script of the cluster's owner prints. A rank's process
-is started with those addresses as the GPUs that it can see, and sees those of its host's other ranks as well where it
-can, so that its local rank is the number of its own; where Spark counts none, ranks of a host share the GPUs that a
-process there sees, by their local rank. `agreement` decides on the GPUs that the ranks then see.
+Spark counts GPUs, and knows them by addresses that the cluster's discovery script prints. A rank's process
+starts with those addresses as its visible GPUs. Where possible it then sees those of its host's other ranks as well,
+so that its local rank is the ordinal of its own. If Spark counts none, ranks of a host choose from the GPUs that a
+process there sees by their local rank. `agreement` decides on the GPUs that the ranks then see.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
 DYNAMIC = "spark.dynamicAllocation.enabled"
-# Tasks that share a GPU where the cores of an executor are not known.
+# Tasks that share a GPU if the cores of an executor are unknown.
 _UNKNOWN_SLOTS = 4
 
 
 class GpuMode:
     """Source of a rank's GPU."""
 
-    OFF = "off"  # none: its process sees no GPU
-    TASK = "task"  # those that Spark gave the task
-    HOST = "host"  # the one with its local rank among those that its process sees
-    FREE = "free"  # no GPUs were asked for: its process sees those that the executor sees
+    OFF = "off"  # its process sees no GPU
+    TASK = "task"  # the GPUs that Spark gave the task
+    HOST = "host"  # the GPU with its local rank among those that its process sees
+    FREE = "free"  # no GPUs were requested: its process sees the executor's
 
 
 @dataclass(frozen=True)
 class TaskShare:
-    """Resources of a task; None stands for the value of the conf.
+    """Resources of a task; None means the value of the conf.
 
     Attributes:
         cpus: cores.
@@ -63,9 +63,9 @@ class GpuPlan:
     Attributes:
         mode: of `GpuMode`.
         reason: its reason, in the user's own conf names.
-        profile: resources that a profile of the stage must ask for; None for no profile.
+        profile: resources that a profile of the stage must request; None for no profile.
         is_required: whether a rank without a GPU is an error.
-        leaves_gpus: whether executors have GPUs that ranks do not get, although that was not asked for.
+        leaves_gpus: whether executors have GPUs that ranks do not get, without a request for that.
     """
 
     mode: str
@@ -87,8 +87,8 @@ def decide(
     Args:
         conf: Spark configuration; only `placement.CONF_KEYS` are read.
         use_gpu: True, False, or None for "if Spark gives tasks GPUs".
-        refused: reason why stages can have no resource profile here, or "".
-        given: resources that the user's own profile asks for, or None.
+        refused: reason why stages cannot have a resource profile here, or "".
+        given: resources requested by the user's own profile, or None.
 
     Raises:
         InvalidArgumentError: `use_gpu` is not a bool, or contradicts the user's own profile.
@@ -166,9 +166,9 @@ def _of_profile(given: TaskShare, required: bool) -> GpuPlan:
 
 
 def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
-    """Return the share of a GPU for which a stage of Python workers must ask, so that as many tasks run at once as without.
+    """Return the share of a GPU that a stage of Python workers must request so that its concurrency stays the same.
 
-    None where its tasks get GPUs without asking, or cannot.
+    None if its tasks get GPUs without a request, or cannot get them.
 
     Args:
         conf: Spark configuration; only `placement.CONF_KEYS` and `DYNAMIC` are read.
@@ -177,13 +177,13 @@ def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
     if gpus < 1 or _number(conf, TASK_AMOUNT) or is_local(conf.get("spark.master", "").strip()):
         return None
     if conf.get(DYNAMIC, "").lower() == "true":
-        return None  # Spark would start more executors, for the profile alone
+        return None  # Spark would start more executors only for the profile
     cores = executor_cores(conf)
     slots = (
         _UNKNOWN_SLOTS * gpus if cores is None else cores // int(conf.get("spark.task.cpus") or 1)
     )
     per_gpu = max(1, math.ceil(slots / gpus))
-    # Rounded down: Spark takes the whole part of 1 / amount for the number of tasks.
+    # Rounded down: Spark uses the integer part of 1 / amount as the number of tasks.
     return TaskShare(gpus=1.0 if per_gpu == 1 else math.floor(1e6 / per_gpu) / 1e6)
 
 
@@ -206,11 +206,11 @@ def variables(
     Args:
         mode: of `GpuMode`.
         addresses: addresses of the GPUs that Spark gave the task.
-        visible: CUDA_VISIBLE_DEVICES of the executor, or None. Addresses that are numbers count in this list.
+        visible: CUDA_VISIBLE_DEVICES of the executor, or None. Numeric addresses index this list.
         order: CUDA_DEVICE_ORDER of the executor, or None.
 
     Raises:
-        PreflightError: Spark gave no address, or one that the executor does not let its processes see.
+        PreflightError: Spark gave no address, or one that is not visible to the executor's processes.
     """
     if mode == GpuMode.OFF:
         return {VISIBLE: ""}
@@ -227,7 +227,7 @@ def variables(
 
 
 def visible_names(visible: str) -> list[str]:
-    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names."""
+    """Return the GPUs named by a value of CUDA_VISIBLE_DEVICES."""
     return [name.strip() for name in visible.split(",") if name.strip()]
 
 
@@ -248,10 +248,10 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """Return the changes to `variables` for which a rank's process reports the GPUs that it sees.
+    """Return the changes to `variables` under which a rank's process reports the GPUs that it sees.
 
-    First none. Then, where that differs, the variables of the executor's processes: a GPU that this one does not
-    see, as in a container of its own, would take those after it out of its list, too.
+    The first is no change. The second, if different, is the executor's value: a GPU that this process does not
+    see, as in a container, would also hide those after it in the list.
 
     Args:
         mode: of `GpuMode`.
@@ -263,14 +263,14 @@ def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Resource profiles of stages: the caller's own, or one that gives each rank a GPU and its share of the cores.
+# Resource profiles of stages: the caller's, or one that gives each rank a GPU and its share of the cores.
 
 
 def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
-    """Refuse the caller's profile where Spark takes none.
+    """Reject the caller's profile if Spark does not support it.
 
     Raises:
-        InvalidArgumentError: Spark takes none.
+        InvalidArgumentError: Spark does not support it.
     """
     if profile is None:
         return
@@ -296,7 +296,7 @@ def no_profiles() -> str:
 def plan_gpus(
     shim: SparkShim, conf: Mapping[str, str], use_gpu: bool | None, given: ResourceProfile | None
 ) -> tuple[GpuPlan, ResourceProfile | None]:
-    """Decide how ranks get GPUs, and on the profile of the stage: the caller's, or one if it is needed.
+    """Decide how ranks get GPUs, and choose the profile of the stage: the caller's, or one if it is needed.
 
     Raises:
         InvalidArgumentError: see `decide.decide`.
@@ -308,21 +308,22 @@ def plan_gpus(
         return plan, given
     try:
         return plan, shim.profile(plan.profile.cpus, plan.profile.gpus)
-    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own: this master takes no profiles
+    except Exception as e:  # noqa: BLE001 - Py4JJavaError or Spark's own: this master supports no profiles
         refused = f"Spark takes no resource profile here ({_first_line(e)})"
         return decide(conf, use_gpu, refused=refused), None
 
 
-# Stages with different profiles cannot be merged into one, so an application has one for all its models: a
-# plan may have DataFrames of several sessions, such as that which Spark makes for each `foreachBatch`.
+# Stages with different profiles cannot be merged, so an application has one for all its models: a
+# plan may have DataFrames of several sessions, such as the one that Spark creates for each `foreachBatch`.
 _shared: dict[str, ResourceProfile | None] = {}
 _sharing = threading.Lock()
 
 
 def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
-    """Return a profile by which tasks of an ordinary stage share the GPUs of their executors; None if there are none.
+    """Return a profile with which tasks of an ordinary stage share the GPUs of their executors; None without GPUs.
 
-    The same object for an application (on Connect: a session), as long as this process lives. Costs a few requests to the server the first time.
+    The same object for an application (on Connect: a session) during this process. The first call costs a few requests
+    to the server.
     """
     key = shim.profile_scope()
     with _sharing:
@@ -337,7 +338,7 @@ def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
     share = share_of_a_gpu(shim.conf((*placement.CONF_KEYS, DYNAMIC)))
     if share is None:
         return None
-    # A cluster manager that takes no profiles leaves its tasks without GPUs, as they were.
+    # A cluster manager without profiles leaves its tasks without GPUs, as before.
     with contextlib.suppress(Exception):
         return shim.profile(share.cpus, share.gpus)
     return None
@@ -364,9 +365,9 @@ def default_slots(
     library: str,
     env: Mapping[str, str] | None = None,
 ) -> placement.Slots:
-    """Return the default slots of ranks that each take a GPU by their local rank.
+    """Return the default slots of ranks that choose a GPU by local rank.
 
-    On a local master no more than this host has GPUs, if it has any. Over Connect the master's host is not this one.
+    On a local master at most the number of this host's GPUs, if any. Over Connect the master's host is another one.
 
     Args:
         shim: the session.
@@ -390,5 +391,5 @@ def share_of(profile: ResourceProfile | None) -> TaskShare | None:
     if profile is None:
         return None
     cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))
-    # A profile that does not name GPUs gives none, also where the conf does.
+    # A profile without GPUs gives none, even if the conf does.
     return TaskShare(None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount)

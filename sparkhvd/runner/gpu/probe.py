@@ -1,7 +1,7 @@
-"""Count GPUs as CUDA's driver sees them in a rank's process, without torch and without a trace in that process.
+"""Count GPUs as CUDA's driver sees them in a rank's process, without torch and without side effects in that process.
 
-A forked process loads the driver: it reads CUDA_VISIBLE_DEVICES when it starts and never again, and a
-process in which it has started cannot fork others that use it. No context is made, so no memory of a GPU is taken.
+A forked process loads the driver, because the driver reads CUDA_VISIBLE_DEVICES only when it starts, and a
+process with a started driver cannot fork others that use it. No context is created, so no GPU memory is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, NoReturn
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
-# How long the driver may take to count where only a default depends on it.
+# How long the driver may take to count if only a default depends on it.
 _COUNT_S = 30.0
 
 
 class _CudaError(Exception):
-    """Error that CUDA's driver has returned."""
+    """Error returned by CUDA's driver."""
 
 
 def cuda_uuids(library: str) -> list[str]:
-    """Return the UUIDs of the GPUs that this process sees, in the order of CUDA's driver; of MIG devices their own.
+    """Return the UUIDs of the GPUs, or MIG devices, that this process sees, in the order of CUDA's driver.
 
     Starts the driver in this process.
 
@@ -49,7 +49,7 @@ def cuda_uuids(library: str) -> list[str]:
     call("cuInit", 0)
     count = ctypes.c_int()
     call("cuDeviceGetCount", ctypes.byref(count))
-    # The second version tells a MIG device's own UUID; the first, the card's.
+    # The second version returns a MIG device's own UUID, the first the card's.
     name = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     uuids = []
     for ordinal in range(count.value):
@@ -61,7 +61,7 @@ def cuda_uuids(library: str) -> list[str]:
 
 
 def has_started(library: str) -> bool:
-    """Return True if CUDA's driver has started in this process, so that it reads CUDA_VISIBLE_DEVICES no more; starts nothing.
+    """Return True if CUDA's driver has started in this process and no longer reads CUDA_VISIBLE_DEVICES; does not start it.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
@@ -74,15 +74,15 @@ def has_started(library: str) -> bool:
 
 
 def count_beside(library: str, env: Mapping[str, str]) -> int:
-    """Return the number of GPUs that a process started from this one sees; 0 where that is unknown.
+    """Return the number of GPUs that a child process sees; 0 if unknown.
 
     This process may have threads, so a fresh one counts, which runs only this file.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
-        env: variables that the other process gets besides those of this one.
+        env: variables of the child in addition to this process's.
     """
-    inherited = os.environ  # noqa: TID251 - the other process inherits the environment of this one
+    inherited = os.environ  # noqa: TID251 - the child inherits this process's environment
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__, library],
@@ -126,7 +126,7 @@ def ask(
 
 
 def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
-    """Start a process that counts; return its process id, and the pipe on which it answers."""
+    """Start a process that counts; return its pid, and the pipe for its answer."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -146,7 +146,7 @@ def _read_answer(pid: int, pipe: int) -> Any:
 
 
 def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
-    """Answer from a forked process, and end it without the exit handlers that it has inherited."""
+    """Answer from a forked process, and end it without inherited exit handlers."""
     try:
         try:
             for name, value in view.items():

@@ -28,7 +28,7 @@ def variables(context: TaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """Return the changes of variables for which the trainer reports the GPUs that it sees."""
+    """Return the changes of variables under which the trainer reports the GPUs that it sees."""
     return decide.views(mode, inherited(VISIBLE))
 
 
@@ -72,7 +72,7 @@ def own_gpu(
     neighbours = [
         gpus for gpus, place in zip(ranks, endpoints, strict=True) if place.host_key == host
     ]
-    # The user's own variable wins. A driver that has not answered once is not waited for again.
+    # The user's own variable wins. A driver that has not answered once is not queried again.
     asks = mode == decide.GpuMode.TASK and VISIBLE not in env and bool(ranks[rank].uuids)
     seen = trainer.gpus(view=1)[0] if asks else ()
     return agreement.own_gpu(mode, neighbours, ranks[rank].local_rank, seen, inherited(VISIBLE))

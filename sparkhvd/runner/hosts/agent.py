@@ -1,7 +1,7 @@
-"""Agent on one of several hosts: starts the ranks there, passes their output and ends on, and ends with its connection.
+"""Agent on one of several hosts: starts the ranks there, forwards their output and ends, and ends with its connection.
 
-The launcher starts it through ssh by `BOOTSTRAP`, and talks with it through its standard input and output. **Threads**: the main
-one reads messages; others wait for ranks and read their output.
+The launcher starts it through ssh by `BOOTSTRAP`, and communicates through its standard input and output. **Threads**:
+the main one reads messages; others wait for ranks and read their output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.settings import JobSettings, Settings
 
 # ----------------------------------------------------------------------------------------------------
-# Processes of an elastic job on the host where this runs: the launcher's own, or an agent's.
+# Processes of an elastic job on this host: the launcher's own, or an agent's.
 
 
 class Members:
@@ -94,13 +94,13 @@ class Members:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Processes of an elastic job that call a function, on the host where this runs: the launcher's own, or an agent's.
+# Processes of an elastic function on this host: the launcher's own, or an agent's.
 
 
 class FunctionMembers:
-    """Trainers of members; a context manager that leaves none.
+    """Trainers of members; a context manager that kills the remaining ones.
 
-    **Threads**: one per process, which waits for it beside its trainer's.
+    **Threads**: one per process, beside its trainer's.
 
     Args:
         plan: what they need.
@@ -126,7 +126,7 @@ class FunctionMembers:
         self._host = host
         self._log = log
         self._on_end = on_end
-        # Guards those that run.
+        # Guards the running processes.
         self._lock = threading.Lock()
         self._running: dict[int, Trainer] = {}
         self._is_over = False
@@ -134,7 +134,9 @@ class FunctionMembers:
 
     def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
         """Start a process; see `Members.start`."""
-        thread = threading.Thread(target=self._live, args=(join_token, slot, slots), daemon=True)
+        thread = threading.Thread(
+            target=self._run_process, args=(join_token, slot, slots), daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
@@ -154,12 +156,12 @@ class FunctionMembers:
         for thread in self._threads:
             thread.join()
 
-    def _live(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Run a process to its end, and tell of it."""
+    def _run_process(self, join_token: JoinToken, slot: int, slots: int) -> None:
+        """Run a process to its end, and report it."""
         number, result = join_token.number, b""
         try:
             outcome, result = self._run(join_token, slot, slots)
-        except Exception as error:  # noqa: BLE001 - door: the launcher must learn of every end
+        except Exception as error:  # noqa: BLE001 - the launcher must be notified of every end
             text = str(error) if isinstance(error, PreflightError) else repr(error)
             outcome = Outcome(number, OutcomeKind.PREFLIGHT, exit="not started", message=text)
         self._on_end(replace(outcome, host=self._host), result)
@@ -198,8 +200,8 @@ class FunctionMembers:
             return trainer.outcome(host=self._host), trainer.result
 
 
-# One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line. Not from the
-# working directory, a login's home, whose `json.py` is not Python's.
+# One line for `python -c`: prints the version of this Python before any import, and takes the module path from the
+# first line. Leaves out the working directory, a login's home, whose `json.py` is not Python's.
 MARK = b"sparkhvd-agent "
 BOOTSTRAP = (
     "import sys;sys.path=[p for p in sys.path if p];import json,os;"
@@ -209,7 +211,7 @@ BOOTSTRAP = (
 )
 # How long another host may take to answer.
 REACH_S = 5.0
-# The launcher says something this often; after so long without, the agent asks whether its host is there.
+# Interval of the launcher's heartbeats; after this much silence the agent checks the launcher's host.
 BEAT_S = 5.0
 SILENCE_S = 15.0
 _POLL_S = 1.0
@@ -239,12 +241,12 @@ def main() -> NoReturn:
     except (SparkhvdError, OSError) as error:
         with contextlib.suppress(OSError):
             channel.send("failed", text=str(error))
-    # The rest of this process may be blocked; what it has started ends with it.
+    # Other threads may block; what this process has started ends with it.
     os._exit(status)
 
 
 def _take_over() -> Channel:
-    """Keep standard input and output for messages alone; nothing that runs here sees them."""
+    """Reserve standard input and output for messages; other code of this process does not see them."""
     reader, writer = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -290,7 +292,7 @@ def _serve(channel: Channel) -> None:
 def _serve_elastic(
     order: StartRequest, settings: JobSettings, address: str, program: bytes, channel: Channel
 ) -> NoReturn:
-    """Start processes when the launcher says so, until its end."""
+    """Start processes at the launcher's request, until its end."""
     with contextlib.ExitStack() as stack:
         members: Members | FunctionMembers
         if order.command is None:
@@ -303,7 +305,7 @@ def _serve_elastic(
         while message := _receive(channel):
             values = message.values
             if message.kind == "start":
-                join_token = JoinToken.from_dict(values["invitation"])
+                join_token = JoinToken.from_dict(values["join_token"])
                 members.start(join_token, int(values["slot"]), int(values["slots"]))
             else:
                 members.send(int(values["number"]), values["member"])
@@ -359,7 +361,7 @@ def _plan(order: StartRequest, settings: JobSettings) -> TrainersPlan:
 
 
 def _receive(channel: Channel) -> Message | None:
-    """Receive a message that is no beat; None if the launcher, or its host, is gone."""
+    """Receive a message other than a heartbeat; None if the launcher, or its host, is gone."""
     while True:
         try:
             message = channel.receive(SILENCE_S)
@@ -374,13 +376,13 @@ def _receive(channel: Channel) -> Message | None:
 def _is_there() -> bool:
     """Return False if the launcher's host does not answer: it is down, or the network is cut.
 
-    A launcher that is only stopped sends no beats, too; its host's kernel answers for it.
+    A launcher that is only stopped sends no heartbeats either, but its host's kernel answers.
     """
     came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
     if len(came) != 4:
-        return True  # a child process of the launcher: its end closes the pipe
+        return True  # a child process of the launcher, whose end closes the pipe
     try:
-        # ssh's own port there, which takes no connection.
+        # ssh's client port there, which accepts no connection.
         socket.create_connection((came[0], int(came[1])), timeout=REACH_S).close()
     except ConnectionError:  # refused: its kernel answers
         return True
@@ -394,17 +396,17 @@ def _expect(channel: Channel, kind: str) -> Message:
     if message is None:
         raise BrokenPipeError
     if message.kind != kind:
-        raise InternalError(f"an agent got {message.kind!r} in place of {kind!r}.")
+        raise InternalError(f"an agent received {message.kind!r} instead of {kind!r}.")
     return message
 
 
 def _address(order: StartRequest, settings: Settings) -> str:
-    """Return this host's address for the other hosts: chosen, or that by which ssh came, which is known to be reached."""
+    """Return this host's address for the other hosts: the chosen one, or the one that ssh reached."""
     if settings.interfaces:
         return address_on(settings.interfaces)
     if order.address:
         return order.address
-    # Client's address and port, the server's.
+    # The client's address and port, then the server's.
     came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
     if len(came) == 4 and not is_loopback(came[2]):
         return came[2].removeprefix("::ffff:")
@@ -412,7 +414,7 @@ def _address(order: StartRequest, settings: Settings) -> str:
 
 
 def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> list[str]:
-    """Try to connect to a rank of each other host; return what failed."""
+    """Try to connect to a rank of each other host; return the failures."""
     problems = []
     loop = EventLoop()
 
@@ -477,7 +479,7 @@ class _ScriptRanks:
 
 
 class _FunctionRanks:
-    """Trainers, which call the user's function."""
+    """Trainers that call the user's function."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Agent on a host, as the launcher reaches it: by ssh, or as a child process on this host."""
+"""The launcher's connection to the agent of a host: over ssh, or to a child process on this host."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.protocol import Channel, Message
 from sparkhvd.runner.orphans import ParentDeathReaper
 
-# How long a host may take to answer by ssh and start a Python: all of them are told of within 10 s.
+# How long a host may take to answer by ssh and start a Python: all failures are reported within 10 s.
 CONNECT_S = 9.5
 # How long an agent may take to end with its connection, before ssh is killed.
 END_S = 2.0
-# Of this, how long ssh looks for the host: then it says itself why it does not reach it.
+# ssh's own part of this, so that it reports why it does not reach a host.
 _SSH_S = 8.0
 _SAID_LINES = 5
 _OF_RANKS = ("line", "ended", "outcome")
@@ -41,7 +41,7 @@ class Reach:
 
     Attributes:
         ssh_command: OpenSSH's client, with any options.
-        port: of ssh; None for what its configuration says.
+        port: of ssh; None for ssh's configuration.
         identity_file: private key; None likewise.
         start_timeout_s: longest wait for each step of the start, after the first answer.
     """
@@ -60,14 +60,14 @@ class Reach:
         """Return the command line that starts an agent on a host.
 
         Raises:
-            HostError: the command of ssh is not written as in a shell.
+            HostError: the ssh command has invalid shell syntax.
         """
         if self.is_here(host):
             return [sys.executable, "-c", BOOTSTRAP]
         options = {
-            "BatchMode": "yes",  # nobody is there to type a password
+            "BatchMode": "yes",  # there is no user to type a password
             "ConnectTimeout": f"{_SSH_S:g}",
-            "ControlMaster": "no",  # which would stay, and hold the pipes
+            "ControlMaster": "no",  # a master would stay and hold the pipes
             "ServerAliveInterval": "5",
             "ServerAliveCountMax": "3",
         }
@@ -92,10 +92,10 @@ class HostConnection:
     Args:
         place: host and its ranks.
         reach: how it is reached.
-        reaper: ends ssh with this process; None where there is none.
+        reaper: ends ssh with this process; None without one.
 
     Raises:
-        HostError: there is no ssh here.
+        HostError: ssh is missing here.
     """
 
     def __init__(self, place: HostSlots, reach: Reach, reaper: ParentDeathReaper | None) -> None:
@@ -103,7 +103,7 @@ class HostConnection:
         self.host = place.host
         command = reach.command(place.host)
         try:
-            # A terminal's Ctrl-C is for this process, which passes it on.
+            # This process forwards a terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -137,9 +137,9 @@ class HostConnection:
                 self._said.append(text)
 
     def said(self) -> str:
-        """Return the last words of ssh or the agent."""
+        """Return the last error lines of ssh or the agent."""
         self._listener.join(END_S)
-        return " | ".join(self._said) or "it ended without a word"
+        return " | ".join(self._said) or "it ended without a message"
 
     def _silence(self, text: str) -> str:
         return " ".join([text, *([" | ".join(self._said)] if self._said else [])])
@@ -148,7 +148,7 @@ class HostConnection:
         """Compare versions.
 
         Raises:
-            HostError: there is no answer, or the host has others.
+            HostError: there is no answer, or the host has other versions.
         """
         own = f"{sys.version_info[0]}.{sys.version_info[1]}"
         try:
@@ -183,12 +183,12 @@ class HostConnection:
             )
 
     def send(self, kind: str, data: bytes = b"", **values: object) -> None:
-        """Send a message; nothing happens if the agent is gone, as `receive` tells."""
+        """Send a message; nothing happens if the agent is gone, which `receive` reports."""
         with contextlib.suppress(OSError, ValueError):  # broken, or closed
             self._channel.send(kind, data, **values)
 
     def receive(self) -> Message | None:
-        """Receive a message, however long it takes; None if the connection is lost."""
+        """Receive a message, without a timeout; None if the connection is lost."""
         if self._early:
             return self._early.popleft()
         with contextlib.suppress(OSError, ValueError):
@@ -196,7 +196,7 @@ class HostConnection:
         return None
 
     def expect(self, kind: str, timeout_s: float) -> Message:
-        """Receive a message of one kind; what ranks say before it is kept for `receive`.
+        """Receive a message of one kind; earlier messages of ranks are kept for `receive`.
 
         Raises:
             HostError: the agent has failed or ended, or does not answer in time.
@@ -216,16 +216,16 @@ class HostConnection:
         if message.kind == "failed":
             raise HostError(str(message.values["text"]))
         if message.kind != kind:
-            raise HostError(f"its agent said {message.kind!r} in place of {kind!r}.")
+            raise HostError(f"its agent sent {message.kind!r} instead of {kind!r}.")
         return message
 
     def end(self) -> None:
-        """Close the connection; its agent ends."""
+        """Close the connection, which ends its agent."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
     def kill(self, deadline: float) -> None:
-        """Wait for the end of the agent, or end ssh; after `end`."""
+        """Wait for the end of the agent, or kill ssh; after `end`."""
         left = deadline - time.monotonic() if self._has_agent else 0.0
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, left))
@@ -237,7 +237,7 @@ class HostConnection:
         self._process.wait()
 
     def close(self) -> None:
-        """Close the pipes, which nobody reads any more; after `kill`."""
+        """Close the pipes; after `kill`."""
         self._listener.join(END_S)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None and not self._listener.is_alive():

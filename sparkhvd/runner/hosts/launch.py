@@ -1,4 +1,4 @@
-"""Start of ranks on all hosts at once, each step before the next one."""
+"""Start of ranks on all hosts in parallel, step by step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Hosts:
-    """Agents on all hosts; a context manager that leaves no process on any of them.
+    """Agents on all hosts; a context manager that ends all their processes.
 
     Args:
         places: hosts and their ranks.
         reach: how the hosts are reached.
-        reaper: ends ssh with this process; None where it has threads.
+        reaper: ends ssh with this process; None if it has threads.
 
     Raises:
         PreflightError: some hosts do not answer in time, or run other versions; all of them are listed.
@@ -71,7 +71,7 @@ class Hosts:
             env: variables of the ranks.
             settings: of the launch.
             program: pickled call of a function.
-            check: gets what each host has told, and returns the reason why ranks cannot start, or "".
+            check: receives each host's answer, and returns the reason why ranks cannot start, or "".
             **ordered: further fields of `StartRequest`.
 
         Raises:
@@ -120,11 +120,11 @@ class Hosts:
         on_message: Callable[[HostSlots, Message], None],
         on_loss: Callable[[HostSlots, str], None],
     ) -> None:
-        """Receive messages from now on, from a thread for each host.
+        """Receive messages from now on, in a thread per host.
 
         Args:
             on_message: called with each message.
-            on_loss: called with the last words of ssh when a connection has ended.
+            on_loss: called with the last error lines of ssh when a connection has ended.
         """
 
         def read(each: HostConnection) -> None:
@@ -139,12 +139,12 @@ class Hosts:
             self._start(read, each)
 
     def send(self, number: int) -> None:
-        """Send a signal to all ranks that run."""
+        """Send a signal to all running ranks."""
         for each in self._all:
             each.send("signal", number=number)
 
     def close(self) -> None:
-        """End all agents, and with them what is left of the ranks."""
+        """End all agents, and with them the remaining ranks."""
         self._closing.set()
         for each in self._all:
             each.end()
@@ -158,7 +158,7 @@ class Hosts:
         self._all.clear()
 
     def _beat(self) -> None:
-        """Tell the agents now and then that this host is there."""
+        """Send heartbeats to the agents."""
         while not self._closing.wait(BEAT_S):
             for each in self._all:
                 each.send("beat")
@@ -170,13 +170,13 @@ class Hosts:
         self.close()
 
     def _each(self, step: Callable[[HostConnection], T]) -> list[T]:
-        """Do a step for all hosts at once; return what each gives, in their order."""
+        """Run a step for all hosts in parallel; return their results, in order."""
         done: queue.SimpleQueue[tuple[int, T | None, str]] = queue.SimpleQueue()
 
         def run(number: int, each: HostConnection) -> None:
             try:
                 done.put((number, step(each), ""))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the launcher waits for it
+            except Exception as error:  # noqa: BLE001 - the launcher waits for every result
                 is_known = isinstance(error, HostError)
                 done.put((number, None, str(error) if is_known else repr(error)))
 
@@ -203,13 +203,13 @@ class Hosts:
 
 
 def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
-    """Return the loopback addresses of hosts, if all of them are names of this machine; else nothing."""
+    """Return the loopback addresses of hosts, if all of them are names of this machine; else empty."""
     found = {}
     for host in hosts:
         if reach.is_here(host):
             found[host] = "127.0.0.1"
             continue
-        with contextlib.suppress(OSError):  # a name that only ssh knows
+        with contextlib.suppress(OSError):  # a name that only ssh resolves
             address = str(socket.getaddrinfo(bare(host), None)[0][4][0])
             if is_loopback(address):
                 found[host] = address
@@ -222,7 +222,7 @@ def bare(host: str) -> str:
 
 
 def _check_reach(each: HostConnection, firsts: Sequence[tuple[str, dict[str, str | int]]]) -> None:
-    """Let a host connect to a rank of every other one.
+    """Have a host connect to a rank of every other host.
 
     Raises:
         HostError: it does not reach some of them.

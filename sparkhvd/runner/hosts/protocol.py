@@ -21,9 +21,9 @@ class Message:
     """One message.
 
     Attributes:
-        kind: what it is.
-        values: of JSON.
-        data: bytes that go with it.
+        kind: its kind.
+        values: JSON object.
+        data: attached bytes.
     """
 
     kind: str
@@ -40,7 +40,7 @@ def unpack(frame: bytes) -> Message:
     """Return the message of a frame.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the frame is invalid.
     """
     header, _, data = frame.partition(b"\n")
     kind, values = json.loads(header)
@@ -60,17 +60,17 @@ class Channel:
         """Send a message.
 
         Raises:
-            BrokenPipeError: the other side is gone.
+            BrokenPipeError: the peer is gone.
         """
         frame = pack(kind, data, values)
         with self._lock:
             write_frame(self._writer, frame)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Receive a message; None at the end of the other side.
+        """Receive a message; None at the end of the peer.
 
         Raises:
-            TimeoutError: nothing has come for so long, also of a message that has begun; the next call goes on with it.
+            TimeoutError: no bytes arrived for `timeout_s`, even of a partial message, which the next call continues.
         """
         while (frame := take_frame(self._came)) is None:
             if not select.select([self._reader], [], [], timeout_s)[0]:
@@ -82,12 +82,12 @@ class Channel:
         return unpack(frame)
 
     def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
-        """Return the rest of the first line that begins with a mark, before any message; None at the end of the other side.
+        """Return the rest of the first line that starts with a mark, before any message; None at the end of the peer.
 
-        Other lines are what a shell says at login.
+        Other lines are the login shell's.
 
         Raises:
-            TimeoutError: it has not come in time.
+            TimeoutError: it has not arrived in time.
         """
         deadline = time.monotonic() + timeout_s
         line = b""
@@ -107,25 +107,25 @@ class Channel:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the launcher asks of an agent, before all ranks are known.
+# Request of the launcher to an agent, before all ranks are known.
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """Ranks of a host. The job, with its key, comes later.
+    """Ranks of a host. The job, with its key, follows later.
 
     Attributes:
         first: first rank of the host.
         count: number of its ranks.
         cwd: working directory.
-        env: variables of the ranks, on top of those that the agent has.
+        env: variables of the ranks, in addition to the agent's.
         settings: `JobSettings.to_json()`.
-        address: of this host for the others, where it is known: a loopback's, if all hosts are this machine; "" else.
+        address: of this host for the others, if known: a loopback address if all hosts are this machine; else "".
         towards: name of another host.
-        command: of a script; None for a function, whose pickled call goes with the order.
+        command: of a script; None for a function, whose pickled call is sent with the request.
         sys_path: of the launcher, for a function.
         use_gpu: of `run_hosts`.
-        is_elastic: whether processes are started one by one, when the launcher says so.
+        is_elastic: whether processes are started individually, at the launcher's request.
     """
 
     first: int

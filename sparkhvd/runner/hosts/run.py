@@ -1,4 +1,4 @@
-"""Call a function on ranks of several hosts, by the same trainers as `run`."""
+"""Run a function, or the user's command, on ranks of several hosts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostsOptions:
         """Return the hosts.
 
         Raises:
-            InvalidArgumentError: they are not given, or twice.
+            InvalidArgumentError: they are given not at all, or twice.
         """
         if (self.hosts is None) == (self.hostfile is None):
             raise InvalidArgumentError(
@@ -83,7 +83,7 @@ def launch_on_hosts(
     hosts = options.hosts_given()
     size = sum(host.slots for host in hosts) if num_proc is None else num_proc
     check_num_proc(size)
-    place_ranks(hosts, size)  # or refused before anything is pickled
+    place_ranks(hosts, size)  # raises before anything is pickled
     program = launching.dump_call(fn, args, kwargs)
     given = launching.check_env(options.env)
     chosen = launching.choose_settings(options.settings, given)
@@ -132,7 +132,7 @@ def launch_on_hosts(
 
 
 class _Answers:
-    """Outcomes of ranks, and their output, as they come from the hosts."""
+    """Outcomes and output of ranks, as the hosts send them."""
 
     def __init__(self, places: Sequence[HostSlots], log: Callable[[str], None]) -> None:
         self.results: dict[int, bytes] = {}
@@ -162,7 +162,7 @@ class _Answers:
         return self._outcomes.get(timeout=timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the ranks that still run."""
+        """Wait for the running ranks."""
         deadline = time.monotonic() + timeout_s
         while any(self._running.values()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -183,15 +183,15 @@ def run_script_on_hosts(
     """Run a command on every rank; return the exit status for the shell, see `watch`.
 
     Args:
-        command: program and arguments; each host looks for them.
+        command: program and arguments, resolved on each host.
         places: hosts and their ranks.
-        env: variables of the ranks, beside those that a login by ssh gives.
+        env: variables of the ranks, in addition to those of an ssh login.
         settings: of the launch.
         reach: how the hosts are reached.
-        output: where the ranks' output goes.
+        output: destination of the ranks' output.
 
     Raises:
-        PreflightError: some hosts cannot run their ranks. None has started, or all have ended.
+        PreflightError: some hosts cannot run their ranks. No rank has started, or all have ended.
     """
     events: Events = queue.SimpleQueue()
     size = sum(place.count for place in places)

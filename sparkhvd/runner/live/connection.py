@@ -1,4 +1,4 @@
-"""Connection of a task to the driver, which is replaced whenever it is refused, cut or silent."""
+"""Connection of a task to the driver, replaced whenever it is refused, cut or silent."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sparkhvd.runner.driver_port import FIRST
 from sparkhvd.runner.live.frames import ACK, pack
 from sparkhvd.runner.live.sender import Backlog
 
-# How long a connection and its proof may take.
+# Timeout of a connection and its handshake.
 _CONNECT_S = 5.0
-# How long the driver may take to acknowledge: then the connection is taken for dead.
+# How long the driver may take to acknowledge before the connection counts as dead.
 _SILENT_S = 10.0
 # Pauses between attempts to connect grow from the first to the second.
 _PAUSES_S = 0.1, 2.0
-# How long lines come together before they are sent.
+# How long lines are gathered before they are sent.
 _GATHER_S = 0.2
 
 
 class LiveConnection:
-    """Way of records through TCP, for one thread that delivers and another that aborts."""
+    """TCP carrier of records, for one thread that delivers and another that aborts."""
 
     def __init__(self, address: tuple[str, int], job: Job) -> None:
         self._address = address
@@ -35,7 +35,7 @@ class LiveConnection:
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        # None once the driver was there.
+        # None once the driver has been reached.
         self._tried_since: float | None = math.inf
 
     def deliver(self, backlog: Backlog) -> None:
@@ -55,7 +55,7 @@ class LiveConnection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the driver was never there, longer than a connection may take."""
+        """Whether the driver was never reached within the connection timeout."""
         since = self._tried_since
         return since is not None and time.monotonic() - since > _CONNECT_S
 
@@ -64,7 +64,7 @@ class LiveConnection:
         with self._lock:
             self._is_over.set()
             if self._sock is not None:
-                with contextlib.suppress(OSError):  # not connected yet, or not any more
+                with contextlib.suppress(OSError):  # not connected yet, or no longer
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class LiveConnection:
 
 
 def _serve(sock: socket.socket, backlog: Backlog) -> None:
-    """Send records until it has ended and all are acknowledged; OSError when the connection is of no use any more."""
+    """Send records until the backlog has ended and all are acknowledged; raises OSError if the connection fails."""
     sock.settimeout(_SILENT_S)
     while records := backlog.take(_GATHER_S):
         sock.sendall(pack(records))

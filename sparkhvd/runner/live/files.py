@@ -1,10 +1,10 @@
-"""Live output through files that the driver and the ranks share, where executors may not reach the driver: Spark Connect.
+"""Live output through files shared by driver and ranks, if executors may not reach the driver: Spark Connect.
 
-A task writes a small file about once per second, if there is output, into a folder of the attempt; the driver shows what it finds there, and
-deletes it with its next look.
+A task with output writes a small file about once per second into a folder of the attempt. The driver shows the files
+that it finds, and deletes them at its next poll.
 
-**Threads**: on the driver one background thread. **Failure**: a store that cannot be read or written for a moment costs time only; a client that is gone
-leaves `_MOST_FILES` per rank behind at most, which go with the run's folder.
+**Threads**: on the driver one background thread. **Failure**: a store that is temporarily unavailable only delays the
+output. If the client is gone, at most `_MOST_FILES` files per rank remain, which are deleted with the run's folder.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sparkhvd.runner.live.frames import pack, unpack
 from sparkhvd.runner.live.receiver import Display
 from sparkhvd.runner.live.sender import Backlog
 
-# How long lines come together in a file.
+# How long lines are gathered in a file.
 _GATHER_S = 0.7
 _PAUSE_S = 1.0
-# A rank whose files nobody deletes writes no more than these.
+# Most undeleted files of a rank.
 _MOST_FILES = 32
 # How long the driver waits at its end for the last files.
 _LAST_LOOK_S = 15.0
@@ -33,7 +33,7 @@ class Chunks(Protocol):
     """Files that ranks can write."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         ...
 
     def exists(self, path: str) -> bool:
@@ -43,11 +43,12 @@ class Chunks(Protocol):
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Way in which the driver reads and deletes files of a folder.
+    """How the driver reads and deletes files of a folder.
 
     Attributes:
-        collect: deletes files by their paths, and returns paths and contents of the others of a folder, or of the first of them.
-        poll_s: seconds between two looks; None where looking needs a task slot that the ranks hold.
+        collect: deletes files by their paths, and returns paths and contents of the remaining files of a folder, or of
+            the first of them.
+        poll_s: polling interval in seconds; None if polling needs a task slot that the ranks hold.
     """
 
     collect: Callable[[str, Sequence[str]], list[tuple[str, bytes]]]
@@ -55,12 +56,12 @@ class Mailbox:
 
 
 def folder_of(run_dir: str, attempt: int, job_id: str) -> str:
-    """Return the folder of an attempt's files; an earlier fit with the same run id had another."""
+    """Return the folder of an attempt's files; different for an earlier fit with the same run id."""
     return f"{run_dir}/attempts/{attempt}/live-{job_id}"
 
 
 class ChunkWriter:
-    """Way of records through files, for one thread that delivers and another that aborts."""
+    """File carrier of records, for one thread that delivers and another that aborts."""
 
     def __init__(self, files: Chunks, folder: str, rank: int) -> None:
         self._files = files
@@ -72,19 +73,19 @@ class ChunkWriter:
     def deliver(self, backlog: Backlog) -> None:
         """Write records until the backlog has ended and is empty, or `abort` is called."""
         while not self._is_over.is_set() and (records := backlog.take(_GATHER_S)):
-            # A store may raise anything; what is not written is written later, or travels with the outcome.
+            # A store may raise anything; unwritten records are written later, or travel with the outcome.
             with contextlib.suppress(Exception):
                 if self._has_room():
                     path = f"{self._folder}/{self._rank:06d}-{records[-1].number:010d}"
                     self._files.write_bytes(path, pack(records))
-                    if path not in self._written[-1:]:  # progress again
+                    if path not in self._written[-1:]:  # progress rewrites it
                         self._written.append(path)
                     backlog.acknowledge(records[-1].number)
                     continue
             self._is_over.wait(_PAUSE_S)
 
     def _has_room(self) -> bool:
-        """Return True if the driver has deleted the oldest of as many files as there may be."""
+        """Return True below the limit of files, or if the driver has deleted the oldest."""
         if len(self._written) < _MOST_FILES:
             return True
         if self._files.exists(self._written[0]):
@@ -98,20 +99,20 @@ class ChunkWriter:
 
     @property
     def is_lost(self) -> bool:
-        """False: a store that refuses has its own deadlines."""
+        """False: a store has its own deadlines."""
         return False
 
 
 class ChunkReader:
-    """Driver's end: looks for files, shows and deletes them; a context manager around the launch."""
+    """Driver's side: finds, shows and deletes files; a context manager around the launch."""
 
     def __init__(self, mailbox: Mailbox, folder: str, display: Display) -> None:
-        """Prepare a reader; nothing runs before `with`.
+        """Prepare a reader, which runs inside `with`.
 
         Args:
-            mailbox: how to look.
+            mailbox: reads and deletes files.
             folder: of the attempt.
-            display: used by the thread alone until the end of the block.
+            display: used only by the thread until the end of the block.
         """
         self.folder = folder
         self._mailbox = mailbox
@@ -137,21 +138,21 @@ class ChunkReader:
         while not self._stopping.wait(self._mailbox.poll_s):
             self._poll()
         until = time.monotonic() + _LAST_LOOK_S
-        # The last look finds nothing, and deletes what the one before has found.
+        # The last poll finds nothing, and deletes what the previous one found.
         while self._poll() and time.monotonic() < until:
             pass
 
     def _poll(self) -> bool:
-        """Show the files that are there; return False if there are none, or the store does not answer."""
+        """Show the files; return False if nothing was found, or the store does not answer."""
         try:
             found = self._mailbox.collect(self.folder, self._done)
-        except Exception:  # noqa: BLE001 - a store may raise anything, and is asked again
+        except Exception:  # noqa: BLE001 - a store may raise anything; the next poll tries again
             return False
         self._done = [path for path, _ in found]
         for path, data in sorted(found):
             rank = int(path.rpartition("/")[2].partition("-")[0])
             for record in unpack(data):
-                # Progress is no news at the end.
+                # At the end, progress is outdated.
                 if record.number or not self._stopping.is_set():
                     self._display.take(rank, record)
         return bool(found)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 # Number of the record and bytes of its text, which follows.
 HEADER = struct.Struct("!QI")
-# Number of the last record that is shown.
+# Number of the last shown record.
 ACK = struct.Struct("!Q")
-# The driver refuses longer ones.
+# The driver refuses longer texts.
 MAX_RECORD_BYTES = 1 << 20
-# Of the driver's port; each rank is the next number there, as the driver is 0.
+# Of the driver's port, where rank r is number r + 1, as the driver is 0.
 PURPOSE = "live output"
 
 
@@ -20,9 +20,9 @@ class Record(NamedTuple):
     """Text of a rank for the driver.
 
     Attributes:
-        number: 1, 2, ... for each rank of an attempt; 0 of progress, which may be lost.
-        text: whole lines, without the end of the last; "" of a record that is lost.
-        lines: lines of the rank that it stands for: its own, and those that a line of it counts as left out.
+        number: 1, 2, ... for each rank of an attempt; 0 for progress, which may be lost.
+        text: whole lines, without the last newline; "" for a lost record.
+        lines: lines of the rank that it represents: its own, and lines that it counts as left out.
     """
 
     number: int
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 
 def left_out(rank: int, lines: int, elsewhere: str) -> str:
-    """Return the line that says how many lines of a rank are not shown, and where they are; "" for nowhere."""
+    """Return the line that counts lines of a rank that are not shown, with their place; "" for no place."""
     where = f"; {elsewhere}" if elsewhere else ""
     return f"[{rank}] ({lines:,} line{'s' * (lines != 1)} left out here{where})"
 

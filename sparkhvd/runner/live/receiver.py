@@ -1,7 +1,8 @@
-"""Driver's end of live output: shows the lines of ranks as they come.
+"""Driver's side of live output: shows the lines of ranks as they arrive.
 
-**Threads**: one background thread accepts, reads and shows; a stream that blocks keeps only this thread, and then ranks leave lines out.
-**Shutdown**: `close` reads what the ranks have sent before they ended, and takes `_DRAIN_S` + `_JOIN_S` at most.
+**Threads**: one background thread accepts, reads and shows. A stream that blocks stops only this thread, and then ranks
+leave out lines. **Shutdown**: the end of the block reads what the ranks sent before they ended, within `_DRAIN_S` +
+`_JOIN_S`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ class Display:
         progress: Callable[[str], None] = lambda _: None,
         elsewhere: str = "",
     ) -> None:
-        """Make a display.
+        """Create a display.
 
         Args:
             show: called with whole lines.
             size: number of ranks.
-            progress: called with a line on the progress of the training.
-            elsewhere: where lines are that are lost; "" for nowhere.
+            progress: called with a line about the training's progress.
+            elsewhere: where lost lines can be found; "" for nowhere.
         """
         self._elsewhere = elsewhere
         self._show = show
         self._progress = progress
-        # Number of the last record that is shown, by rank.
+        # Number of the last shown record, by rank.
         self._shown = [0] * size
 
     def last(self, rank: int) -> int:
-        """Return the number of the last record of a rank that is shown; 0 for none."""
+        """Return the number of the last shown record of a rank; 0 for none."""
         return self._shown[rank]
 
     def take(self, rank: int, record: Record) -> None:
@@ -59,13 +60,13 @@ class Display:
                 self._progress(record.text)
         if record.number <= self._shown[rank]:
             return
-        # A broken stream never breaks training; what it does not take is gone.
+        # A broken stream never breaks training; text that it refuses is lost.
         with contextlib.suppress(Exception):
             self._show(record.text)
         self._shown[rank] = record.number
 
     def show_rest(self, outcomes: Iterable[Outcome]) -> None:
-        """Show what ranks had not sent when they ended, and count what is lost."""
+        """Show what ranks had not sent when they ended, and count lost lines."""
         for outcome in outcomes:
             if outcome.rank is not None:
                 self._show_unsent(outcome.rank, [Record(*fields) for fields in outcome.unsent])
@@ -79,15 +80,15 @@ class Display:
             self.take(rank, record)
 
 
-# How long a connection may take to prove that it is a rank's, and a record to come whole.
+# Timeouts for the handshake of a connection, and for the rest of a record.
 _HANDSHAKE_S = 5.0
 _RECORD_S = 30.0
-# How long connections of ranks that have ended may take to be read to their end.
+# How long to read the connections of ended ranks to their end.
 _DRAIN_S = 0.5
 _JOIN_S = 2.0
-# The longest that a selector waits, in whole days.
+# Longest wait of a selector, in whole days.
 _FOREVER_S = 24.0 * 86400
-# Connections beyond the ranks' that may try to prove themselves at once.
+# Unauthenticated connections beyond the number of ranks.
 _SPARE_CONNECTIONS = 64
 
 
@@ -104,12 +105,12 @@ class Receiver:
         attempt: int,
         size: int,
     ) -> None:
-        """Prepare a receiver; nothing runs before `with`.
+        """Prepare a receiver, which runs inside `with`.
 
         Args:
-            listening: not blocking; closed at the end.
+            listening: non-blocking; closed at the end.
             host: at which ranks reach it.
-            display: used by the thread alone until the end of the block.
+            display: used only by the thread until the end of the block.
             key: of the attempt, in hex.
             job_id: of the attempt.
             attempt: 0 for the first launch.
@@ -139,7 +140,7 @@ class Receiver:
         attempt: int,
         size: int,
     ) -> Receiver:
-        """Listen at the address at which executors reach the driver; the arguments are those of the class.
+        """Listen where executors reach the driver; the arguments are those of the class.
 
         Raises:
             OSError: this process cannot listen there.
@@ -152,7 +153,7 @@ class Receiver:
 
     def __exit__(self, *_: object) -> None:
         self._is_ending = True
-        with contextlib.suppress(OSError):  # the thread is at its end
+        with contextlib.suppress(OSError):  # the thread has ended
             self._wakes.send(b"\0")
         self._thread.join(_DRAIN_S + _JOIN_S)
 
@@ -179,7 +180,7 @@ class Receiver:
                 sock.close()
 
     def _end(self) -> Task:
-        """Wait for the caller, and then for the connections of ranks that have ended."""
+        """Wait for the caller, and then for the connections of ended ranks."""
         while not self._is_ending:
             with contextlib.suppress(TimeoutError):
                 yield Wait(self._woken, selectors.EVENT_READ, time.monotonic() + _FOREVER_S)
@@ -194,7 +195,7 @@ class Receiver:
                 yield Wait(self._listening, selectors.EVENT_READ, time.monotonic() + _FOREVER_S)
             try:
                 sock, _ = self._listening.accept()
-            except BlockingIOError:  # it is gone again
+            except BlockingIOError:  # the peer has closed already
                 continue
             except OSError:  # no descriptor is free
                 yield from sleep(1.0)
@@ -208,7 +209,7 @@ class Receiver:
     def _receive(self, sock: socket.socket) -> Task:
         rank = -1
         try:
-            with sock, contextlib.suppress(OSError):  # not a rank, or one that is gone
+            with sock, contextlib.suppress(OSError):  # not a rank, or it is gone
                 sock.setblocking(False)
                 until = time.monotonic() + _HANDSHAKE_S
                 hello = yield from read(sock, HELLO.size, until)
@@ -227,7 +228,7 @@ class Receiver:
         """Show the records of a rank, and acknowledge them."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if rank in self._of_rank:  # that one is dead, or the rank would not have another
+        if rank in self._of_rank:  # the old connection is dead, or the rank would not open another
             with contextlib.suppress(OSError):
                 self._of_rank[rank].shutdown(socket.SHUT_RDWR)
         self._of_rank[rank] = sock

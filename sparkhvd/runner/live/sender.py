@@ -1,6 +1,6 @@
-"""Task's end of live output: takes the lines of a rank, without ever making the rank wait.
+"""Task's side of live output: accepts the lines of a rank without blocking it.
 
-**Threads**: a daemon thread from the first line on, which delivers; whatever fails on the way is tried again for as long as the rank runs.
+**Threads**: a daemon thread from the first line on, which delivers, and retries after failures while the rank runs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Protocol
 from sparkhvd.runner.live.frames import Record, left_out
 
 # ----------------------------------------------------------------------------------------------------
-# Limits of how much of a rank's output goes to the driver.
+# Rate limits of a rank's output to the driver.
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Rate that a rank may keep up.
+    """Sustained rate of a rank.
 
     Attributes:
         per_s: items per second.
         bytes_per_s: bytes per second.
-        burst_s: seconds of both that may come at once.
+        burst_s: seconds of both that may arrive at once.
     """
 
     per_s: float
@@ -33,12 +33,12 @@ class Rate:
 
 
 LINES = Rate(2000.0, float(1 << 20), 2.0)
-# Of `log_to_driver`.
+# For `log_to_driver`.
 MESSAGES = Rate(100.0, float(1 << 20), 2.0)
 
 
 class Bucket:
-    """Token bucket that, once empty, stays closed until it is half full: what is left out, is left out in one piece."""
+    """Token bucket that, once empty, stays closed until it is half full, so that lines are left out in one block."""
 
     def __init__(self, rate: Rate, now: float) -> None:
         self._rate = rate
@@ -48,7 +48,7 @@ class Bucket:
         self._is_closed = False
 
     def admits(self, num_bytes: int, now: float) -> bool:
-        """Return True, and count it, if an item may pass at a time in seconds."""
+        """Return True, and consume tokens, if an item may pass at `now`."""
         rate, passed = self._rate, now - self._at
         self._at = now
         most_items, most_bytes = rate.per_s * rate.burst_s, rate.bytes_per_s * rate.burst_s
@@ -65,16 +65,16 @@ class Bucket:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Records of a rank that the driver has not acknowledged, and lines on their way to the next one.
-# Threads: any number put lines in, and never wait; one takes records out.
+# Records of a rank that the driver has not acknowledged, and lines for the next one.
+# Threads: any number add lines without blocking; one removes records.
 
-# Bytes of lines that may wait, and of messages beside them.
+# Bytes of waiting lines; as many more for messages.
 _QUEUE_BYTES = 4 << 20
-# Lines come together in a record up to this size.
+# Lines are gathered in a record up to this size.
 _RECORD_BYTES = 32 << 10
-# Most that is sent before it must be acknowledged.
+# Most bytes in flight before an acknowledgement.
 _BATCH_BYTES = 256 << 10
-# Most that travels with the outcome.
+# Most bytes that travel with the outcome.
 _REST_BYTES = 256 << 10
 
 
@@ -82,13 +82,13 @@ class Backlog:
     """Bounded queue of a rank's lines."""
 
     def __init__(self, rank: int, elsewhere: str, *, shows_lines: bool, is_limited: bool) -> None:
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            rank: for the lines that say how many were left out.
-            elsewhere: where those are, such as "the executor's log has all"; "" for nowhere.
-            shows_lines: whether ordinary lines are taken at all, or only messages.
-            is_limited: whether the rate of lines is.
+            rank: for the lines that count what was left out.
+            elsewhere: where those lines are, such as "the executor's log has all"; "" for nowhere.
+            shows_lines: whether ordinary lines are accepted, or only messages.
+            is_limited: whether lines are rate-limited.
         """
         self._rank, self._elsewhere = rank, elsewhere
         self._shows_lines, self._is_limited = shows_lines, is_limited
@@ -105,14 +105,14 @@ class Backlog:
         self._has_ended = False
 
     def line(self, line: str) -> bool:
-        """Put in a line; return False if it is left out."""
+        """Add a line; return False if it is left out."""
         if not self._shows_lines:
             return False
         num_bytes = len(line.encode(errors="replace")) + 1
         with self._changed:
             if self._has_ended:
                 return False
-            # The room first: a line that finds none takes nothing from the rate.
+            # Check the room first: a line without room must not consume tokens.
             if self._bytes + num_bytes > _QUEUE_BYTES or not (
                 not self._is_limited or self._lines.admits(num_bytes, time.monotonic())
             ):
@@ -122,7 +122,7 @@ class Backlog:
             return True
 
     def message(self, text: str) -> bool:
-        """Put in a message of some lines; return False if it is left out."""
+        """Add a message of some lines; return False if it is left out."""
         num_bytes = len(text.encode(errors="replace")) + 1
         with self._changed:
             if self._has_ended:
@@ -136,7 +136,7 @@ class Backlog:
             return True
 
     def progress(self, text: str) -> bool:
-        """Put in a line on the progress of the training, in place of one that is still here; return False at the end."""
+        """Replace the line about the training's progress; return False after the end."""
         with self._changed:
             if self._has_ended:
                 return False
@@ -146,7 +146,7 @@ class Backlog:
 
     def _put(self, text: str, num_bytes: int) -> None:
         was_empty = not self._open
-        self._tell_left_out()
+        self._count_left_out()
         if self._open_bytes + num_bytes > _RECORD_BYTES:
             self._close_record()
         self._open.append(text)
@@ -156,7 +156,7 @@ class Backlog:
         if was_empty:
             self._changed.notify_all()
 
-    def _tell_left_out(self) -> None:
+    def _count_left_out(self) -> None:
         if self._left_out:
             notice = left_out(self._rank, self._left_out, self._elsewhere)
             self._open_lines += self._left_out
@@ -166,22 +166,20 @@ class Backlog:
             self._bytes += len(notice) + 1
 
     def _close_record(self) -> None:
-        """Number the lines that have come; from then on the record is the same, however often it is sent."""
+        """Number the gathered lines; from then on the record is fixed, however often it is sent."""
         if self._open:
             self._last += 1
             self._records.append(Record(self._last, "\n".join(self._open), self._open_lines))
             self._open, self._open_bytes, self._open_lines = [], 0, 0
 
     def take(self, gather_s: float) -> list[Record]:
-        """Wait for lines; return the first records that are not acknowledged, or none once it has ended and is empty.
+        """Wait for lines; return the first unacknowledged records, or an empty list once the queue has ended and is empty.
 
-        The wait for a rank that prints nothing has no deadline: `end` ends it, which a task calls however its rank ends, and the
-        thread is a daemon that goes with its process.
-
-        Progress comes before them, once, as a record with number 0.
+        The wait has no deadline: a task always calls `end`, however its rank ends, and the thread is a daemon.
+        Progress precedes the records, once, as a record with number 0.
 
         Args:
-            gather_s: how long lines may come together before they are sent.
+            gather_s: how long lines are gathered before they are sent.
         """
         with self._changed:
             self._changed.wait_for(
@@ -207,35 +205,35 @@ class Backlog:
                 self._bytes -= len(self._records.popleft().text.encode(errors="replace")) + 1
 
     def end(self) -> None:
-        """Take no more lines; what is there can still be taken out."""
+        """Refuse further lines; existing ones can still be taken."""
         with self._changed:
-            self._tell_left_out()
+            self._count_left_out()
             self._has_ended = True
             self._changed.notify_all()
 
     def rest(self) -> list[Record]:
-        """Return the records that are not acknowledged; those that cannot travel with an outcome without their text."""
+        """Return the unacknowledged records; beyond the limit of an outcome without their text."""
         with self._changed:
             self._close_record()
             found: deque[Record] = deque()
             room = _REST_BYTES
             for record in reversed(self._records):
                 room -= len(record.text)
-                # The driver may have shown it, and knows then that it is not lost.
+                # The driver may have shown it, so it is not necessarily lost.
                 found.appendleft(record if room >= 0 else record._replace(text=""))
             return list(found)
 
 
-# How long the end of a rank may take longer, so that the driver shows its last lines.
+# How long the end of a rank may be delayed for its last lines.
 FLUSH_S = 2.0
 _ABORT_S = 0.2
 
 
 class Carrier(Protocol):
-    """Way of records to the driver."""
+    """Carries records to the driver."""
 
     def deliver(self, backlog: Backlog) -> None:
-        """Bring records to the driver until the backlog has ended and is empty, or `abort` is called."""
+        """Deliver records until the backlog has ended and is empty, or `abort` is called."""
         ...
 
     def abort(self) -> None:
@@ -244,21 +242,21 @@ class Carrier(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing has ever come through, for so long that its end needs no waiting."""
+        """Whether the driver was never reached, for so long that the end need not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class OutputRoute:
-    """Way of an attempt's output to the driver; crosses as JSON.
+    """Route of an attempt's output to the driver; travels as JSON.
 
     Attributes:
-        address: host and port of the driver; None where it reads files.
-        folder: of these files; "" for none.
-        shows_lines: whether ordinary lines go there, or messages only.
-        on_terminal: whether the task's stderr is the driver's, so that nothing must go both ways.
-        is_shown: whether lines that are left out may be on that stderr.
-        at_once: whether a rank connects before its first line, because the driver says so where none comes.
+        address: host and port of the driver; None if it reads files.
+        folder: of these files; "" without them.
+        shows_lines: whether ordinary lines take this route, or messages only.
+        on_terminal: whether the task's stderr is the driver's, so that nothing may take both routes.
+        is_shown: whether left out lines may appear on that stderr.
+        at_once: whether a rank connects before its first line, because the driver reports missing connections.
     """
 
     address: tuple[str, int] | None = None
@@ -274,13 +272,13 @@ class OutputRoute:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> OutputRoute:
-        """Rebuild it from `to_dict`, as JSON has it."""
+        """Rebuild it from `to_dict`, after JSON."""
         address = fields["address"]
         return cls(**{**fields, "address": address and (address[0], address[1])})
 
     @property
     def elsewhere(self) -> str:
-        """Where lines are that were left out; "" for nowhere."""
+        """Where left out lines are; "" for nowhere."""
         if not self.on_terminal:
             return "the executor's log has all"
         return "they are on stderr" if self.is_shown else ""
@@ -290,12 +288,12 @@ class Sender:
     """Sender of one rank's lines; a context manager."""
 
     def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
-        """Prepare a sender; nothing runs before the first line, or before `with` if the way is tried at once.
+        """Prepare a sender; it starts with the first line, or inside `with` if the route connects at once.
 
         Args:
-            way: to the driver.
-            rank: whose lines they are.
-            carrier: which brings them there.
+            way: route to the driver.
+            rank: of the lines.
+            carrier: carries them there.
         """
         self._carrier = carrier
         self._at_once = way.at_once
@@ -308,15 +306,15 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def line(self, line: str) -> bool:
-        """Send a line, which begins with its rank; return False if it is left out. Never waits."""
+        """Send a line that starts with its rank; return False if it is left out. Never blocks."""
         return self._started(self._backlog.line(line))
 
     def message(self, text: str) -> bool:
-        """Send a message of one or more such lines, which counts apart from them; return False if it is left out."""
+        """Send a message of such lines, with a rate of its own; return False if it is left out."""
         return self._started(self._backlog.message(text))
 
     def progress(self, text: str) -> None:
-        """Send a line on the progress of the training in place of the last one; lost with its connection."""
+        """Send a line about the training's progress, replacing the last one; lost with its connection."""
         self._started(self._backlog.progress(text))
 
     def _started(self, is_taken: bool) -> bool:
@@ -344,7 +342,7 @@ class Sender:
         return self._backlog.rest()
 
     def __enter__(self) -> Sender:
-        if self._at_once:  # the first look drops progress, and connects for it
+        if self._at_once:  # the first poll drops progress, and connects for it
             self.progress("begins")
         return self
 

@@ -117,7 +117,7 @@ def test_a_stopped_member_is_left_out_and_learns_of_it_when_it_wakes() -> None:
         job.members[1].kill(signal.SIGCONT)
         error = job.members[1].error()
         assert error["kind"] == "LeftOutError"
-        assert "the others waited 1 s for it and went on without it" in error["text"]
+        assert "the others waited 1 s for it and continued without it" in error["text"]
         assert "write nothing" in error["text"]
 
 

@@ -67,7 +67,7 @@ def test_a_stopped_rank_that_wakes_after_it_was_left_out_ends_with_an_error(tmp_
         job.wait_for(r"3 -> 1 rank in 1\.\d\d s: .*process 1 on localhost the others waited 1 s")
         os.kill(first[1], signal.SIGCONT)
         (left,) = job.wait_for(r"^\[1\] sparkhvd.errors.LeftOutError: (.*)")
-        assert "the others waited 1 s for it and went on without it" in left[1]
+        assert "the others waited 1 s for it and continued without it" in left[1]
         job.wait_for(r"^\[\d\] rank \d of 3", 6)
         assert job.end() == 0
 
@@ -81,9 +81,7 @@ def test_a_discovery_script_adds_and_removes_slots(tmp_path: Path) -> None:
         hosts.write_text("localhost:8\n")
         assert job.ranks(3)[0] == first[0]
         hosts.write_text("localhost:1\n")
-        job.wait_for(
-            r"3 -> 1 rank in .*: process 1 on localhost left: its slot is not there any more; process 2"
-        )
+        job.wait_for(r"3 -> 1 rank in .*: process 1 on localhost left: its slot is gone; process 2")
         job.wait_for(r"rank 0 of 1", 2)
         hosts.write_text("nonsense here\n")
         job.wait_for(r"printed 'nonsense here'; each of its lines must be .* are kept\.$")
@@ -125,7 +123,7 @@ def test_the_only_process_stays_until_one_on_another_slot_has_the_state(tmp_path
         hosts.write_text("")
         job.wait_for("printed no host. The last process that has the training's state stays")
         hosts.write_text("127.0.0.1:1\n")
-        job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is not there")
+        job.wait_for(r"2 -> 1 rank in .*: process 0 on localhost left: its slot is gone")
         job.wait_for(r"^\[1\] rank 0 of 1")
         assert job.end() == 0
 
@@ -134,7 +132,7 @@ def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     with elastic_run(tmp_path, "-np", "3", "--min-np", "1", "--reset-limit", "0") as job:
         os.kill(job.ranks(3)[2], signal.SIGKILL)
         assert job.wait() == 1
-        text = "the elastic job cannot go on: the job was reset 0 times, as often as its reset limit allows (--reset-limit"
+        text = "the elastic job cannot continue: the job was reset 0 times, as often as its reset limit allows (--reset-limit"
         assert sum(text in line for line in job.lines if line.startswith("sparkhvdrun:")) == 1
 
 
@@ -154,7 +152,7 @@ def test_too_few_ranks_end_the_job_after_the_timeout(tmp_path: Path) -> None:
         hosts.write_text("localhost:1\n")
         assert job.wait() == 1
         job.wait_for(
-            r"cannot go on: after 2 s .* 1 of the 2 ranks are there that it needs \(--min-np"
+            r"cannot continue: after 2 s .* it has 1 of the 2 ranks that it needs \(--min-np"
         )
         assert wait_until_gone(set(first.values()), 1) == set()
 

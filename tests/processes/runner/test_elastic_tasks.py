@@ -132,7 +132,7 @@ def test_a_task_that_cannot_take_part_is_no_slot() -> None:
         made.connect()
         assert made.next() == slots(0)
         made.connect(sparkhvd="0.0.1")
-        assert "A task cannot take part. The driver has sparkhvd" in made.said.get(timeout=10)
+        assert "A task cannot join. The driver has sparkhvd" in made.said.get(timeout=10)
         made.connect()
         assert made.next() == slots(0, 1)
 

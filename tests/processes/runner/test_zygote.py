@@ -258,7 +258,7 @@ def test_a_nursery_that_is_stopped_keeps_no_launch_from_its_end(
     launch(1)
     pid = of_this_process.pid()
     assert pid is not None
-    monkeypatch.setattr(processes, "_TOLD_S", 0.5)
+    monkeypatch.setattr(processes, "_REPORT_S", 0.5)
     wakes = threading.Timer(20.0, os.kill, (pid, signal.SIGCONT))
     wakes.start()
     began = time.monotonic()

@@ -292,7 +292,7 @@ def test_too_few_members_wait_for_others_and_then_fail() -> None:
     job.membership.step(53.0)
     refusal = job.told()[0]
     assert isinstance(refusal, Refusal)
-    assert "1 of the 2 ranks are there" in refusal.text
+    assert "1 of the 2 ranks that it needs" in refusal.text
     assert "50 s" in refusal.text
 
 

@@ -42,7 +42,7 @@ def test_silence_in_the_middle_of_a_message_is_silence(
     whole = io.BytesIO()
     monkeypatch.setattr(protocol, "write_frame", lambda _, frame: whole.write(frame))
     launcher.send("order", b"program")
-    frame = struct.pack("!Q", whole.notify()) + whole.getvalue()
+    frame = struct.pack("!Q", whole.tell()) + whole.getvalue()
     other = launcher.other  # type: ignore[attr-defined]
     os.write(launcher._writer, frame[:-3])
     came_from(monkeypatch, "255.255.255.255", 40000)

@@ -141,7 +141,7 @@ def test_the_failure_of_a_job_names_ranks_and_tells_a_loss_from_a_mistake() -> N
     assert "Rank 0 of 2 was lost" in str(failure.error)
     assert failure.is_lost
     failure = ends(lost, members=(5,)).failure(STATE_IS_GONE)
-    assert "The elastic job cannot go on: every rank that had" in str(failure.error)
+    assert "The elastic job cannot continue: every rank that had" in str(failure.error)
     assert failure.is_lost
     failure = ends(lost, members=(5,)).failure("too few")
     assert not failure.is_lost

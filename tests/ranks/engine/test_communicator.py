@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
             assert message in str(second)
             for other in (first, third):
                 assert isinstance(other, PreflightError)
-                assert re.search(rf"rank 1 cannot take part: .*{message}", str(other))
+                assert re.search(rf"rank 1 cannot join: .*{message}", str(other))
 
 
 def test_ranks_of_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_ranks_leave_an_executor_that_will_be_taken_away(tmp_path: Path) -> None
         timeout_s=300,
     )
     assert "SIZES [2, 1, 2]" in output, output
-    assert "left: its slot is not there any more" in output, output
+    assert "left: its slot is gone" in output, output
     assert "goes back to its last commit" not in output, output
 
 
@@ -207,7 +207,7 @@ def test_the_loss_of_executors_is_survived_by_a_client_that_they_do_not_reach(
         remote=True,
         timeout_s=380,
     )
-    lost = "The elastic job cannot go on: its coordinator was lost with its Spark task"
+    lost = "The elastic job cannot continue: its coordinator was lost with its Spark task"
     assert re.search(r"SIZES task \[(1, )?2\]", output), output
     assert f"FAILED ElasticError {lost}" in output, output
     assert output.count("Relaunching (1 of 2)") == 2, output

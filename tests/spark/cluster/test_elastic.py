@@ -93,7 +93,7 @@ def test_a_coordinator_in_a_task_is_found_through_the_store_and_its_loss_survive
     body = with_folder(BEHIND_NAT + LOST_COORDINATOR, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
     assert "ALL WELL" in output
-    lost = "The elastic job cannot go on: its coordinator was lost with its Spark task"
+    lost = "The elastic job cannot continue: its coordinator was lost with its Spark task"
     assert output.count(lost) == output.count("Relaunching (1 of 2)") == 1, output
     # Lines of changes come through the store, too.
     assert re.search(r"^sparkhvd: 2 -> 1 rank in .* ended with signal SIGKILL", output, re.M), (
