@@ -130,7 +130,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if len({x.dtype for x in targets}) == len({x.dtype for x in sources}) == 1:
         _copy_alike(targets, sources)
         return
-    # Of several types torch would take the first one's for all of them.
+    # With several types torch would use the first type for all of them.
     by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
