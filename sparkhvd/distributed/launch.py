@@ -133,7 +133,7 @@ class Launcher:
         except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        return self.noted(Work(works, outputs, last, OperationNames(names[0]), self.passes))
+        return self.recorded(Work(works, outputs, last, OperationNames(names[0]), self.passes))
 
     def launch_one(self, plan: CollectivePlan, opts: Any, outputs: Sequence[Tensor]) -> Work:
         """Launch an asynchronous collective; in a backward pass at its end, unless overlapping helps."""
@@ -170,7 +170,7 @@ class Launcher:
         """Record works from now on."""
         self._coalesced = []
 
-    def noted(self, work: Work) -> Work:
+    def recorded(self, work: Work) -> Work:
         """Record a work while works are coalesced, and return it."""
         if self._coalesced is not None:
             self._coalesced.append(work)

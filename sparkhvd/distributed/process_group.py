@@ -777,7 +777,7 @@ class Group(_ProcessGroup):
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
         tensor = moved(only("send", tensors))
-        return self.launcher.noted(
+        return self.launcher.recorded(
             Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
         )
 
@@ -799,7 +799,7 @@ class Group(_ProcessGroup):
             restore(target)
             work.source = self.launcher.team.ranks.index(operation.output().rows[0])
 
-        work = self.launcher.noted(Work([operation], tensors, finish))
+        work = self.launcher.recorded(Work([operation], tensors, finish))
         return work
 
     def _global(self, rank: int) -> int:

@@ -370,9 +370,7 @@ class Work(dist.Work):
     def source_rank(self) -> int:
         """Return the sender of a received tensor."""
         if self.source is None:
-            raise RuntimeError(
-                "source_rank(): only a finished receive has one. Wait for it first."
-            )
+            raise RuntimeError("source_rank(): only a finished receive has one. Wait for it first.")
         return self.source
 
     _source_rank = source_rank

@@ -234,7 +234,9 @@ class Work:
             return False
         works, handle = self._state.works, self._handle
         if status == INTERNAL and self._state.library.poll(handle, None, 0) == PENDING:
-            raise self._state.to_exception(status, buffer)  # the wait failed; the operation continues
+            raise self._state.to_exception(
+                status, buffer
+            )  # the wait failed; the operation continues
         # Finished: the caller's memory is released, also if the Work is kept for its output.
         if handle in works:
             if status != OK:

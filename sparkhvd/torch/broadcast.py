@@ -235,7 +235,9 @@ def broadcast_optimizer_state(
     if content is not None:
         _install(optimizer, content)
     if not had_state and not getattr(optimizer, "_shards", None):
-        for group in optimizer.__dict__["param_groups"]:  # a distributed optimizer's property would wait
+        for group in optimizer.__dict__[
+            "param_groups"
+        ]:  # a distributed optimizer's property would wait
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -74,8 +74,7 @@ def _check(name: str, tensor: Tensor) -> None:
     engine_dtype(name, tensor)
     if tensor.dim() == 0:
         raise InvalidArgumentError(
-            f"{name}: a tensor without dimensions cannot be concatenated. "
-            "Give tensor.reshape(1)."
+            f"{name}: a tensor without dimensions cannot be concatenated. Give tensor.reshape(1)."
         )
 
 

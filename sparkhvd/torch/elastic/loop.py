@@ -58,7 +58,7 @@ def run_fn(
                     is_new = False
                 if must_sync:
                     state.sync()
-                    _note_synced()
+                    _record_sync()
                 result = func(state, *args, **kwargs)
                 _finish()
             except HostsUpdatedInterrupt as interrupt:
@@ -142,7 +142,7 @@ def _record_end(state: State, must_sync: bool, error: CollectiveError | None) ->
         sys.stderr.write(f"sparkhvd: rank {member.rank} restores its last commit: {error}\n")
 
 
-def _note_synced() -> None:
+def _record_sync() -> None:
     if (member := rendezvous()) is not None:
         member.note_synced()
 

@@ -64,7 +64,7 @@ class ShardedHandler:
         self._version, self._committed = 0, 0
         self._copies: dict[int, _Copies] = {}
         context().followers.append(weakref.ref(value))
-        self._note({context().engine.topology.rank: self._own()})
+        self._keep_parts({context().engine.topology.rank: self._own()})
         self.settle()
 
     def save(self, former: object) -> object:
@@ -84,12 +84,12 @@ class ShardedHandler:
         parts = {place.rank: own}
         if place.size > 1:
             parts[(place.rank - 1) % place.size] = pass_object(own, f"{self._name}.neighbour")
-        self._note(parts)
+        self._keep_parts(parts)
 
     def gather(self) -> None:
         """Copy all current parts to every rank, before some ranks leave; every rank must call this."""
         parts = allgather_object(self.value.own_state(), f"{self._name}.leave")
-        self._note(dict(enumerate(parts)))
+        self._keep_parts(dict(enumerate(parts)))
 
     def settle(self) -> None:
         """Make `restore` return to the last `exchange` or `gather`."""
@@ -130,7 +130,7 @@ class ShardedHandler:
     def _own(self) -> OwnState:
         return copy.deepcopy(self.value.own_state())
 
-    def _note(self, parts: dict[int, OwnState]) -> None:
+    def _keep_parts(self, parts: dict[int, OwnState]) -> None:
         """Keep copies of this moment; other ranks may have failed at an earlier one, and continue from it."""
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}

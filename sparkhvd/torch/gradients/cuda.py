@@ -190,9 +190,7 @@ class DeviceBucket(GradientBucket):
         self._flags: Tensor | None = None  # of this rank, as often as they are sent
         self._sums: Tensor | None = None  # of the flags of all ranks
         self._memory: FlatGradients | None = None
-        self._part: Tensor | None = (
-            None  # the part of the gradients' memory with this rank's sums
-        )
+        self._part: Tensor | None = None  # the part of the gradients' memory with this rank's sums
         self._takers: set[int] = set()  # entries whose gradients receive copies of the results
         self._places = {id(entry): number for number, entry in enumerate(entries)}
 

@@ -442,7 +442,7 @@ class Reducer:
         if cycle.is_interrupted:
             self.discard()
         elif cycle.is_in_flight or (cycle.state is CycleState.REDUCED and cycle.results):
-            self._begin_anew(entry)
+            self._restart(entry)
         elif cycle.results.is_added_to(entry):
             cycle.added_to_kept = entry.name
         self._follow_joins()
@@ -471,7 +471,7 @@ class Reducer:
             self._context.part(_EndedPasses).reducers.append(self)
             after_backward(_finish_all(self._context))
 
-    def _begin_anew(self, entry: GradientSlot) -> None:
+    def _restart(self, entry: GradientSlot) -> None:
         """Discard the cycle for a further gradient, if the first was dropped.
 
         Raises:
@@ -505,16 +505,16 @@ class Reducer:
 
     def submit_all(self) -> None:
         """Submit every remaining bucket, with zeros for parameters without a gradient."""
-        cycle, settlement = self.cycle, self._negotiation
+        cycle, negotiation = self.cycle, self._negotiation
         if cycle.state is CycleState.SENT:
             return
         self._follow_joins()
-        if not settlement.is_negotiated:
-            if settlement.negotiate():
+        if not negotiation.is_negotiated:
+            if negotiation.negotiate():
                 self._plan()
-        elif settlement.undecided:
-            settlement.start_vote()
-        self.buckets.assign_memory(is_registered=settlement.is_negotiated)
+        elif negotiation.undecided:
+            negotiation.start_vote()
+        self.buckets.assign_memory(is_registered=negotiation.is_negotiated)
         for bucket in self.buckets:
             if bucket.work is None:
                 self._submit(bucket)
@@ -536,7 +536,7 @@ class Reducer:
             self._negotiation.reduce_late(self.buckets)
             self._follow_order()
             if self._planner.count_step():
-                self._plan_anew()
+                self._replan()
         finally:
             self._reset()
         if changed is not None:
@@ -594,7 +594,7 @@ class Reducer:
         if self._negotiation.is_negotiated:
             self.buckets.assign_memory(is_registered=True)
 
-    def _plan_anew(self) -> None:
+    def _replan(self) -> None:
         self._reset()
         self._plan()
 
@@ -607,7 +607,7 @@ class Reducer:
         order = self._ready.agreed() if self._ready is not None else None
         if order is not None:
             self._ready, self._gradient_order = None, order
-            self._plan_anew()
+            self._replan()
 
 
 class _EndedPasses(ContextPart, threading.local):

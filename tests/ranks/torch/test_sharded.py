@@ -703,7 +703,7 @@ def test_shared_parameters_need_one_host() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda p: torch.optim.LBFGS(p), {}, "LBFGS looks at all parameters at once"),
+        (lambda p: torch.optim.LBFGS(p), {}, "LBFGS combines all parameters"),
         (lambda p: torch.optim.SparseAdam(p), {}, "SparseAdam needs sparse gradients"),
         (OPTIMIZERS["SGD"], {"op": hvd.Adasum}, "op is Adasum. Use Average or Sum"),
         (OPTIMIZERS["SGD"], {"op": hvd.Max}, "op is Max. Use Average or Sum"),
