@@ -75,7 +75,7 @@ class ProcessSets {
   void note_life(Rank rank, TimePoint moved_at);
   /// A rank has left, with this goodbye.
   void depart(Rank rank, const Goodbye& goodbye);
-  /// Refuses what waited for orders behind the coordinator's last word, when these have come.
+  /// Refuses operations that waited for orders, after the coordinator's last orders have arrived.
   void settle(Group& group);
   /// Operations that this rank has finished.
   Goodbye goodbye() const;
