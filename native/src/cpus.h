@@ -17,8 +17,7 @@ struct CpuShare {
 
   /// Processors' worth of time that all processes of a control group may use together.
   struct Quota {
-    std::uint64_t group =
-        0;  // equal for all processes of the group, in any container; 0: none
+    std::uint64_t group = 0;  // equal for all processes of the group, in any container; 0: none
     double cpus = 0;
   };
 

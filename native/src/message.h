@@ -33,11 +33,11 @@ enum class FrameType : std::uint8_t {
   kStack = 10,          // the answer: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
   kSegmentMapped = 12,  // "I could (not) map what was offered"
-  kOrder = 13,         // from a coordinator to rank 0: the set's next operation on devices
-  kCredit = 14,        // permission to send tensor bytes
-  kPoint = 15,         // of a message from one rank to another
-  kReadyAgain = 16,    // to the coordinator: operations of the plan
-  kExecuteAgain = 17,  // from the coordinator: these, in this order
+  kOrder = 13,          // from a coordinator to rank 0: the set's next operation on devices
+  kCredit = 14,         // permission to send tensor bytes
+  kPoint = 15,          // of a message from one rank to another
+  kReadyAgain = 16,     // to the coordinator: operations of the plan
+  kExecuteAgain = 17,   // from the coordinator: these, in this order
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.

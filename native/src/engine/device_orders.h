@@ -138,7 +138,8 @@ class DeviceOrders {
   std::optional<DeviceFailure> failure_;
   std::map<std::int32_t, DeviceFailure> broken_;  // communicators by process set
   std::map<std::int32_t, Relay> relays_;
-  std::vector<std::pair<Rank, Execute>> held_;  // orders for sets that this rank has not created yet
+  std::vector<std::pair<Rank, Execute>>
+      held_;  // orders for sets that this rank has not created yet
 
   Mutex opening_;
   std::unique_ptr<nccl::DevicePlane> own_plane_ GUARDED_BY(opening_);

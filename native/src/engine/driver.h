@@ -123,7 +123,8 @@ class Driver {
   const Spinning spinning_;
   Descriptors own_;
   std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
-  std::uint32_t failed_spins_ = 0;      // the driver's: consecutive spins of waiters that ended in sleep
+  std::uint32_t failed_spins_ =
+      0;  // the driver's: consecutive spins of waiters that ended in sleep
 
   Mutex mutex_;
   std::condition_variable changed_;

@@ -101,8 +101,8 @@ std::optional<std::uint64_t> DataLink::take_credit(std::int32_t stream) {
   Stream& state = streams_[stream];
   const std::uint64_t wanted = state.posted + unasked_;
   // Half of the distance, so that the sender has enough until the credit arrives.
-  if (wanted - std::max(state.told, unasked_) < unasked_ / 2) return std::nullopt;
-  return state.told = wanted;
+  if (wanted - std::max(state.offered, unasked_) < unasked_ / 2) return std::nullopt;
+  return state.offered = wanted;
 }
 
 void DataLink::discard(Ticket ticket) {
@@ -153,7 +153,7 @@ void DataLink::begin_frame(std::span<const std::byte> header) {
   current_ = &streams_[stream];
   if (streams_.size() > kMaxStreams) throw nonsense("bytes of too many process sets");
   current_->arrived += data_left_;
-  if (!current_->is_cancelled && current_->arrived > std::max(current_->told, unasked_)) {
+  if (!current_->is_cancelled && current_->arrived > std::max(current_->offered, unasked_)) {
     throw nonsense("tensor bytes that nobody asked for");
   }
 }

@@ -135,7 +135,7 @@ class DataLink : public Link {
     std::uint64_t granted = 0;    // by the peer; at least unasked_
     std::deque<Ticket> receives;  // not full
     std::uint64_t posted = 0;
-    std::uint64_t told = 0;  // to the peer, at least unasked_
+    std::uint64_t offered = 0;  // to the peer, at least unasked_
     std::uint64_t arrived = 0;
     Bytes early;  // bytes that arrived before their receive, from `taken`
     std::size_t taken = 0;
