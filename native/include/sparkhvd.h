@@ -40,8 +40,7 @@ extern "C" {
 #define SPARKHVD_SHUT_DOWN 6   /* the engine was shut down, here or by the peer named */
 #define SPARKHVD_UNSUPPORTED 7 /* this build or this machine lacks the feature */
 #define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
-#define SPARKHVD_NO_MEMORY \
-  9 /* for a result on some rank, reported on each; the engine stays usable */
+#define SPARKHVD_NO_MEMORY 9   /* for a result on some rank; the engine stays usable */
 
 /* Element types. 16-bit floats are accumulated in float32. */
 #define SPARKHVD_UINT8 0
