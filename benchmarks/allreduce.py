@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/allreduce.py [--rounds 15] [--pin] [--sizes "4 B,1 MiB"] [--json FILE] [--write]
 
-Both ranks hold all libraries and use them by turns, in the same processes, on the same float32 tensors; a round
-measures every library once. Each call is timed from its start to the moment when this rank has the result, and
-counts as the slower rank's; small ones come in runs of calls, as a training loop makes them. Legs:
+Both ranks load all libraries and alternate between them, in the same processes, on the same float32 tensors; a round
+measures every library once. Each call is timed from its start until this rank has the result, and the slower rank
+counts; small tensors come in runs of calls, as in a training loop. Legs:
 
     registered       `hvd.allreduce_` on tensors in registered memory (`hvd.registered_empty`)
     arbitrary        `hvd.allreduce_` on tensors of torch's own allocator
@@ -65,7 +65,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 class NativeLoops:
-    """The C++ program, which measures in two processes of its own what it is told. On rank 0 only."""
+    """The C++ program, which runs its measurements in two separate processes. On rank 0 only."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(

@@ -1,10 +1,10 @@
-"""Rank 0's CPU for operations on devices of process sets without it: passing orders on, beside agreeing on them itself.
+"""Rank 0's CPU for operations on devices of process sets without it: passing orders on, beside negotiating them itself.
 
     .venv/bin/python benchmarks/device_orders.py [--rounds 7] [--json FILE] [--write]
 
-Operations on devices have one order for all process sets, which rank 0 gives (docs/engine.md): a set's first rank agrees
-with the set's ranks on what is next, and rank 0 passes that on. The other way would be that rank 0 agrees with the ranks of
-all sets itself. What it would pay for that is what a first rank pays more than the others of its set.
+Operations on devices have one order for all process sets, rank 0's (docs/engine.md): a set's first rank negotiates the next
+operation with the set's ranks, and rank 0 passes it on. Alternatively, rank 0 could negotiate with the ranks of all sets. Its
+cost would be the extra cost of a first rank over the others of its set.
 
 One set of 8 ranks and rank 0, on the stand-in for CUDA and NCCL: the host's part alone. Rank 0 itself sleeps.
 """

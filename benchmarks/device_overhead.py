@@ -2,13 +2,13 @@
 
     .venv/bin/python benchmarks/device_overhead.py [--rounds 15] [--json FILE] [--write]
 
-Without a GPU: against the stand-in of native/tests/fake_cuda, which is told that its devices are done with everything
-at once. So this is the host's part alone, and says nothing of a GPU; `benchmarks/gpu.py` measures on one. Both legs go
-through ctypes, in the same processes, by turns:
+Without a GPU: against the stand-in of native/tests/fake_cuda, set to finish all device work at once. So this is only
+the host's part, and does not measure a GPU; `benchmarks/gpu.py` does. Both legs use ctypes, in the same processes,
+alternating:
 
     raw          `ncclAllReduce`, then `ncclCommGetAsyncError` until it is enqueued
-    one by one   the same as an operation of the engine: submission, agreement of the ranks, `wait_stream`
-    in flight    the same, 16 submitted before the first is waited for, as in a step
+    one by one   the same as an operation of the engine: submission, negotiation, `wait_stream`
+    in flight    the same, 16 submitted before the first wait, as in a step
 
 Target: at most 10 us more, with one rank.
 """

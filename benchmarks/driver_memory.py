@@ -1,13 +1,12 @@
 """Memory of the driver with a large model: fit with Adam, transform, save and load, each in a process of its own.
 
-The bound: at no moment more than 2 x the model + 300 MB above what the process has before it, with everything imported,
-the session running and a small model fitted, saved and loaded. The module that the user gives to `fit` is one of the two, and so is
-the model that is there before transform and save. Bounded is what is the process's own (anonymous and shared memory, looked at every
-2 ms); all resident pages, which are its highest since the call began as the kernel counts, have those of mapped files besides, which it
-takes back where it needs them. JVM and trainer are processes of their own, whose peaks are shown beside.
+The bound: at most 2 x the model + 300 MB above the process's memory before it, with everything imported, the session running and a small
+model fitted, saved and loaded. The module passed to `fit` is one of the two, and so is the existing model before transform and save. The
+bound covers the process's own memory (anonymous and shared, polled every 2 ms). The kernel's peak of all resident pages since the call
+began also includes mapped files, which the kernel reclaims. JVM and trainer are separate processes, whose peaks are shown beside.
 
-A trainer has weights, gradients, Adam's state and the copy of it that is written as a checkpoint: 7 x what is trained, 2 x the rest. So of the
-largest model a third is trained.
+A trainer has weights, gradients, Adam's state and its copy for a checkpoint: 7 x the trained parameters, 2 x the rest. So a third of the
+largest model is trained.
 """
 
 from __future__ import annotations
@@ -97,10 +96,10 @@ class Peaks:
     def measured(self) -> Iterator[None]:
         """Measure a block, beyond what there is before it."""
         for pid in (os.getpid(), self._jvm):
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
         before = status("self")
         thread = threading.Thread(target=self._look)
-        # In a process of its own: a thread waits for whoever holds the interpreter.
+        # In a separate process, because a thread waits for the interpreter's lock.
         command = [sys.executable, __file__, "--sample", str(os.getpid())]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as sampler:
             assert sampler.stdout is not None

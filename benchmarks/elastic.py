@@ -1,4 +1,4 @@
-"""Time that a lost rank and one that joins cost the others: three ranks of one host, each killed by turns; and of two hosts.
+"""Cost of a lost and a joining rank for the others: three ranks of one host, each killed in turn; and of two hosts.
 
     .venv/bin/python benchmarks/elastic.py [--rounds 20] [--peer-rounds 5] [--json FILE] [--write]
 
@@ -145,7 +145,7 @@ def rounds(job: Job, count: int, found: Found, choose: Choice = by_turns) -> Non
         killed = job.kill(victim)
         again = job.together()
         after = {pid: [x for x in job.lines(pid) if x.time > killed] for pid in again}
-        stayed = [pid for pid in others if pid in after] or again  # torchrun starts all anew
+        stayed = [pid for pid in others if pid in after] or again  # torchrun restarts all
         # What was under way may still end, with three.
         smaller = [x for pid in stayed for x in after[pid] if x.size < RANKS]
         size = min((x.size for x in smaller), default=RANKS)

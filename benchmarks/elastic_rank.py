@@ -72,7 +72,7 @@ def run_sparkhvd(folder: Path, log: Log) -> None:
 
 
 def run_torchrun(folder: Path, log: Log) -> None:
-    """Train with DDP over Gloo and a checkpoint each step; torchrun starts all ranks anew."""
+    """Train with DDP over Gloo and a checkpoint each step; torchrun restarts all ranks."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

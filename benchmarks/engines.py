@@ -1,4 +1,4 @@
-"""Compare the engine of this checkout with that of another one: what a change costs and gains.
+"""Compare the engines of this checkout and another one: cost and gain of a change.
 
     .venv/bin/python benchmarks/engines.py OTHER [--rounds 9] [--ranks 64] [--json FILE] [--write]
 

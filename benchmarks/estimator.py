@@ -10,7 +10,7 @@ One vector column of 32 numbers and a label in Parquet, an MLP 32-64-1, SGD, 2 r
 In every fit the loop waits for batches in less than 2 % of the time of its epochs (`data wait`). Rows are read into
 memory while a rank imports torch; what is left of that is in the first epoch's wait.
 
-A round of `fit` materializes its data anew. The peer is what a Spark user would write without an estimator: pyspark's
+Each round of `fit` materializes its data again. The peer is a Spark user's program without an estimator: pyspark's
 TorchDistributor (local_mode=False) starts two processes, each reads the same files with pyarrow, keeps its half of
 the rows in memory and trains with DDP over gloo. It has no shuffle across ranks, no checkpoints, and no model that
 transforms; its time is from the call of `run` to its return. Horovod's own estimator (0.28.1, on the newest stack that
@@ -241,7 +241,7 @@ def main() -> None:
     add_tables(report, report.raw, rows)
     report.note(
         "Median (smallest to largest) of the rounds; `total` is the whole call. Our data are shuffled across ranks "
-        "and materialized anew in each round, and every epoch is checkpointed; the peer keeps its half of the rows."
+        "and materialized again in each round, and every epoch is checkpointed; the peer keeps its half of the rows."
     )
     report.finish("benchmarks/estimator.py", write=options.write, json_path=options.json)
 

@@ -1,8 +1,8 @@
-"""Memory of the ranks of a host for the frozen parameters of LoRA: a BERT of PEFT's, given whole or by a function, and a fit that goes on.
+"""Memory of a host's ranks for the frozen parameters of LoRA: a BERT of PEFT's, passed whole or by a function, and a resumed fit.
 
-Of each rank the kernel says which pages of the frozen parameters are the rank's own and which are of a file, that is of the store or in memory, whose
-pages its ranks share (/proc/self/pagemap); and the rank's share of all its pages (PSS, /proc/self/smaps_rollup). Looked at before the first step and at
-the end of the last epoch. 1.0 is one copy for the host. Needs peft and transformers, so it runs in the environment of `make test-users`.
+For each rank the kernel reports its private pages of the frozen parameters and the pages of a file, in the store or in memory, that its ranks
+share (/proc/self/pagemap), and the rank's share of all its pages (PSS, /proc/self/smaps_rollup). Read before the first step and at the end of
+the last epoch. 1.0 is one copy for the host. Needs peft and transformers, so it runs in the environment of `make test-users`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
     cases = [
         ("large, a module", "large", False, False),
         ("large, of a function", "large", True, False),
-        ("large, a fit that goes on", "large", False, True),
+        ("large, a resumed fit", "large", False, True),
         ("small, a module", "small", False, False),
     ]
     lines = []

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/launch.py [--rounds 5] [--write]
 
-2 ranks, a warm `local[2]` session, by turns: forks of the nursery, fresh processes (`SPARKHVD_NURSERY=0`), and `import torch` in a new
-interpreter. Then TorchDistributor, which starts fresh processes, and after each of whose jobs Spark needs new Python workers. Target:
-a later launch takes at most 0.6 s and 0.4 x `import torch`.
+2 ranks, a warm `local[2]` session, alternating: forks of the zygote, fresh processes (`SPARKHVD_NURSERY=0`), and `import torch` in a new
+interpreter. Then TorchDistributor, which starts fresh processes and needs new Python workers after each job. Target: a later launch takes
+at most 0.6 s and 0.4 x `import torch`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What live output costs a training step: a small network on two ranks that print, with the channel to the driver and without.
+"""Cost of live output for a training step: a small network on two printing ranks, with and without the channel to the driver.
 
     .venv/bin/python benchmarks/live.py [--rounds 5] [--steps 1000] [--master 'local-cluster[2,1,1024]'] [--write]
 

@@ -13,13 +13,13 @@ On `local[2]`, from Parquet that Spark wrote:
 Then a reader hands out two epochs of `wide` and `long`, and an epoch of the images, decoded in its own thread and in two, in
 a process of its own.
 
-A Python worker may take no more memory than what it starts with and a fixed amount, whatever the data; a process that
-reads, no more than its `shuffle_bytes`, its `prefetch_bytes` and a fixed amount.
+A Python worker may use at most its initial memory and a fixed amount, for any data; a reading process at most its
+`shuffle_bytes`, its `prefetch_bytes` and a fixed amount.
 
-The phases are jobs of their own, each with one thing more than the one before: `JVM` reads and converts rows and drops
-them, `Arrow hop` sends them to Python workers, `encode` makes them arrays and counts what is wrong with them, `write`
-is all of `materialize`. The peer is Spark's own Parquet writer on the same columns. CPU seconds are of all processes
-together: on a machine that does other things too they tell more than the clock.
+The phases are separate jobs, each with one more step: `JVM` reads and converts rows and drops them, `Arrow hop` sends
+them to Python workers, `encode` converts them to arrays and counts invalid values, `write` is all of `materialize`. The
+peer is Spark's own Parquet writer on the same columns. CPU seconds are of all processes together: on a shared machine
+they are more reliable than the clock.
 """
 
 from __future__ import annotations
@@ -413,8 +413,8 @@ def main() -> None:
         for number in range(options.rounds):
             for case in cases:
                 found = one_round(spark, paths[case.name], case, True)
-                told = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
-                print(f"{case.name}, round {number + 1}: {told}", flush=True)
+                shown = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
+                print(f"{case.name}, round {number + 1}: {shown}", flush=True)
                 report.raw.setdefault(case.name, []).append(found)
     add_tables(report, report.raw, rows)
     report.note(

@@ -1,4 +1,4 @@
-"""Parts of a 4-byte allreduce of two ranks that share one CPU: what nobody can save, and what the engine adds.
+"""Parts of a 4-byte allreduce of two ranks that share one CPU: the unavoidable cost, and the engine's.
 
     .venv/bin/python benchmarks/one_cpu.py [--rounds 9] [--json FILE] [--write]
 

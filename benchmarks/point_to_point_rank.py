@@ -1,4 +1,4 @@
-"""A rank of `point_to_point.py`: hears {"device", "gloo", "socket", "rounds"}, and rank 0 says seconds by size and leg."""
+"""A rank of `point_to_point.py`: receives {"device", "gloo", "socket", "rounds"}, and rank 0 returns seconds by size and leg."""
 
 from __future__ import annotations
 

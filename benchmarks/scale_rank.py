@@ -1,4 +1,4 @@
-"""A rank of `scale.py`: measures what the driver tells it, without torch.
+"""A rank of `scale.py`: runs the driver's measurements, without torch.
 
 The driver sends {"what", "bytes", "steps"}; the answer is {"wall": seconds of each step, "cpu": CPU seconds of this
 process per step}. None ends the rank.

@@ -44,7 +44,7 @@ def measured(network: str, sizes: Sequence[int], rounds: int, shorter: int) -> d
     """Measure a network with each number of ranks."""
     found = {}
     for size in sizes:
-        # One rank has nobody to talk to, with DDP either.
+        # One rank does not communicate, also with DDP.
         variants = VARIANTS if size > 1 else ("none", "sparkhvd")
         found[size] = run(Plan(network, variants, rounds, shorter), size)
         print(f"{network}, {size} ranks: measured", flush=True)

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/sessions.py [--rounds 3] [--write] [--json PATH]
 
 A round is two new drivers with warm `local[2]` sessions and 2 ranks. One calls `run(fn)` with one allreduce, twice. The other fits
-200,000 rows of 32 numbers for 3 epochs three times (data materialized anew each time), transforms these rows twice, and cross-validates
-20,000 rows with 3 folds x 2 maps of parameters. Rounds with forks of the nursery and with fresh processes (`SPARKHVD_NURSERY=0`) alternate.
+200,000 rows of 32 numbers for 3 epochs three times (data materialized again each time), transforms these rows twice, and cross-validates
+20,000 rows with 3 folds x 2 maps of parameters. Rounds with forks of the zygote and with fresh processes (`SPARKHVD_NURSERY=0`) alternate.
 
-Targets, with the nursery: first `run` 2.2 s, later 0.6 s; first fit 5.5 s, later 3.5 s; cross-validation 12 s; a warm transform 1.2 s.
+Targets, with the zygote: first `run` 2.2 s, later 0.6 s; first fit 5.5 s, later 3.5 s; cross-validation 12 s; a warm transform 1.2 s.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
         median = sorted(values)[len(values) // 2]
         targets = [Target(name, median, limit, at_least=False, unit="s")] if limit else []
         lines.append([name, spread(values), spread(found["0"][name]), targets])
-    report.table(["what", "nursery, s", "fresh processes, s", "targets"], lines)
+    report.table(["what", "zygote, s", "fresh processes, s", "targets"], lines)
     report.raw.update(found)
     report.note(
         f"Median (smallest to largest) of {options.rounds} new drivers. fit: 200,000 rows x 32, 3 epochs, 2 ranks, the better of a "

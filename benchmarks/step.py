@@ -33,7 +33,7 @@ STEP_MODELS = tuple(name for name in MODELS if MODELS[name].limits != Limits())
 # Where the step is short, what one rank pays shows.
 ALONE = ("mlp", "layers")
 MAY_ADD_PERCENT = 2.0
-# One rank has nobody to wait for: its blocks differ less, but the limit is nearer to the noise.
+# One rank never waits: its blocks differ less, but the limit is nearer to the noise.
 ROUNDS_ALONE = 2
 # Where most of the memory that a step allocates is in large blocks.
 ALLOCATING = "mlp"

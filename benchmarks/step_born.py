@@ -1,9 +1,9 @@
-"""An alternative that was measured and not kept: gradients born in registered memory.
+"""A measured and rejected alternative: gradients computed in registered memory.
 
-`gradient_as_bucket_view=True` with Linear layers whose backward writes the weight's gradient straight to its place
-(`torch.mm(..., out=)`), so that it is neither copied nor set to zero and added to. What this saves is the most that
-any way of getting gradients into registered memory can save, also a pool for what is allocated during backward. It
-changes the model's layers, bypasses autograd's hooks on weights, and for convolutions torch offers nothing of the kind.
+`gradient_as_bucket_view=True` with Linear layers whose backward writes the weight's gradient directly to its slot
+(`torch.mm(..., out=)`), without a copy or an addition to zeros. Its gain bounds all ways of getting gradients into
+registered memory, also a pool for allocations during backward. It changes the model's layers, bypasses autograd's
+hooks on weights, and torch has no equivalent for convolutions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The networks of `step.py` and `scaling.py`: what they are, their batches, and what a step may cost."""
+"""The networks of `step.py` and `scaling.py`: definitions, batches, and limits of a step."""
 
 from __future__ import annotations
 

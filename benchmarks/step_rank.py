@@ -1,4 +1,4 @@
-"""A rank of `step.py` and `scaling.py`: trains a model in several ways by turns and says how long the steps took."""
+"""A rank of `step.py` and `scaling.py`: trains a model in alternating variants and reports the times of the steps."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def look() -> dict[str, Any]:
 
     hvd.init()
     tensor = torch.ones(16 * MIB)
-    hvd.allreduce_(tensor, op=hvd.Sum)  # the first one meets memory that nobody has used
+    hvd.allreduce_(tensor, op=hvd.Sum)  # the first call touches fresh memory
     begin = time.monotonic()
     hvd.allreduce_(tensor, op=hvd.Average)
     seconds = time.monotonic() - begin

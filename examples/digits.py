@@ -122,7 +122,7 @@ def save_loss_curve(history: Sequence[dict[str, Any]], path: str | None) -> Path
     """Draw loss and accuracy per epoch into a PNG."""
     if path is None:
         path = os.path.join(tempfile.mkdtemp(prefix="sparkhvd-digits-"), "digits-loss.png")
-    # matplotlib keeps its font list in the home directory unless told otherwise.
+    # matplotlib keeps its font list in the home directory by default.
     os.environ.setdefault("MPLCONFIGDIR", tempfile.mkdtemp(prefix="matplotlib-"))
     import matplotlib
 
@@ -181,7 +181,7 @@ def start_spark(options: argparse.Namespace) -> Any:
 
 
 def find_java() -> None:
-    """Point Spark at a Java 17 or newer that is installed but not on PATH; exit if there is none."""
+    """Point Spark at an installed Java 17 or newer that is not on PATH; exit without one."""
     homes = [os.environ.get("JAVA_HOME", "")]
     if on_path := shutil.which("java"):
         homes.append(str(Path(on_path).resolve().parents[1]))

@@ -1,7 +1,7 @@
 """Train ResNet-50 with large batches: warm-up, accumulated gradients, checkpoints that are resumed.
 
     python imagenet_resnet50.py                                  # one rank
-    python start.py 2 imagenet_resnet50.py --epochs 5            # two ranks on this host; again: goes on
+    python start.py 2 imagenet_resnet50.py --epochs 5            # two ranks on this host; again: resumes
 
 Images are generated: each class has a pattern of its own, under noise. Put a dataset of yours in place of
 `GeneratedImages`. `--width 8 --image-size 32` is the same network, small enough to try the script.

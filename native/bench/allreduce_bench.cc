@@ -63,7 +63,7 @@ void check(std::int32_t status, const char* error) {
   if (status != SPARKHVD_OK) throw std::runtime_error(error);
 }
 
-/// One of the two processes: does what it is told, and keeps its tensors from order to order.
+/// One of the two processes: executes orders, and keeps its tensors between them.
 class Process {
  public:
   Process(int rank, int socket, int data_socket, const Options& options, bare::Shared& shared)

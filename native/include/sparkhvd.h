@@ -1,4 +1,4 @@
-/* sparkhvd: the one boundary of the compiled collective engine.
+/* sparkhvd: the only interface of the compiled collective engine.
  *
  * Plain C, so that one shared library serves every Python, every torch and no torch at all. Rules that hold
  * for every function here:
@@ -10,8 +10,8 @@
  *     field that a shorter caller does not know has the documented default;
  *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_wait_stream, sparkhvd_engine_create,
  *     sparkhvd_engine_shutdown, sparkhvd_finish, sparkhvd_device_open, sparkhvd_timeline_start,
- *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block: those of the timeline on the disk only,
- *     the last for as long as it reads.
+ *     sparkhvd_timeline_stop and sparkhvd_crc32_blocks may block: the timeline's functions on the disk only,
+ *     the last one while it reads.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_
@@ -25,7 +25,7 @@ extern "C" {
 
 #define SPARKHVD_API __attribute__((visibility("default")))
 
-/* Raised by one whenever this header changes in a way that an older caller would not survive. */
+/* Raised by one whenever this header changes incompatibly for older callers. */
 #define SPARKHVD_ABI_VERSION 12
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
 #define SPARKHVD_WIRE_VERSION 14
@@ -34,15 +34,15 @@ extern "C" {
 #define SPARKHVD_OK 0
 #define SPARKHVD_PENDING 1          /* not finished yet (poll, wait) */
 #define SPARKHVD_INVALID_ARGUMENT 2 /* this rank's call is wrong; nothing was submitted */
-#define SPARKHVD_MISMATCH 3         /* ranks disagree, told on each; the engine stays usable */
-#define SPARKHVD_TIMEOUT 4          /* a rank did not come in time; the message names it */
+#define SPARKHVD_MISMATCH 3         /* ranks disagree, reported on each; the engine stays usable */
+#define SPARKHVD_TIMEOUT 4          /* a rank was too late; the message names it */
 #define SPARKHVD_PEER_LOST 5   /* a rank's process or connection is gone; the engine has failed */
 #define SPARKHVD_SHUT_DOWN 6   /* the engine was shut down, here or by the peer named */
-#define SPARKHVD_UNSUPPORTED 7 /* this build or this machine cannot do what was asked */
+#define SPARKHVD_UNSUPPORTED 7 /* this build or this machine lacks the feature */
 #define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
-#define SPARKHVD_NO_MEMORY 9 /* for a result on some rank, told on each; the engine stays usable */
+#define SPARKHVD_NO_MEMORY 9   /* for a result on some rank; the engine stays usable */
 
-/* Element types. Halves are accumulated in float32. */
+/* Element types. 16-bit floats are accumulated in float32. */
 #define SPARKHVD_UINT8 0
 #define SPARKHVD_INT8 1
 #define SPARKHVD_UINT16 2
@@ -76,12 +76,12 @@ extern "C" {
 #define SPARKHVD_ALLTOALL 4
 #define SPARKHVD_REDUCESCATTER 5
 #define SPARKHVD_JOIN 6
-/* Collective like the others, but about the engine itself: on process set 0, by all ranks. */
+/* Collectives on the engine itself: on process set 0, by all ranks. */
 #define SPARKHVD_ADD_PROCESS_SET 7    /* `splits`: its ranks, ascending; output rows[0]: its id */
 #define SPARKHVD_REMOVE_PROCESS_SET 8 /* `splits`: its id */
 /* On the process set whose ranks take part: */
-/* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1: one piece per host, which
- * all of its ranks get, or no rank of the set. */
+/* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1: one piece per host for all of its
+ * ranks, or for no rank of the set. */
 #define SPARKHVD_REGISTER 9
 #define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
 /* The inverse of reducescatter, in place: every rank has its rows of every tensor, and gets the others'. */
@@ -90,19 +90,19 @@ extern "C" {
 #define SPARKHVD_REDUCE 12
 /* Tensors may differ in their first dimension; only the root has a result. */
 #define SPARKHVD_GATHER 13
-/* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others bring a tensor of 0 rows. */
+/* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others pass a tensor of 0 rows. */
 #define SPARKHVD_SCATTER 14
-/* No collectives: from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. `splits`:
- * the tag, one number; of a receive also 1 behind it, if shorter messages fit, too. Matched by rank and tag in the
- * order of submission; names need only be unique here. */
+/* Messages from one rank of the process set to another, `root_rank`; a receive with -1 accepts any rank. `splits`: the
+ * tag, one number; in a receive also 1 behind it, if shorter messages fit, too. Matched by rank and tag in the order of
+ * submission; names need only be unique on this rank. */
 #define SPARKHVD_SEND 15
 #define SPARKHVD_RECEIVE 16
 #define SPARKHVD_NUM_COLLECTIVES 17
 
-/* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
+/* Indices into `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
 #define SPARKHVD_KNOB_CHUNK_BYTES 0  /* of a pipeline step in shared memory, at most slot_bytes */
 #define SPARKHVD_KNOB_STREAMS 1      /* connections per pair used, at most options.streams */
-#define SPARKHVD_KNOB_DIRECT_RANKS 2 /* more hosts than that form a ring; for its tests */
+#define SPARKHVD_KNOB_DIRECT_RANKS 2 /* more hosts form a ring; for its tests */
 #define SPARKHVD_NUM_KNOBS 3
 
 /* Instruction sets of the reduce kernels. Every one gives the same bits. */
@@ -118,7 +118,7 @@ typedef struct sparkhvd_engine sparkhvd_engine;
 typedef struct sparkhvd_work sparkhvd_work;
 typedef struct sparkhvd_buffer sparkhvd_buffer;
 
-/* Everything an engine needs to know; read during sparkhvd_engine_create only. */
+/* Arguments of an engine; read during sparkhvd_engine_create only. */
 typedef struct sparkhvd_engine_options {
   uint32_t struct_size;
   int32_t rank;
@@ -130,9 +130,9 @@ typedef struct sparkhvd_engine_options {
    * the call fails. */
   const int32_t* sockets;
   int32_t isa;             /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
-  int32_t spin_us;         /* how long a waiter spins before it sleeps */
-  double stall_warning_s;  /* a rank that is waited for longer is named on stderr; 0 = never */
-  double stall_shutdown_s; /* ... and after this long the operation fails with TIMEOUT; 0 = never */
+  int32_t spin_us;         /* time that a waiter spins before it sleeps */
+  double stall_warning_s;  /* a rank that is later is named on stderr; 0 = never */
+  double stall_shutdown_s; /* then the operation fails with TIMEOUT; 0 = never */
   double host_loss_s; /* a host whose kernel answers nothing for this long is gone; at least 3 */
   double connect_timeout_s;   /* longest wait for the peers inside sparkhvd_engine_create */
   uint64_t slot_bytes;        /* staging memory of one pipeline slot in shared memory */
@@ -155,7 +155,7 @@ typedef struct sparkhvd_device_options {
   uint32_t struct_size;
   int32_t device;           /* ordinal as the CUDA driver counts in this process */
   const char* cuda_library; /* NULL: libcuda.so.1 */
-  /* This one and no other; NULL: the copy that the process has loaded, then the candidates, then
+  /* The only library to try; NULL: the copy that the process has loaded, then the candidates, then
    * libnccl.so.2. */
   const char* nccl_library;
   const char* const* nccl_candidates; /* [num_nccl_candidates] paths, tried in order */
@@ -191,7 +191,7 @@ typedef struct sparkhvd_request {
   double prescale;     /* reductions: factor of every input, in the accumulation type */
   double postscale;    /* reductions: factor of the result; an average of floating-point
                        numbers is the sum divided once, by size / postscale */
-  /* SPARKHVD_DEVICE_CPU, or the device that was opened: the tensors lie there, and NCCL runs the
+  /* SPARKHVD_DEVICE_CPU, or the opened device with the tensors, where NCCL runs the
    * operation. Then reductions are Sum, Min, Max or Product without scales and not of 16-bit integers;
    * allgather and alltoall need `output`, with room for what the other ranks bring; there is no barrier,
    * join or process set. REGISTER makes memory of the device. */
@@ -200,7 +200,7 @@ typedef struct sparkhvd_request {
       num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter,
                       allgather_into, reduce: at least 1; broadcast, alltoall, gather, scatter: 1; others: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
-  uint64_t stream; /* on a device: the CUstream whose work up to here the operation waits for */
+  uint64_t stream; /* on a device: the CUstream whose pending work the operation waits for */
   const int64_t*
       splits; /* allreduce, allgather(_into), reducescatter: nothing, or one number that must be equal on all
                  ranks: the digest of a group that is several operations. alltoall, scatter's root: [num_splits] rows for each rank of the set; NULL = equal parts.
@@ -227,9 +227,9 @@ SPARKHVD_API uint32_t sparkhvd_wire_version(void);
 /* 1 when the running CPU has the instruction set and this build has its kernels, else 0. */
 SPARKHVD_API int32_t sparkhvd_isa_available(int32_t isa);
 
-/* Continues the CRC-32 (as zlib's) of every block of a file over `size` bytes that lie together. `at` is where the
- * first of them lies in its block, below `block_bytes`; the blocks they are part of have `crcs`: 0 at the start of a
- * block, else what came before. `crcs` has (at + size + block_bytes - 1) / block_bytes numbers. */
+/* Continues the CRC-32 (as zlib's) of every block of a file over `size` contiguous bytes. `at` is the offset of the first
+ * byte in its block, below `block_bytes`. `crcs` has the CRC of each block so far, 0 at the start of a block:
+ * (at + size + block_bytes - 1) / block_bytes numbers. */
 SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes,
                                         uint64_t at, uint32_t* crcs);
 
@@ -238,28 +238,28 @@ SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_
 SPARKHVD_API int32_t sparkhvd_engine_create(const sparkhvd_engine_options* options,
                                             sparkhvd_engine** engine, char* error,
                                             size_t error_size);
-/* Says goodbye to the peers and stops the progress thread; operations in flight finish with SHUT_DOWN here and
- * name this rank on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. What a peer that is
- * stopped has not made room for goes on being sent for a second: see sparkhvd_finish. */
+/* Closes gracefully and stops the progress thread; operations in flight finish with SHUT_DOWN here and name this rank
+ * on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. Bytes without room at a stopped peer
+ * are sent for one more second: see sparkhvd_finish. */
 SPARKHVD_API int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error,
                                               size_t error_size);
-/* Waits until the last words of all engines that were shut down are on their peers' hosts, at most a second from their
- * shutdown. To be called before the process ends. */
+/* Waits until the last frames of all engines that were shut down are on their peers' hosts, at most a second from their
+ * shutdown. Call it before the process ends. */
 SPARKHVD_API void sparkhvd_finish(void);
 /* Fails every operation here and on the peers, with `reason` in their messages. Never blocks. */
 SPARKHVD_API void sparkhvd_engine_abort(sparkhvd_engine* engine, const char* reason);
-/* OK while usable; otherwise why it is not. */
+/* OK while usable; otherwise the reason. */
 SPARKHVD_API int32_t sparkhvd_engine_status(sparkhvd_engine* engine, char* error,
                                             size_t error_size);
-/* In a forked child: closes the child's copies of the descriptors without a word to the peers. Only
+/* In a forked child: closes the child's copies of the descriptors without notifying the peers. Only
  * sparkhvd_engine_status (SHUT_DOWN, "created before fork") may be called on the handle afterwards. */
 SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
-/* Shuts down if that was not done, and frees. No wait may be running. Works live on until they are released;
- * every one has finished, so poll, wait, work_output and work_release go on working. */
+/* Shuts down if necessary, and frees. No wait may be running. Works live until they are released. All have finished,
+ * so poll, wait, work_output and work_release keep working. */
 SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
 
 /* How a rank was lost: its process has ended; it may live, but does not answer, stopped in the middle of an operation, or
- * its connection broke; it has left in order. */
+ * its connection broke; it has left gracefully. */
 #define SPARKHVD_DEAD 1
 #define SPARKHVD_SILENT 2
 #define SPARKHVD_LEFT 3
@@ -267,26 +267,26 @@ typedef struct sparkhvd_loss {
   int32_t rank;
   int32_t kind;
 } sparkhvd_loss;
-/* Ranks that are lost, ascending, as far as this rank has seen or been told: those that made the engine fail, and those
- * that have left. Writes at most `max_losses` of them and returns how many there are; 0 in a forked child. Any thread, at
- * any time until sparkhvd_engine_destroy. */
+/* Lost ranks that this rank knows of, ascending: the ranks that made the engine fail, and the ranks that have left.
+ * Writes at most `max_losses` of them and returns their number; 0 in a forked child. Any thread, at any time until
+ * sparkhvd_engine_destroy. */
 SPARKHVD_API uint32_t sparkhvd_engine_lost(sparkhvd_engine* engine, sparkhvd_loss* losses,
                                            uint32_t max_losses);
 
-/* Writes what the engine has counted since its start, a JSON object (docs/observe.md), NUL-terminated and
- * cut to fit. Returns the length of the whole text without NUL; 0 if there is none (in a forked child). Any
- * thread, at any time until sparkhvd_engine_destroy. */
+/* Writes the engine's counters since its start, a JSON object (docs/observe.md), NUL-terminated and cut to fit.
+ * Returns the length of the whole text without NUL; 0 in a forked child. Any thread, at any time until
+ * sparkhvd_engine_destroy. */
 SPARKHVD_API size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size);
-/* Writes a timeline of this rank (Chrome's trace event format) from now on; one that is being written ends.
- * INVALID_ARGUMENT if the file cannot be made. `mark_cycles`: also mark when a thread begins to drive. */
+/* Starts a timeline of this rank (Chrome's trace event format) and ends a running one. INVALID_ARGUMENT if the file
+ * cannot be created. `mark_cycles`: also mark when a thread begins to drive. */
 SPARKHVD_API int32_t sparkhvd_timeline_start(sparkhvd_engine* engine, const char* path,
                                              int32_t mark_cycles, char* error, size_t error_size);
-/* Returns when the timeline is complete; nothing happens if there is none. Waits for the disk. */
+/* Ends a running timeline and returns when it is complete. Waits for the disk. */
 SPARKHVD_API int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error,
                                             size_t error_size);
 
-/* Opens this rank's device; its operations may be submitted from now on. Again with the same device:
- * nothing happens. Not collective. UNSUPPORTED if a library or the device is missing. */
+/* Opens this rank's device for operations. Has no effect if the same device is open. Not collective. UNSUPPORTED if a
+ * library or the device is missing. */
 SPARKHVD_API int32_t sparkhvd_device_open(sparkhvd_engine* engine,
                                           const sparkhvd_device_options* options, char* error,
                                           size_t error_size);
@@ -294,9 +294,9 @@ SPARKHVD_API int32_t sparkhvd_device_open(sparkhvd_engine* engine,
 /* Submits one operation; never blocks on a peer. On OK, *work must be released. */
 SPARKHVD_API int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
                                      sparkhvd_work** work, char* error, size_t error_size);
-/* Submits and drives until the operation is finished or `timeout_ms` is over. PENDING: *work is the operation,
- * to be waited for and released as after sparkhvd_submit. Any other status: *work is NULL; the operation has
- * finished with that status, or was not submitted. */
+/* Submits and drives until the operation is finished or `timeout_ms` is over. PENDING: wait for *work and release it as
+ * after sparkhvd_submit. Any other status: *work is NULL; the operation has finished with that status, or was not
+ * submitted. */
 SPARKHVD_API int32_t sparkhvd_run(sparkhvd_engine* engine, const sparkhvd_request* request,
                                   uint32_t timeout_ms, sparkhvd_work** work, char* error,
                                   size_t error_size);
@@ -305,17 +305,17 @@ SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t erro
 /* Drives every operation of the engine until this one is finished or `timeout_ms` is over (PENDING). */
 SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
                                    size_t error_size);
-/* Drives until the operation on the device has been handed to the device, or has ended, or `timeout_ms` is
- * over (PENDING); then makes `stream` wait for its end. The caller's thread never waits for the device. */
+/* Drives until the operation is launched on the device, or has ended, or `timeout_ms` is over (PENDING); then makes
+ * `stream` wait for its end. The caller's thread never waits for the device. */
 SPARKHVD_API int32_t sparkhvd_wait_stream(sparkhvd_work* work, uint64_t stream, uint32_t timeout_ms,
                                           char* error, size_t error_size);
-/* The result of a finished operation that has one of its own (see sparkhvd_output). */
+/* The result of a finished operation that allocates it (see sparkhvd_output). */
 SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char* error,
                                           size_t error_size);
-/* The memory of a finished SPARKHVD_REGISTER: this rank's part, zeroed, aligned to a page. Operations whose
- * tensors lie in one such range on every rank, in place, are reduced there without a copy; nothing has
- * to be said when they are submitted. The memory outlives the engine, until it is released. On hosts
- * where it could not be shared (a warning says why) it is ordinary memory. */
+/* The memory of a finished SPARKHVD_REGISTER: this rank's part, zeroed, aligned to a page. Operations with in-place
+ * tensors in one of these ranges on every rank are reduced there without a copy and need no flag. The memory outlives
+ * the engine, until it is released. On hosts where it could not be shared (a warning gives the reason) it is ordinary
+ * memory. */
 SPARKHVD_API int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer,
                                           char* error, size_t error_size);
 SPARKHVD_API void* sparkhvd_buffer_data(sparkhvd_buffer* buffer);
@@ -327,11 +327,11 @@ SPARKHVD_API int32_t sparkhvd_buffer_device(sparkhvd_buffer* buffer);
 /* Unmaps. No operation on it may be in flight. Any thread, also after the engine is destroyed. */
 SPARKHVD_API void sparkhvd_buffer_release(sparkhvd_buffer* buffer);
 
-/* 1 if the operation has ended by a deadline and a device that hangs may use its tensors at any time: the caller
- * keeps those alive for good. Else 0. */
+/* 1 if the operation has ended by a deadline and a hanging device may use its tensors at any time: the caller must keep
+ * them alive permanently. Else 0. */
 SPARKHVD_API int32_t sparkhvd_work_is_left_to_device(sparkhvd_work* work);
-/* Gives the handle up. An operation that is not finished goes on, and reads and writes its tensors until it
- * is: the caller keeps those alive. */
+/* Releases the handle. An unfinished operation continues, and reads and writes its tensors until it has finished: the
+ * caller must keep them alive. */
 SPARKHVD_API void sparkhvd_work_release(sparkhvd_work* work);
 
 #ifdef __cplusplus

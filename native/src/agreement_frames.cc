@@ -1,4 +1,4 @@
-// Frames by which ranks agree on operations: READY, EXECUTE, ORDER, REFUSE, and the short forms of the plan (see
+// Frames of the negotiation: READY, EXECUTE, ORDER, REFUSE, and the short forms of the plan (see
 // message.h).
 #include <algorithm>
 
@@ -46,7 +46,7 @@ Descriptor read_descriptor(Reader& reader) {
   descriptor.timeout_s = reader.number<double>();
   if (!(descriptor.timeout_s >= 0)) malformed("a negative timeout");
   const auto tensors = reader.number<std::uint32_t>();
-  // No reserve: the number is not to be believed before its bytes are there.
+  // No reserve: the number is not trusted before its bytes have arrived.
   for (std::uint32_t i = 0; i < tensors; ++i) {
     descriptor.shapes.push_back(reader.numbers<std::int64_t>());
     const auto& shape = descriptor.shapes.back();

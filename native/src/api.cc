@@ -1,5 +1,5 @@
-// The C boundary: every function is one guarded call into the engine; nothing else lives here but
-// the translation of the caller's structures.
+// The C boundary: every function is one guarded call into the engine, with the caller's structures
+// translated.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -54,7 +54,7 @@ void write(Message message, const char* text) noexcept {
   message.text[length] = '\0';
 }
 
-/// Runs `body` and turns what it throws into a status and a message.
+/// Runs `body` and turns its exceptions into a status and a message.
 template <class Body>
 std::int32_t guard(Message message, Body body) noexcept {
   try {
@@ -160,8 +160,7 @@ void sparkhvd_engine_after_fork(sparkhvd_engine* engine) {
 
 void sparkhvd_engine_destroy(sparkhvd_engine* engine) {
   std::unique_ptr<sparkhvd_engine> owner(engine);
-  // In a forked child the thread to join and the locks to take are another process's: nothing can
-  // be undone.
+  // In a forked child the thread and the locks belong to another process: nothing can be undone.
   if (owner && owner->engine->is_forked_copy()) (void)owner.release();
 }
 

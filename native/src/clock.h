@@ -1,4 +1,4 @@
-// Moments and deadlines. Timeouts become deadlines once, where they enter the engine.
+// Times and deadlines. Timeouts become deadlines once, at the engine's interface.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ using TimePoint = Clock::time_point;
 /// Never, for a deadline.
 inline constexpr TimePoint kNever = TimePoint::max();
 
-/// `seconds` after `now`; 0 and what does not fit mean never.
+/// `seconds` after `now`; 0 and overflows mean never.
 inline TimePoint deadline_after(TimePoint now, double seconds) noexcept {
   // A century is "never", and keeps the conversion to ticks in range.
   if (!(seconds > 0) || seconds > 3.0e9) return kNever;

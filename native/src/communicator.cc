@@ -7,10 +7,10 @@
 namespace sparkhvd {
 namespace {
 
-// Small tensors that everybody of a host reduces for himself; larger ones are worth a division of the work.
+// Small tensors that every rank of a host reduces itself; larger ones pay for dividing the work.
 constexpr std::size_t kMailboxBytes = 32 << 10;
 constexpr std::size_t kSmallMailboxBytes = 4 << 10;
-// Beyond this many parts the messages get short and a ring's order is better.
+// With more parts the messages get short and a ring's order is better.
 constexpr std::size_t kDirectRanks = 16;
 
 constexpr std::size_t kStagesBytes = 4096;
@@ -23,7 +23,7 @@ std::size_t mailbox_size(const WorldOptions& options) {
   return std::min<std::size_t>(kMailboxBytes, options.slot_bytes);
 }
 
-/// Where a mailbox begins; of the number of all, where they end.
+/// Offset of a mailbox; for the number of all mailboxes, their end.
 std::size_t mailbox_offset(const WorldOptions& options, std::size_t number) {
   const std::size_t large = std::min(number, Communicator::kLargeMailboxes);
   return large * mailbox_size(options) + (number - large) * kSmallMailboxBytes;
@@ -130,7 +130,7 @@ std::size_t Communicator::mailbox_bytes() const noexcept { return mailbox_size(w
 
 std::optional<Communicator::Mailbox> Communicator::take_mailbox(std::size_t bytes) {
   if (!has_memory()) return std::nullopt;
-  // Small tensors take large ones last.
+  // Small tensors use large mailboxes last.
   const bool is_small = bytes <= kSmallMailboxBytes;
   const std::size_t first = is_small ? kLargeMailboxes : 0;
   const std::size_t count = is_small ? kMailboxes : kLargeMailboxes;

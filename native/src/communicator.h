@@ -1,7 +1,7 @@
-// The ranks of one process set at work: the shared memory that their operations pass through, and
-// the order of bytes on their connections.
+// The ranks of one process set at run time: the shared memory of their operations, and the order of bytes
+// on their connections.
 //
-// **Threads.** Used by one thread at a time, the one that drives the engine.
+// **Threads.** The driver's.
 //
 // **Ownership.** A rank writes the stages, mailboxes, slots and control ring of its own piece only; the
 // claims are written by all, and the coordinator writes how far it has read the others' rings.
@@ -27,21 +27,21 @@
 
 namespace sparkhvd {
 
-/// Progress of a rank with data that passes through shared memory.
+/// Progress of a rank with data in shared memory.
 enum class Stage : std::uint8_t {
   // Counts of chunks since the start:
   kCopiedIn,   // its part of the chunk is in its slot
   kReduced,    // its slice of the result is in its slot
-  kCopiedOut,  // it has read all that it needs from the others' slots
+  kCopiedOut,  // it has read its data from the others' slots
   // Count of operations since the start:
-  kPassed,  // it will not look at the memory of the operations before any more
+  kPassed,  // it no longer reads the memory of earlier operations
 };
 inline constexpr std::size_t kNumStages = 4;
 
-/// Parameters that may be changed between two operations, on all ranks at the same one.
+/// Parameters that may change between two operations, at the same operation on all ranks.
 struct Knobs {
   std::uint64_t chunk_bytes = 0;   // of a pipeline step in shared memory; at most a slot
-  std::uint64_t streams = 1;       // connections per pair that tensors are spread over
+  std::uint64_t streams = 1;       // connections per pair for tensors
   std::uint64_t direct_ranks = 0;  // up to that many islands exchange with each other directly
 };
 
@@ -50,7 +50,7 @@ class Communicator {
   /// Bytes of a rank's piece of the memory of one process set.
   static std::size_t memory_bytes(const WorldOptions& options) noexcept;
 
-  /// `memory`: each rank's piece begins at `offset`; nullptr where the island has one rank.
+  /// `memory`: each rank's piece begins at `offset`; nullptr for an island of one rank.
   Communicator(World& world, std::int32_t process_set, Team team, std::shared_ptr<Segment> memory,
                std::size_t offset);
 
@@ -70,7 +70,7 @@ class Communicator {
   /// Number of the next chunk; equal on all ranks of the island between operations.
   std::uint64_t next_chunk() const noexcept { return next_chunk_; }
   void advance_chunks(std::uint64_t count) noexcept { next_chunk_ += count; }
-  /// Tells the island that this rank has done `stage` for everything before `count`.
+  /// Notifies the island that this rank has done `stage` for everything before `count`.
   void publish(Stage stage, std::uint64_t count) noexcept;
 
   /// The given ranks of the island have done `stage` for everything before `count`.
@@ -89,13 +89,13 @@ class Communicator {
     Stage stage_;
     std::uint64_t count_;
   };
-  /// `team`: those who take part; lives as long as the wait.
+  /// `team`: the participants; lives as long as the wait.
   Reached reached(const Team& team, Stage stage, std::uint64_t count) const {
     return {*this, team.island(), stage, count};
   }
 
-  // Claims: any rank of the island may take any chunk of an operation on registered memory. Each
-  // operation has a pair of words, used again kClaimWords operations later.
+  // Claims: any rank of the island may claim any chunk of an operation on registered memory. Each
+  // operation has a pair of words, reused kClaimWords operations later.
   static constexpr std::uint64_t kClaimWords = 16;
   struct Claim {
     SharedWord next;  // sequence << 32 | chunks claimed so far
@@ -105,27 +105,27 @@ class Communicator {
   /// each rank of the island. They must not be touched before every rank has passed operation
   /// `sequence - kClaimWords`.
   Claim& claim(Rank rank, std::uint64_t sequence) const noexcept;
-  /// All ranks of the island (also those that take no part) have passed what used the words
-  /// before.
+  /// All ranks of the island (also those that take no part) have passed the last operation that used the
+  /// words.
   Reached claim_is_free(std::uint64_t sequence) const {
     return {*this, team_.island(), Stage::kPassed,
             sequence >= kClaimWords ? sequence - kClaimWords + 1 : 0};
   }
-  /// Rings the ranks of the island that sleep; after changing a claim that they wait for.
+  /// Wakes the sleeping ranks of the island, after a change of a claim that they wait for.
   void ring() noexcept { world_->wakeup().ring(team_.island()); }
 
   // Control frames between the coordinator, the first rank, and the others, if all share memory.
   bool has_control_rings() const noexcept { return has_memory() && team_.is_one_island(); }
-  /// To the coordinator, or from it to all others. False if the frame has to take the connections.
+  /// To the coordinator, or from it to all others. False if the frame must use the connections.
   bool tell_coordinator(const Bytes& frame);
   bool tell_members(const Bytes& frame);
   /// Messages to this rank: from members to the coordinator, or from the coordinator to a member.
   std::vector<ControlReader>& control_readers() noexcept { return control_readers_; }
 
-  // Mailboxes: small tensors are copied here when they are submitted, so that no rank waits for a
-  // rank that is busy. A mailbox is a place like any other; it is free again when all ranks of the
-  // island have passed the operation that used it.
-  // Those behind the large ones take few bytes: a step may submit many small tensors together.
+  // Mailboxes: small tensors are copied here at submission, so that no rank waits for a busy rank. A
+  // mailbox is a place like any other. It is free when all ranks of the island have passed the
+  // operation that used it.
+  // Mailboxes behind the large ones hold few bytes, because a step may submit many small tensors together.
   static constexpr std::size_t kLargeMailboxes = 16;
   static constexpr std::size_t kMailboxes = kLargeMailboxes + 48;
   std::size_t mailbox_bytes() const noexcept;
@@ -135,7 +135,7 @@ class Communicator {
     std::byte* data = nullptr;
   };
   std::optional<Mailbox> take_mailbox(std::size_t bytes);
-  /// The operation in it has been agreed on as number `sequence`.
+  /// Its operation has been negotiated as number `sequence`.
   void address(std::size_t mailbox, std::uint64_t sequence) noexcept;
   /// The operation will not run.
   void free_mailbox(std::size_t mailbox) noexcept;
@@ -143,7 +143,7 @@ class Communicator {
   const Segment* segment() const noexcept { return memory_.get(); }
 
   // Bytes on the connections: the stream of tensor bytes of this process set between two ranks is
-  // cut into blocks, which take the connections of the pair in turn. Both ends count.
+  // cut into blocks, which use the connections of the pair round-robin. Both ends count.
   static constexpr std::uint64_t kBlockBytes = 128 << 10;
   struct Part {
     std::size_t stream;
@@ -157,7 +157,7 @@ class Communicator {
   void restart_streams();
 
  private:
-  /// What a rank tells, and how far what it is told has been read.
+  /// A rank's progress, and how far its ring has been read.
   struct Control {
     SharedWord taken;     // of this rank's ring by the coordinator
     SharedWord received;  // of the coordinator's ring by this rank
@@ -207,7 +207,7 @@ class Transfers {
   void send(Rank to, std::span<const std::byte> payload);
   void receive(Rank from, std::span<std::byte> target);
 
-  /// Everything sent / received so far through this object is done.
+  /// All sends / receives so far through this object are done.
   class Done final : public Condition {
    public:
     struct Entry {

@@ -1,4 +1,4 @@
-// The control groups that hold this process, of both versions.
+// The control groups of this process, of both versions.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace sparkhvd {
 
-/// Where the kernel tells of the groups of one controller; a test gives its own.
+/// The kernel's files on the groups of one controller; a test passes its own.
 struct GroupFiles {
   std::string groups = "/proc/self/cgroup";
   std::string v2_root = "/sys/fs/cgroup";
@@ -18,8 +18,8 @@ struct ControlGroup {
   std::string folder;  // ends with a slash
 };
 
-/// The process's own groups under `controller` ("memory", "cpu"), each followed by those above it:
-/// a limit may sit on any of them.
+/// The process's own groups under `controller` ("memory", "cpu"), each followed by its ancestors, because
+/// any of them may have a limit.
 std::vector<ControlGroup> control_groups(const std::string& controller, const GroupFiles& files);
 
 }  // namespace sparkhvd

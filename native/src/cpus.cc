@@ -42,7 +42,7 @@ std::optional<double> quota_of(const ControlGroup& group) {
   return static_cast<double>(quota) / static_cast<double>(period);
 }
 
-/// The number of the group's folder is the kernel's for the group, however it is mounted.
+/// The inode of the group's folder identifies the group in the kernel, for any mount.
 std::uint64_t identity_of(const ControlGroup& group) {
   struct stat status{};
   return ::stat(group.folder.c_str(), &status) == 0 ? status.st_ino : 0;
@@ -58,7 +58,7 @@ bool is_subset(const CpuSet& part, const CpuSet& whole) {
   return std::ranges::equal(part, whole, [](auto one, auto all) { return (one & ~all) == 0; });
 }
 
-/// As many threads as ranks that have nothing but these CPUs, times `threads`, fit on them.
+/// The ranks confined to these CPUs, with `threads` threads each, fit on them.
 bool fit_on(const CpuSet& cpus, std::span<const CpuShare> ranks, unsigned threads) {
   const auto confined = std::ranges::count_if(
       ranks, [&](const CpuShare& rank) { return is_subset(rank.allowed, cpus); });

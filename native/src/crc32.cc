@@ -25,7 +25,7 @@ constexpr std::size_t kSlices = 8;
 
 using Tables = std::array<std::array<std::uint32_t, 256>, kSlices>;
 
-// tables[n][b]: what a byte b adds to the CRC when n bytes follow it.
+// tables[n][b]: contribution of a byte b to the CRC when n bytes follow it.
 constexpr Tables make_tables() {
   Tables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -83,8 +83,7 @@ constexpr long long fold_factor(unsigned power) {
 constexpr std::size_t kLanes = 4;
 
 // Both ways keep four registers. Each 128 bits of them are multiplied at every step by x to the bits of a step modulo the
-// polynomial, which moves them over the bytes that come next. What is left is a message of one step with the same
-// remainder.
+// polynomial, which moves them over the next bytes. The result is a message of one step with the same remainder.
 
 constexpr std::size_t kSmall = 16;  // bytes of a register
 constexpr std::size_t kSmallStep = kLanes * kSmall;
@@ -189,7 +188,7 @@ std::vector<Update> hardware_updates() {
 
 namespace {
 
-// Assembler, because compilers do not agree how a function says that it needs these.
+// Assembler, because compilers differ in the attribute for these instructions.
 std::uint32_t update_armv8(std::uint32_t state, const std::byte* data, std::size_t size) noexcept {
   for (; size >= sizeof(std::uint64_t);
        data += sizeof(std::uint64_t), size -= sizeof(std::uint64_t)) {
@@ -221,7 +220,7 @@ std::vector<Update> hardware_updates() { return {}; }
 }  // namespace crc32_detail
 
 std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) noexcept {
-  // Asked once: a virtual machine answers CPUID through its host.
+  // Queried once: a virtual machine answers CPUID through its host.
   static const crc32_detail::Update update = [] {
     const auto found = crc32_detail::hardware_updates();
     return found.empty() ? crc32_detail::update_portable : found.back();

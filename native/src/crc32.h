@@ -1,4 +1,4 @@
-// CRC-32 as zlib, gzip and Parquet have it: polynomial 0xEDB88320, least significant bit first.
+// CRC-32 of zlib, gzip and Parquet: polynomial 0xEDB88320, least significant bit first.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +8,17 @@
 
 namespace sparkhvd {
 
-/// Continues a CRC (0 at the start) over some bytes; with the CPU's own instructions where it has them.
+/// Continues a CRC (0 at the start) over some bytes, with the CPU's own instructions if available.
 std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) noexcept;
 
 namespace crc32_detail {
 
-/// One way to compute it; `state` and the result are the CRC with all bits inverted.
+/// An implementation; `state` and the result are the CRC with all bits inverted.
 using Update = std::uint32_t (*)(std::uint32_t state, const std::byte* data, std::size_t size);
 
 std::uint32_t update_portable(std::uint32_t state, const std::byte* data,
                               std::size_t size) noexcept;
-/// Those for which this CPU and this build have instructions, the fastest last.
+/// The implementations that this CPU and this build support, the fastest last.
 std::vector<Update> hardware_updates();
 
 }  // namespace crc32_detail

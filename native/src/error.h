@@ -1,5 +1,4 @@
-// The one exception of the engine: a status of sparkhvd.h and the sentence that the caller will
-// read.
+// The only exception of the engine: a status of sparkhvd.h and the caller's message.
 #pragma once
 
 #include <cerrno>
@@ -25,8 +24,8 @@ class Error : public std::exception {
   std::string message_;
 };
 
-/// One operation ends with this, on every rank that runs it, and the engine goes on. Thrown where all ranks know it,
-/// before any of them has moved a byte.
+/// Fails one operation, on every rank that runs it; the engine stays usable. Thrown when all ranks know it, before any of
+/// them has moved a byte.
 class OperationFailed : public Error {
  public:
   using Error::Error;
@@ -40,7 +39,7 @@ inline std::string errno_text(int code) {
   return std::generic_category().message(code) + " (errno " + std::to_string(code) + ")";
 }
 
-/// Throws what the system call `call` that just failed left in errno.
+/// Throws the errno of the failed system call `call`.
 [[noreturn]] inline void throw_errno(std::string_view call) {
   const int code = errno;
   throw Error(SPARKHVD_INTERNAL, std::string(call) + " failed: " + errno_text(code) + ".");

@@ -8,8 +8,8 @@
 
 namespace sparkhvd {
 
-/// Bytes of the UTF-8 sequence at the start of `text`; 0 if it is not one (overlong forms,
-/// surrogates and what ends early included).
+/// Bytes of the UTF-8 sequence at the start of `text`; 0 if it is invalid (also overlong forms, surrogates and
+/// truncated sequences).
 inline std::size_t utf8_length(std::string_view text) noexcept {
   const auto byte = [&](std::size_t i) {
     return i < text.size() ? static_cast<unsigned char>(text[i]) : 0U;
@@ -34,7 +34,7 @@ inline std::size_t utf8_length(std::string_view text) noexcept {
 }
 
 /// Appends `text` as a JSON string, quotes included; bytes that are not UTF-8 become '?', so that
-/// every reader takes it.
+/// every reader accepts it.
 inline void append_json_string(std::string& out, std::string_view text) {
   out += '"';
   while (!text.empty()) {

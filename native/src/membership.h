@@ -1,4 +1,4 @@
-// Who is in a job, as one of its ranks sees it, and whom it has lost.
+// A rank's view of the job's members and losses.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Membership {
 enum class LossKind : std::uint8_t {
   kDead = SPARKHVD_DEAD,      // its process has ended
   kSilent = SPARKHVD_SILENT,  // it may live, but does not answer, or its connection broke
-  kLeft = SPARKHVD_LEFT,      // it has said goodbye
+  kLeft = SPARKHVD_LEFT,      // it has sent a goodbye
 };
 
 struct Loss {

@@ -1,6 +1,5 @@
-// Bytes on the wire: control messages and their encoding. Nothing here does I/O; everything that is
-// read is checked against the bytes that are there, so that a bad message is an Error and never a
-// crash.
+// Bytes on the wire: control messages and their encoding, without I/O. All reads are checked against the
+// available bytes, so that a bad message is an Error and never a crash.
 #pragma once
 
 #include <array>
@@ -28,17 +27,17 @@ enum class FrameType : std::uint8_t {
   kExecute = 4,         // from the coordinator: run it now, as number `sequence`
   kRefuse = 5,          // from the coordinator: it will not run, and why
   kData = 6,            // bytes of a tensor
-  kGoodbye = 7,         // the rank leaves in order
+  kGoodbye = 7,         // the rank leaves gracefully
   kAbort = 8,           // the rank has failed, and the first cause it knows
-  kStackRequest = 9,    // from a coordinator that waits: where are you?
+  kStackRequest = 9,    // from a waiting coordinator: request for stacks
   kStack = 10,          // the answer: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
   kSegmentMapped = 12,  // "I could (not) map what was offered"
-  kOrder = 13,         // from a coordinator to rank 0: this operation on devices is next of its set
-  kCredit = 14,        // "I take so many tensor bytes"
-  kPoint = 15,         // of a message from one rank to another
-  kReadyAgain = 16,    // to the coordinator: operations of the plan
-  kExecuteAgain = 17,  // from the coordinator: these, in this order
+  kOrder = 13,          // from a coordinator to rank 0: the set's next operation on devices
+  kCredit = 14,         // permission to send tensor bytes
+  kPoint = 15,          // of a message from one rank to another
+  kReadyAgain = 16,     // to the coordinator: operations of the plan
+  kExecuteAgain = 17,   // from the coordinator: these, in this order
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -67,7 +66,7 @@ std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
 /// Elements of all dimensions behind the first; 1 for a scalar.
 std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 
-/// Everything about an operation on which ranks must agree, and this rank's own numbers.
+/// An operation's facts that must be equal on all ranks, and this rank's own numbers.
 struct Descriptor {
   Collective collective{};
   DType dtype{};
@@ -80,11 +79,11 @@ struct Descriptor {
   /// alltoall, scatter's root: rows for each member; process sets: the ranks, or the id to remove; registration:
   /// the bytes; configuration: the knobs.
   std::vector<std::int64_t> numbers;
-  /// Bytes that this rank's own memory for each result has; empty: the engine allocates it.
+  /// Bytes of this rank's own memory for each result; empty: the engine allocates it.
   std::vector<std::int64_t> room;
-  /// Where this rank's tensors lie, if in one range of registered memory.
+  /// Place of this rank's tensors, if in one range of registered memory.
   std::optional<Place> place;
-  /// They lie on the rank's device, and NCCL runs the operation.
+  /// They are on the rank's device, and NCCL runs the operation.
   bool is_on_device = false;
   /// The rank has no memory to spare for a result: see SpareMemory.
   bool lacks_memory = false;
@@ -118,28 +117,27 @@ struct Execute {
   /// allgather, gather: first dimensions [tensor][member]; scatter: splits; alltoall: see AlltoallRows; join: the last
   /// rank.
   std::vector<std::int64_t> rows;
-  /// By contributor (of the receiver's island, once sent), in rank order: where all of them have their
-  /// tensors in registered memory; else empty.
+  /// By contributor (of the receiver's island, after sending), in rank order, if all of them have their tensors
+  /// in registered memory; else empty.
   std::vector<Place> places = {};
-  /// Ranks that take part, if some ranks of the process set have joined; else empty. These learn the
+  /// Ranks that take part, if some ranks of the process set have joined; else empty. Joined ranks get the
   /// operation from `descriptor`.
   std::vector<Rank> contributors = {};
   std::optional<Descriptor> descriptor = {};
-  /// An operation on devices: these have numbers of their own, and come from rank 0, in one order for
-  /// all process sets.
+  /// An operation on devices, with separate numbers, from rank 0, in one order for all process sets.
   bool is_on_device = false;
-  /// With the first of a process set: what its communicator is made of (NCCL's unique id).
+  /// With the first of a process set: NCCL's unique id for its communicator.
   std::vector<std::uint8_t> unique_id = {};
-  /// A result is so large that every rank says first whether it has memory for its own.
+  /// A result is so large that every rank first reports whether it has memory for its own.
   bool asks_for_memory = false;
-  /// alltoall: rows [from][to], as the coordinator and rank 0 know them. Ranks that read one message
-  /// in shared memory take their own `rows` from it.
+  /// alltoall: rows [from][to], for the coordinator and rank 0. Ranks that read one message in shared memory
+  /// take their own `rows` from it.
   std::vector<std::int64_t> splits = {};
-  /// The operation's number in the plan: every rank remembers what it has submitted, and this order.
+  /// The operation's number in the plan: every rank stores its submission and this order.
   std::optional<std::uint32_t> number = {};
 };
 
-/// Operations of the plan that a rank has submitted as the last time.
+/// Repeated submissions of the plan.
 struct ReadyAgain {
   std::int32_t process_set = 0;
   std::vector<std::uint32_t> numbers;
@@ -162,9 +160,9 @@ struct Refuse {
   std::string name;
   std::int32_t status = 0;
   std::string message;
-  /// The end of a process set: so many operations on devices were ordered there. They come another way.
+  /// The end of a process set: number of its orders for devices, which arrive on another route.
   std::uint64_t device_orders = 0;
-  std::vector<Loss> losses = {};  // that the sender knows of, where one of them is the reason
+  std::vector<Loss> losses = {};  // known to the sender, if one of them is the reason
 };
 
 struct Goodbye {
@@ -177,35 +175,34 @@ struct Goodbye {
   std::vector<Entry> sets;
 };
 
-/// Memory for the ranks of this host, made by operation `key.sequence` of a process set.
+/// Memory for the ranks of this host, from operation `key.sequence` of a process set.
 struct SegmentOffer {
   SegmentKey key;
   bool has_memory = false;  // its descriptor comes with the frame
 };
 
-/// An answer that operation `key.sequence` of a process set waits for: mapped what was offered, or has memory for its
-/// result.
+/// An answer for operation `key.sequence` of a process set: the rank has mapped the offered memory, or has memory for
+/// its result.
 struct SegmentMapped {
   SegmentKey key;
   bool ok = false;
 };
 
-/// How many bytes of a process set its sender may have sent in all on one of the pair's connections
-/// for tensors.
+/// Total bytes of a process set that its sender may send on one of the pair's connections for tensors.
 struct Credit {
   std::int32_t process_set = 0;
   std::uint32_t connection = 0;
   std::uint64_t bytes = 0;
 };
 
-/// What is said about a message from one rank to another.
+/// Kinds of frames about a message from one rank to another.
 enum class PointKind : std::uint8_t {
   kEager = 0,     // the message
-  kAnnounce = 1,  // a large one: it comes when it is accepted
-  kAccept = 2,    // the bytes of message `number` may come
+  kAnnounce = 1,  // a large message: sent after acceptance
+  kAccept = 2,    // the bytes of message `number` may be sent
   kTaken = 3,     // `number` bytes of small messages have been received in all
   kReject = 4,    // message `number` does not fit its receive
-  kWithdraw = 5,  // message `number` does not come
+  kWithdraw = 5,  // message `number` is withdrawn
 };
 
 struct Point {
@@ -225,7 +222,7 @@ struct StackRequest {
 
 struct Stack {
   std::string text;            // at most kMaxStackBytes; empty as a sign of life
-  std::uint64_t still_ms = 0;  // since this rank moved tensor bytes on a connection last
+  std::uint64_t still_ms = 0;  // since this rank's last tensor bytes on a connection
 };
 
 struct Abort {
@@ -251,7 +248,7 @@ Bytes encode(const Credit& message);
 Bytes encode(const Point& message);
 Bytes encode(const ReadyAgain& message);
 Bytes encode(const ExecuteAgain& message);
-/// The frame but for its payload, which follows.
+/// The frame without its payload, which follows.
 Bytes encode_head(const Point& message);
 
 /// The header of a data frame; the body follows from the tensor's own memory. `stream` is the

@@ -1,4 +1,4 @@
-// One submitted operation, from submission to the moment its caller lets go of it.
+// One submitted operation, from submission until its caller releases it.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@ namespace nccl {
 struct OnDevice;
 }
 
-/// A list of tensors seen as one long sequence of bytes, so that many private tensors are reduced
-/// together without being copied into one buffer first.
+/// A list of tensors as one long sequence of bytes, so that many private tensors are reduced together
+/// without a fusion copy.
 class Pieces {
  public:
-  /// Part of one tensor; `offset` is its place in the range that was asked for.
+  /// Part of one tensor; `offset` is its position in the requested range.
   struct Part {
     const std::byte* input;
     std::byte* output;
@@ -99,18 +99,18 @@ struct Operation {
   std::int32_t process_set = 0;
   std::string name;
   Descriptor descriptor;
-  Pieces pieces;   // inputs; with their outputs where these have the same size
+  Pieces pieces;   // inputs; with their outputs if these have the same size
   Pieces results;  // reducescatter: the outputs (as `input` too)
   std::vector<std::byte*>
-      outputs;  // the caller's memory for an agreed result, by tensor, if it gave any
+      outputs;  // the caller's memory for a negotiated result, by tensor, if given
   std::optional<std::size_t> mailbox;  // its input was copied there at submission
-  /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
+  /// Input of each contributor of this rank's island (else nullptr), if all are in registered memory.
   std::vector<std::byte*> registered;
   OperationTrace trace;
   ProgressTimeout timeout;  // until the coordinator has answered; of messages until their end
 
-  /// Longest time until the coordinator answers at all: longer than it may take the coordinator to
-  /// say that others have not answered.
+  /// Longest time until the coordinator answers: longer than the coordinator may need to report missing
+  /// answers of others.
   double coordinator_patience_s() const noexcept { return descriptor.timeout_s + 5; }
 
   // What the engine allocates, written before the operation is finished. `rows`: allgather and gather
@@ -118,8 +118,8 @@ struct Operation {
   std::unique_ptr<std::byte[]> output;
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;
-  std::shared_ptr<Segment> segment;  // registration of memory: what was registered
-  /// Set if the tensors lie on the device; then `pieces` only tells how many bytes they have.
+  std::shared_ptr<Segment> segment;  // registration of memory: the registered memory
+  /// Set if the tensors are on the device; then `pieces` has only their number of bytes.
   std::shared_ptr<nccl::OnDevice> on_device;
 
   // `message` is written before `status` leaves PENDING and never after.

@@ -25,7 +25,7 @@ EngineOptions read_options(const sparkhvd_engine_options* given) {
   defaults.streams = 1;
   const auto raw = read_struct(given, defaults, "options");
   EngineOptions options;
-  // The sockets are the engine's from the call on, also when the call fails.
+  // The engine owns the sockets from the call on, also when the call fails.
   if (raw.sockets != nullptr && raw.size > 0) {
     for (std::int32_t i = 0; i < raw.size; ++i) options.sockets.emplace_back(raw.sockets[i]);
     const bool has_data = raw.stream_sockets != nullptr && raw.streams <= kMaxStreams;

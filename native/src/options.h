@@ -7,7 +7,7 @@
 
 namespace sparkhvd {
 
-/// Takes the sockets, also if it throws InvalidArgument, which names what was found.
+/// Takes the sockets, also if it throws InvalidArgument, which shows the wrong value.
 EngineOptions read_options(const sparkhvd_engine_options* given);
 nccl::DeviceOptions read_device_options(const sparkhvd_device_options* given);
 

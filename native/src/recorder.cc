@@ -49,7 +49,7 @@ void Recorder::finished(const Operation& operation, std::int32_t status,
   Entry& entry = entry_of(operation);
   in_flight_finished_.add_alone();
   (status == SPARKHVD_OK ? entry.operations : entry.failures).add_alone();
-  // The stages that it has come to; an operation that failed early ends in the stage it was in.
+  // The stages that it has reached; an operation that failed early ends in its current stage.
   const TimePoint nowhere{};
   const TimePoint agreed = trace.agreed == nowhere ? now : trace.agreed;
   const TimePoint started = trace.started == nowhere ? now : trace.started;
@@ -86,13 +86,13 @@ void Recorder::woke() {
   if (!timeline_ || !timeline_->marks_cycles()) return;
   TimelineEvent event;
   event.kind = TimelineEvent::Kind::kMark;
-  event.name = "CYCLE_START";  // as Horovod's tools know it
+  event.name = "CYCLE_START";  // for Horovod's tools
   event.at = Clock::now();
   timeline_->add(std::move(event));
 }
 
-/// The entry of the operation's collective and algorithm. Entries are few and the same ones come
-/// again and again, so a search from the front is short.
+/// The entry of the operation's collective and algorithm. Entries are few and repeat, so a search from the
+/// front is short.
 Recorder::Entry& Recorder::entry_of(const Operation& operation) {
   const Collective collective = operation.descriptor.collective;
   const char* algorithm = operation.trace.algorithm;

@@ -1,14 +1,12 @@
-// Observation of an engine: counters that are always on, and a timeline while somebody
-// wants one.
+// Observation of an engine: counters that are always on, and a timeline on request.
 //
 // **Threads.** Operations are recorded by the thread that drives the engine. Sleeps may be counted
 // by any thread; any thread may read the counters, and start and stop the timeline.
 //
-// **Ownership.** Counters are atomics of their own: a reader gets numbers that are each right,
-// and together at most one operation apart. `mutex_` guards the timeline, and is taken only while
-// there is one.
+// **Ownership.** Counters are separate atomics: each number that a reader gets is right, and together they
+// are at most one operation apart. `mutex_` guards the timeline, and is locked only during a timeline.
 //
-// **Shutdown.** `stop_timeline` and the destructor write what is queued.
+// **Shutdown.** `stop_timeline` and the destructor write the queued events.
 #pragma once
 
 #include <array>
@@ -27,14 +25,14 @@
 
 namespace sparkhvd {
 
-/// Counts besides those of operations. The names are those in `Recorder::json`.
+/// Counters besides those of operations, with their names in `Recorder::json`.
 struct Activity {
   Counter waits;           // a caller slept for an operation
-  Counter spins;           // spins that something ended in time
+  Counter spins;           // spins that succeeded
   Counter failed_spins;    // spins that ended in sleep
   Counter wakeups;         // rings of a sleeping peer of this host
   Traffic sockets;         // sent_bytes, received_bytes
-  Counter shared_bytes;    // of this rank's tensors in operations that went through shared memory
+  Counter shared_bytes;    // of this rank's tensors in operations through shared memory
   Counter stall_warnings;  // operations that this rank, as coordinator, has warned about
 };
 
@@ -44,8 +42,8 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // The way of an operation, in this order; `submitted` and `finished` once each. The first is
-  // called under the lock that orders submissions, the others by the driver.
+  // The stages of an operation, in this order; `submitted` and `finished` once each. The first is
+  // called under the lock of submissions, the others by the driver.
   void submitted(Operation& operation);
   void agreed(Operation& operation) { operation.trace.agreed = Clock::now(); }
   void started(Operation& operation) { operation.trace.started = Clock::now(); }
@@ -57,17 +55,16 @@ class Recorder {
 
   Activity& activity() noexcept { return activity_; }
 
-  /// Ends the timeline that is being written, if any, and begins another. Throws INVALID_ARGUMENT
-  /// if the file cannot be made.
+  /// Ends a running timeline and starts another. Throws INVALID_ARGUMENT if the file cannot be created.
   void start_timeline(const std::string& path, bool mark_cycles);
-  /// Returns when the file is complete. Nothing happens without a timeline.
+  /// Returns when the file is complete. Has no effect without a timeline.
   void stop_timeline();
 
   /// All counters as one JSON object.
   std::string json() const;
 
  private:
-  /// Operations of one collective that one algorithm has run.
+  /// Operations of one collective and algorithm.
   struct Entry {
     Collective collective{};
     const char* algorithm = "";

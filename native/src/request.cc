@@ -21,7 +21,7 @@ std::shared_ptr<const std::vector<Rank>> members_of(const Engine& engine, std::i
   }
 }
 
-/// One request of a caller being checked; every method throws what is wrong with it.
+/// A caller's request during its checks; every method throws the error that it finds.
 class RequestReader {
  public:
   RequestReader(const sparkhvd_request& raw, const Engine& engine, Operation& operation)
@@ -94,7 +94,7 @@ class RequestReader {
     }
   }
 
-  /// Work that the caller's stream has up to now comes before the operation, and nothing later does.
+  /// The operation waits for the pending work of the caller's stream, and for no later work.
   void record_ready() {
     if (!operation_.on_device || spec_.max_tensors == 0) return;
     auto& on_device = *operation_.on_device;
@@ -254,7 +254,7 @@ class RequestReader {
     operation_.pieces.add(tensor.input, tensor.output, bytes);
   }
 
-  /// Memory of the caller's for a result whose size the ranks have yet to agree on.
+  /// The caller's memory for a result of negotiated size.
   void read_room(const sparkhvd_tensor& tensor, const std::string& which) {
     if (operation_.on_device) return;
     if ((tensor.output == nullptr) != operation_.outputs.empty() && !descriptor_.shapes.empty()) {
@@ -267,7 +267,7 @@ class RequestReader {
     descriptor_.room.push_back(static_cast<std::int64_t>(tensor.output_bytes));
   }
 
-  /// Of `rows`, for this rank: the first ones get one more.
+  /// This rank's share of `rows`: the first ranks get one more.
   std::uint64_t own_rows(std::int64_t rows) const {
     const auto place = std::ranges::find(*members_, engine_.rank()) - members_->begin();
     const auto size = static_cast<std::int64_t>(members_->size());
@@ -290,7 +290,7 @@ class RequestReader {
                  .label = label_});
   }
 
-  /// What is agreed on travels in one frame: this description, and rows.
+  /// The negotiated data are sent in one frame: this description, and rows.
   void check_message_size() const {
     std::size_t bytes =
         operation_.name.size() + 1024 + 8 * (descriptor_.numbers.size() + descriptor_.room.size());
@@ -329,7 +329,7 @@ std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Eng
   if (raw.name == nullptr) invalid(std::string(name_of(*collective)) + ": the name is NULL.");
   auto operation = std::make_shared<Operation>();
   operation->process_set = raw.process_set;
-  // A rank joins once, whatever it calls that.
+  // A rank joins once, under any name.
   operation->name = *collective == Collective::kJoin ? "join" : raw.name;
   operation->descriptor.collective = *collective;
   RequestReader(raw, engine, *operation).read();

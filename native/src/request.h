@@ -13,7 +13,7 @@
 
 namespace sparkhvd {
 
-/// The caller's structure, with what an older caller does not know set to `defaults`.
+/// The caller's structure, with fields unknown to an older caller set to `defaults`.
 template <class Struct>
 Struct read_struct(const Struct* given, Struct defaults, const char* what) {
   if (given == nullptr) invalid(std::string(what) + " is NULL.");
@@ -24,7 +24,7 @@ Struct read_struct(const Struct* given, Struct defaults, const char* what) {
   return defaults;
 }
 
-/// Throws InvalidArgument or UNSUPPORTED, naming the operation, what was found and what to do.
+/// Throws InvalidArgument or UNSUPPORTED, with the operation, the wrong value and the remedy.
 std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Engine& engine);
 
 }  // namespace sparkhvd

@@ -1,5 +1,5 @@
-// Memory that the ranks of a host share: every rank of it brings a piece of equal size, and all map
-// all pieces; or one of them brings the only piece, which is everybody's.
+// Memory that the ranks of a host share: every rank allocates a piece of equal size, and all map all
+// pieces; or one rank allocates the only piece for all.
 #pragma once
 
 #include <cstddef>
@@ -11,27 +11,25 @@
 
 namespace sparkhvd {
 
-/// Which registered memory a tensor lies in: equal on all ranks, because memory is registered by an
-/// operation that all of them take part in.
+/// Key of registered memory: equal on all ranks, because memory is registered by a collective operation.
 struct SegmentKey {
   std::int32_t process_set = 0;
-  std::uint64_t sequence = 0;  // of the operation that made it
+  std::uint64_t sequence = 0;  // of the operation that allocated it
   auto operator<=>(const SegmentKey&) const = default;
 };
 
-/// Where a rank's tensor lies in registered memory.
+/// Place of a rank's tensor in registered memory.
 struct Place {
   SegmentKey segment;
   std::uint64_t offset = 0;
   bool operator==(const Place&) const = default;
 };
 
-/// The pieces by rank. Unmapped when the last owner lets go: the user's buffer, a running
-/// operation.
+/// The pieces by rank. Unmapped with the last owner: the user's buffer, a running operation.
 class Segment {
  public:
-  /// A workspace, of a process set, is a piece each that forked children do not have: their copies of
-  /// tensors are theirs, but what they wrote here the ranks would read.
+  /// A workspace of a process set is excluded from forked children: their copies of tensors are private, but
+  /// the ranks would read their writes here.
   enum class Kind { kPieceEach, kOnePiece, kWorkspace };
 
   Segment(SegmentKey key, std::size_t bytes, Kind kind = Kind::kPieceEach)
@@ -49,7 +47,7 @@ class Segment {
     return is_one_piece() ? !pieces_.empty() : pieces_.contains(rank);
   }
   std::size_t num_pieces() const noexcept { return pieces_.size(); }
-  /// The piece of a rank that has one.
+  /// The piece of a rank.
   std::byte* data(Rank rank) const {
     return is_one_piece() ? pieces_.begin()->second.data() : pieces_.at(rank).data();
   }

@@ -1,4 +1,4 @@
-// Address space for results that are too small for asking every rank first whether it has memory.
+// Address space for results that are too small to query every rank for memory first.
 #pragma once
 
 #include <sys/mman.h>
@@ -7,18 +7,18 @@
 
 namespace sparkhvd {
 
-/// From here on every rank says whether it has memory for its result: a message is nothing beside the bytes.
+/// From this size on every rank first reports whether it has memory for its result, because a message is cheap beside the bytes.
 inline constexpr std::size_t kLargeResult = 8 << 20;
 
-/// As much as a small result needs, without pages. A rank that has given it away says so when it submits an operation, and
-/// then the ranks are asked for small results, too.
+/// Space for a small result, without pages. A rank that has lost it reports this with its submissions, and then the ranks are
+/// queried for small results, too.
 class SpareMemory {
  public:
   SpareMemory() noexcept { restore(); }
   SpareMemory(const SpareMemory&) = delete;
   ~SpareMemory() { give(); }
 
-  /// True if it is there, or there again.
+  /// True if it is reserved, or reserved again.
   bool restore() noexcept {
     if (memory_ == MAP_FAILED) {
       memory_ = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,

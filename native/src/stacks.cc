@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-/// The function that a signal calls now; SIG_DFL or SIG_IGN if there is none.
+/// The current handler of a signal, or SIG_DFL or SIG_IGN.
 void (*handler_of(int signal))(int) {
   struct sigaction action{};
   if (::sigaction(signal, nullptr, &action) != 0) {
@@ -47,13 +47,13 @@ std::string Stacks::take() const {
   if (signal_ == 0 || !pipe_.valid()) {
     return "(no stack: it was started without stack_signal, or the signal was in use)";
   }
-  // Raising a signal that has lost its handler would end the process.
+  // Raising a signal without its handler would end the process.
   if (handler_of(signal_) != handler_) {
     return "(no stack: the handler of signal " + std::to_string(signal_) +
            " was replaced after the engine had started)";
   }
   std::array<char, 4096> part{};
-  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // stacks that were not asked for
+  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // unrequested stacks
   }
   sigset_t only;
   sigset_t before;

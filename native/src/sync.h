@@ -1,5 +1,5 @@
-// Mutexes that clang's -Wthread-safety follows: what is GUARDED_BY one is touched only while it is held. Other
-// compilers see std::mutex and std::unique_lock.
+// Mutexes for clang's -Wthread-safety: data GUARDED_BY a mutex are accessed only while it is held. Other compilers
+// see std::mutex and std::unique_lock.
 #pragma once
 
 #include <condition_variable>
@@ -31,7 +31,7 @@ class SPARKHVD_THREAD_SAFETY(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
-/// Holds a mutex until the end of its scope; may let go of it in between.
+/// Holds a mutex until the end of its scope; may release it in between.
 class SPARKHVD_THREAD_SAFETY(scoped_lockable) Lock {
  public:
   explicit Lock(Mutex& mutex) ACQUIRE(mutex) : lock_(mutex.mutex_) {}

@@ -1,6 +1,5 @@
-// Collectives as coroutines: straight-line code that gives control back where it would have to
-// wait. The engine asks the condition that a task waits for, and resumes the task once it holds.
-// Nothing blocks.
+// Collectives as coroutines: straight-line code that yields where it would have to wait. The engine polls
+// a task's wait condition, and resumes the task when it holds. Nothing blocks.
 #pragma once
 
 #include <coroutine>
@@ -13,20 +12,20 @@
 
 namespace sparkhvd {
 
-/// Something that a peer brings about.
+/// A condition that a peer fulfils.
 class Condition {
  public:
   virtual bool ready() const = 0;
-  /// The ranks that have not done their part yet, for messages.
+  /// The missing ranks, for messages.
   virtual std::vector<Rank> awaited() const = 0;
-  /// When bytes moved last on every connection that it waits for.
+  /// Time of the last bytes on every connection that it waits for.
   virtual TimePoint moved_at() const { return {}; }
 
  protected:
   ~Condition() = default;
 };
 
-/// Where a chain of tasks stands: the innermost coroutine and what it waits for.
+/// State of a chain of tasks: the innermost coroutine and its wait condition.
 struct Schedule {
   const Condition* waiting = nullptr;
   std::coroutine_handle<> innermost;
@@ -59,7 +58,7 @@ class [[nodiscard]] Task {
     void return_void() noexcept {}
     void unhandled_exception() noexcept { error_ = std::current_exception(); }
 
-    /// co_await of a condition: goes on at once if it holds.
+    /// co_await of a condition: continues at once if it holds.
     template <class C>
       requires std::is_base_of_v<Condition, C>
     auto await_transform(C condition) {
@@ -114,7 +113,7 @@ class [[nodiscard]] Task {
     if (handle_) handle_.destroy();
   }
 
-  /// Goes on as far as possible. True if anything was done. Throws what the coroutine threw.
+  /// Runs as far as possible. True if anything was done. Throws the coroutine's exception.
   bool resume() {
     Schedule& schedule = *handle_.promise().schedule_;
     if (schedule.waiting != nullptr && !schedule.waiting->ready()) return false;

@@ -1,5 +1,4 @@
-// The ranks that run one operation together, and which of them share memory. A value: no sockets,
-// no memory.
+// The ranks of one operation, and their islands of shared memory. A value: no sockets, no memory.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +11,13 @@
 
 namespace sparkhvd {
 
-/// An *island* is a set of ranks that have mapped each other's memory; a rank that shares with
-/// no rank is alone in its island. Islands are in the order of their first rank, the ranks of an
-/// island in ascending order.
+/// An *island* is a set of ranks that have mapped each other's memory; a rank without shared memory is
+/// alone in its island. Islands are in the order of their first rank, the ranks of an island in ascending
+/// order.
 class Team {
  public:
   Team() = default;
-  /// `islands` need not be sorted; empty ones are left out. `self` need not be in it.
+  /// `islands` need not be sorted; empty ones are dropped. `self` need not be in it.
   Team(Rank self, std::vector<std::vector<Rank>> islands) : self_(self) {
     std::erase_if(islands, [](const auto& island) { return island.empty(); });
     for (auto& island : islands) std::ranges::sort(island);
@@ -63,7 +62,7 @@ class Team {
   const std::vector<Rank>& island() const noexcept { return islands_[island_]; }
   std::size_t local_index() const noexcept { return local_; }
   std::size_t local_size() const noexcept { return island().size(); }
-  /// The smallest island: that many ranks of each exchange with their like on the others.
+  /// Size of the smallest island: this many ranks of each exchange with their counterparts on the others.
   std::size_t num_lanes() const noexcept { return num_lanes_; }
   bool is_one_island() const noexcept { return islands_.size() == 1; }
   /// No two ranks share memory.

@@ -31,7 +31,7 @@ inline std::string numbers_text(const std::vector<std::int64_t>& numbers) {
   return text + "]";
 }
 
-/// Tells the user, who reads the process's standard error.
+/// Warns the user on the process's standard error.
 inline void warn(const std::string& text) {
   std::fprintf(stderr, "sparkhvd warning: %s\n", text.c_str());
 }
@@ -49,7 +49,7 @@ inline std::string without_stop(std::string sentence) {
   return sentence;
 }
 
-/// "allreduce('layer3.weight')". A name may be longer than the message that it stands in.
+/// "allreduce('layer3.weight')". A name may be longer than its message.
 inline std::string operation_label(Collective collective, const std::string& name) {
   constexpr std::size_t kShown = 200;
   std::string text(name_of(collective));

@@ -14,11 +14,11 @@ namespace sparkhvd {
 /// The content of a file; "" if it cannot be read.
 std::string read_text(const std::string& path);
 
-/// The parts of a text that are not empty.
+/// The non-empty parts of a text.
 /// @param separators characters between them
 std::vector<std::string_view> split(std::string_view text, std::string_view separators = " \t\n");
 
-/// The whole number that a word is; nothing for other words, such as "max" and "-1".
+/// The value of a numeric word; nothing for other words, such as "max" and "-1".
 std::optional<std::uint64_t> number_of(std::string_view word);
 
 }  // namespace sparkhvd

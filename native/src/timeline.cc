@@ -16,12 +16,12 @@ namespace {
 
 // Long enough to write many events at once, short enough that a killed process loses little.
 constexpr auto kBatchTime = std::chrono::milliseconds(50);
-// Of the file, before the first event; then it doubles.
+// Length of the file before the first event; then it doubles.
 constexpr std::uint64_t kFirstBytes = 1 << 20;
 constexpr std::size_t kMaxShownName = 200;
 // An item of the file has room for it with every byte escaped.
 constexpr std::size_t kMaxShownMessage = 400;
-// Operations that ranks have come for. Those that never run are not kept for ever.
+// Largest number of operations with arrived ranks, because operations that never run are dropped.
 constexpr std::size_t kMaxOwners = 4096;
 
 std::string status_text(std::int32_t status) {
@@ -41,7 +41,7 @@ std::string status_text(std::int32_t status) {
   }
 }
 
-/// Name of a collective in Horovod's timeline; tools look for it.
+/// Name of a collective in Horovod's timeline, for its tools.
 std::string upper_case(std::string_view name) {
   std::string found(name);
   for (char& c : found) {
@@ -55,7 +55,7 @@ std::string upper_case(std::string_view name) {
 Timeline::Timeline(Options options)
     : options_(std::move(options)), start_(Clock::now()), file_(options_.path) {
   header();
-  // Signals are for the program's own threads; a full quota is told by the result of the write.
+  // Signals are for the program's own threads; the result of the write reports a full quota.
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
@@ -110,7 +110,7 @@ void Timeline::run() {
     {
       Lock lock(mutex_);
       while (!is_stopping_ && queue_.empty()) lock.wait(changed_, kNever);
-      // Let more come, so that a training step costs one write and not one per operation.
+      // Collects more events, so that a training step costs one write and not one per operation.
       const TimePoint batch_end = Clock::now() + kBatchTime;
       while (!is_stopping_ && lock.wait(changed_, batch_end)) {
       }
@@ -143,7 +143,7 @@ void Timeline::run() {
   }
 }
 
-/// Puts the event that is ready in `text_` into the file.
+/// Writes the event in `text_` into the file.
 void Timeline::put() {
   if (trouble_.empty()) trouble_ = file_.append(text_);
   text_.clear();
@@ -158,7 +158,7 @@ void Timeline::begin_event(const char* phase, std::uint32_t lane, std::int64_t a
   char head[128];
   const std::int64_t whole = at / 1000;
   const auto rest = static_cast<int>(at % 1000);
-  // What came before the timeline began has negative times.
+  // Events before the start of the timeline have negative times.
   std::snprintf(head, sizeof(head), "{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u,\"ts\":%s%lld.%03d",
                 phase, index_of(options_.rank), lane, at < 0 ? "-" : "",
                 static_cast<long long>(whole < 0 ? -whole : whole), rest < 0 ? -rest : rest);
@@ -225,7 +225,7 @@ void Timeline::overtake(const Key& key, std::uint32_t lane) {
   owners_.erase(key);
   overtaken_.insert_or_assign({key, lanes_[lane].submitted}, lane);
   if (overtaken_.size() <= kMaxOwners) return;
-  // More than can be: the end of this one was dropped.
+  // More than possible: the end of this operation was dropped.
   const auto oldest = std::ranges::min_element(
       overtaken_, {}, [](const auto& entry) { return entry.first.second; });
   close(oldest->second, lanes_[oldest->second].begin, nullptr);

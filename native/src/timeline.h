@@ -2,21 +2,19 @@
 // (trace_file.h).
 //
 // **Threads.** Any thread adds events, which costs a short lock and never waits for the disk. A
-// thread of its own, alive as long as the Timeline, turns them into text in batches.
+// background thread, alive as long as the Timeline, converts them to text in batches.
 //
 // **Ownership.** `mutex_` guards the queue; the file and everything about lanes belongs to the
 // writer thread.
 //
-// **Shutdown.** The destructor writes what is queued, joins the thread and closes the file. When
-// the file cannot be written any more, one warning is given, what comes later is dropped, and the
-// file ends behind the last whole event.
+// **Shutdown.** The destructor writes the queued events, joins the thread and closes the file. After a write
+// error one warning is printed, later events are dropped, and the file ends behind the last whole event.
 //
 // **Picture.** One process per rank, one lane ("thread") per operation name, so that the same
-// tensor is always found in the same place; a name that is in flight twice gets a second lane, and
-// digits at the end of a name that the user has not chosen ("noname.17") do not make lanes of their own. Per
-// operation one slice from submission to end, in it Horovod's "NEGOTIATE_ALLREDUCE" and "ALLREDUCE",
-// and in the latter "queue" and the algorithm; small marks on the coordinator's lane tell when
-// which rank came.
+// tensor is always in the same place. A name that is in flight twice gets a second lane, and generated
+// names with digits at the end ("noname.17") share lanes. Each operation is one slice from submission to
+// end, containing Horovod's "NEGOTIATE_ALLREDUCE" and "ALLREDUCE", and in the latter "queue" and the
+// algorithm. Small marks on the coordinator's lane show the arrival of each rank.
 #pragma once
 
 #include <condition_variable>
@@ -41,7 +39,7 @@ struct TimelineEvent {
     kSubmitted,  // name, process_set, collective, dtype, is_on_device, bytes; trace.submitted
     kArrived,    // name, process_set, rank, at: the coordinator received it
     kFinished,   // as kSubmitted, with the whole trace, status and message; at: the end
-    kMark,       // name, at: a moment that belongs to no operation
+    kMark,       // name, at: a moment outside of operations
   };
   Kind kind{};
   std::string name;
@@ -72,7 +70,7 @@ class Timeline {
     std::uint64_t dropped = 0;  // events lost because the disk was too slow, or full
   };
 
-  /// Makes or empties the file. Throws INVALID_ARGUMENT naming the path if that is not possible.
+  /// Creates or empties the file. Throws INVALID_ARGUMENT naming the path if that fails.
   explicit Timeline(Options options);
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
@@ -80,12 +78,12 @@ class Timeline {
 
   const std::string& path() const noexcept { return options_.path; }
   bool marks_cycles() const noexcept { return options_.mark_cycles; }
-  /// Never blocks on the disk; drops the event when `max_queued` wait already.
+  /// Never blocks on the disk; drops the event if `max_queued` events wait.
   void add(TimelineEvent event);
   Statistics statistics() const;
 
  private:
-  /// A row of the picture. Free while it has no owner.
+  /// A row of the picture. Free without an owner.
   struct Lane {
     bool has_owner = false;
     bool is_open = false;  // a slice has begun and not ended
@@ -130,12 +128,12 @@ class Timeline {
 
   // The writer's.
   TraceFile file_;
-  std::string text_;     // the event that is being put together
-  std::string trouble_;  // that ended the file
+  std::string text_;     // the event under construction
+  std::string trouble_;  // the error that ended the file
   std::vector<Lane> lanes_;
   std::map<std::string, std::vector<std::uint32_t>> lanes_by_label_;
   std::map<Key, std::uint32_t> owners_;
-  // On a device, where the next operation of the name has come already; by when it was submitted.
+  // Device operations whose name is in use again, by their time of submission.
   std::map<std::pair<Key, std::int64_t>, std::uint32_t> overtaken_;
   std::uint64_t reported_drops_ = 0;
 

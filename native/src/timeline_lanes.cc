@@ -1,4 +1,4 @@
-// Lanes of the timeline: rows of the picture, one per name as long as there are not too many (see timeline.h).
+// Lanes of the timeline: rows of the picture, one per name up to a limit (see timeline.h).
 #include <algorithm>
 
 #include "json.h"
@@ -8,7 +8,7 @@
 namespace sparkhvd {
 namespace {
 
-// From here on names that differ in digits only share lanes, and then everything of one collective.
+// Beyond these numbers names that differ only in digits share lanes, and then all operations of one collective.
 constexpr std::size_t kManyLabels = 200;
 constexpr std::size_t kTooManyLabels = 400;
 constexpr std::size_t kMaxLanesPerLabel = 64;
@@ -28,7 +28,7 @@ std::string without_digits(const std::string& name) {
   return label;
 }
 
-/// Names that are numbered by us: each is used once and must not get a lane of its own.
+/// Generated names with numbers: each is used once and must not get its own lane.
 bool is_numbered(const std::string& name) {
   return name.find(".noname.") != std::string::npos || name.starts_with("barrier.") ||
          name.starts_with("sparkhvd.");
@@ -48,7 +48,7 @@ std::string Timeline::label_of(const TimelineEvent& event) const {
   return "others" + set;
 }
 
-/// The lane of an operation; it is the operation's until it has finished.
+/// The lane of an operation, which owns it until it has finished.
 std::uint32_t Timeline::lane_of(const TimelineEvent& event, std::int64_t begin) {
   const Key key{event.process_set, event.name};
   const auto owned = owners_.find(key);

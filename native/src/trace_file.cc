@@ -51,7 +51,7 @@ TraceFile::TraceFile(const std::string& path) : file_(open_file(path)) {
 
 TraceFile::~TraceFile() {
   [[maybe_unused]] const auto lost = flush();
-  // Whatever is in the way, the file ends as it should at one of the two places.
+  // After any interruption the file ends correctly at one of the two places.
   if (write(kClosing, end_).empty()) {
     [[maybe_unused]] const auto cut =
         ::ftruncate(file_.get(), static_cast<off_t>(end_ + kClosing.size()));
@@ -86,7 +86,7 @@ std::string TraceFile::flush() {
   return trouble;
 }
 
-/// Moves the closing bracket on: first the whitespace behind it, which changes nothing for a reader.
+/// Moves the closing bracket: first the whitespace behind it, which does not affect a reader.
 std::string TraceFile::reserve(std::uint64_t bytes) {
   const std::uint64_t begin = closing_ + kClosing.size();
   std::string trouble;
@@ -103,7 +103,7 @@ std::string TraceFile::reserve(std::uint64_t bytes) {
       closing_ = closing;
       return {};
     }
-    // Less may fit. What did not is not left behind: others want the disk's last bytes too.
+    // Less may fit. Partial writes are removed, because others need the disk's last bytes too.
     if (::ftruncate(file_.get(), static_cast<off_t>(begin)) != 0) break;
     if (area / 2 >= kPageBytes) trouble.clear();
   }

@@ -17,21 +17,21 @@ namespace sparkhvd {
 class TraceFile {
  public:
   static constexpr std::size_t kPageBytes = 4 << 10;  // or the file system's, which are multiples
-  /// Longer items are left out.
+  /// Longer items are dropped.
   static constexpr std::size_t kMaxItemBytes = 3 << 10;
 
-  /// Makes or empties the file; it then is an empty array. Throws INVALID_ARGUMENT naming the path.
+  /// Creates or empties the file, as an empty array. Throws INVALID_ARGUMENT naming the path.
   explicit TraceFile(const std::string& path);
   TraceFile(const TraceFile&) = delete;
   TraceFile& operator=(const TraceFile&) = delete;
   /// Cuts the whitespace off.
   ~TraceFile();
 
-  /// Makes room for about so many bytes of items, as far as the disk has it: the bracket need not move
-  /// before they are used. Returns what went wrong, or nothing.
+  /// Reserves room for about this many bytes of items, as far as the disk has it, so that the bracket need not
+  /// move before they are used. Returns the error, if any.
   std::string reserve(std::uint64_t bytes);
-  /// Appends one JSON value; it is in the file after flush() at the latest. Returns what went wrong,
-  /// or nothing; what came before stays in the file.
+  /// Appends one JSON value; it is in the file after flush() at the latest. Returns the error, if any; earlier
+  /// items stay in the file.
   std::string append(std::string_view item);
   std::string flush();
 

@@ -1,4 +1,4 @@
-// The vocabulary of the engine: element types, reductions and ranks as types of their own.
+// Basic types of the engine: element types, reductions and ranks.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-/// Index of a process in the world. A type of its own, so that it is never swapped with a count.
+/// Index of a process in the world. A separate type, so that it is never swapped with a count.
 enum class Rank : std::int32_t {};
 
 constexpr std::int32_t index_of(Rank rank) noexcept { return static_cast<std::int32_t>(rank); }
@@ -99,7 +99,7 @@ constexpr std::size_t element_size(DType dtype) noexcept {
   return 1;
 }
 
-/// The type that partial results are kept in: float32 for halves, else the type itself.
+/// The type of partial results: float32 for 16-bit floats, else the type itself.
 constexpr DType accumulation_type(DType dtype) noexcept {
   return dtype == DType::kFloat16 || dtype == DType::kBfloat16 ? DType::kFloat32 : dtype;
 }
@@ -200,7 +200,7 @@ constexpr std::string_view name_of(Collective collective) noexcept {
   return "unknown collective";
 }
 
-/// The enum value of a number that came over the C boundary or the wire; nothing if there is none.
+/// The enum value of a number from the C boundary or the wire, if valid.
 constexpr std::optional<DType> to_dtype(std::int64_t value) noexcept {
   if (value < 0 || value >= kNumDTypes) return std::nullopt;
   return static_cast<DType>(value);

@@ -112,7 +112,7 @@ class Reader {
     return value == 1;
   }
 
-  /// What is left.
+  /// The remaining bytes.
   std::span<const std::byte> rest() { return std::exchange(bytes_, {}); }
 
   void end() const {
@@ -166,7 +166,7 @@ inline std::vector<Loss> read_losses(Reader& reader) {
   return losses;
 }
 
-/// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
+/// A failure status; OK or PENDING here would make garbage a result, or a wait endless.
 inline std::int32_t read_failure(Reader& reader) {
   const auto status = reader.number<std::int32_t>();
   if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {

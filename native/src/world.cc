@@ -15,7 +15,7 @@
 namespace sparkhvd {
 namespace {
 
-/// What a rank tells its host's ranks: it has the first page of its memory to itself.
+/// A rank's header for its host's ranks, on the first page of its memory.
 struct Page {
   SharedWord asleep;
   alignas(64) LivenessWord life;
@@ -99,7 +99,7 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
     Fd memory = create_memfd(memory_bytes());
     auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes(),
                                              Segment::Kind::kWorkspace);
-    // Fresh memory is zero, which is what every word in it starts with.
+    // Fresh memory is zero, the initial value of all words.
     segment->add(options_.membership.self,
                  Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
     Page& page = page_of(segment->data(options_.membership.self));
@@ -151,7 +151,7 @@ void World::check_hello(Rank peer, const Hello& hello) const {
   }
 }
 
-/// Waits until every peer has sent its frame of `type`, and stops reading behind it.
+/// Waits until every peer has sent its frame of `type`, and stops reading after it.
 template <class Handle>
 void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
   std::vector<bool> arrived(size(), false);
@@ -235,7 +235,7 @@ void World::exchange(std::vector<std::string>& warnings) {
   });
   const bool ok = memory.has_value() && map_local_peers(warnings);
   for (auto& link : links_) {
-    // Between hosts there is nothing to give.
+    // Between hosts there are no descriptors to send.
     if (std::ranges::count(local_peers, link.peer()) == 0) link.refuse_fds();
   }
   for (auto& link : links_) {
@@ -254,7 +254,7 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
   for (const Rank local_peer : local_peers) {
     Fd& memory = mate_memory_[static_cast<std::size_t>(index_of(local_peer))];
     try {
-      // A local_peer without memory has printed why.
+      // A local peer without memory has printed the reason.
       if (!memory.valid()) return false;
       check_memfd(memory, memory_bytes());
       memory_->add(local_peer, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));

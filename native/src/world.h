@@ -1,8 +1,8 @@
-// The other ranks of the job and the way to each: connections, and the memory of this host's ranks.
+// The other ranks of the job: connections, and the memory of this host's ranks.
 //
-// **Threads.** Used by one thread at a time, the one that drives the engine.
+// **Threads.** The driver's.
 //
-// **Shutdown.** Links end as transport/link.h says; mappings outlive the peers' processes.
+// **Shutdown.** Links end as described in transport/link.h; mappings outlive the peers' processes.
 #pragma once
 
 #include <cstddef>
@@ -47,9 +47,8 @@ class World {
   /// The number in its key.
   static constexpr std::uint64_t kWorldMemory = UINT64_MAX;
 
-  /// Exchanges what the ranks must know of each other and maps the memory of this host's ranks.
-  /// Collective. `sockets`: by rank, first those for control frames, then those for tensors, once per
-  /// stream. `warnings` receives what the user should read.
+  /// Exchanges the ranks' parameters and maps the memory of this host's ranks. Collective. `sockets`: by rank,
+  /// first for control frames, then for tensors, once per stream. `warnings` receives messages for the user.
   World(WorldOptions options, std::vector<Fd> sockets, WakeupEvent& wakeup,
         std::vector<std::string>& warnings);
 
@@ -76,9 +75,9 @@ class World {
 
   /// All ranks.
   const Team& team() const noexcept { return team_; }
-  /// Some of them.
+  /// A subset.
   Team team_of(std::span<const Rank> members) const { return team_.restricted(members); }
-  /// The memory that process set 0 works in; null on an island of one rank.
+  /// The memory of process set 0; null on an island of one rank.
   std::shared_ptr<Segment> memory() const noexcept {
     return team_.local_size() > 1 ? memory_ : nullptr;
   }
@@ -87,11 +86,11 @@ class World {
   Lane* lane(Rank owner, Rank other) const;
   std::size_t ranks_of_own_host() const { return ranks_of_host().size() + 1; }
 
-  /// What each rank of this host may run on. A rank that shares no memory with this one has not told:
-  /// it is supposed to have the same.
+  /// The CPUs of each rank of this host. A rank without shared memory is assumed to have the same CPUs as this
+  /// one.
   std::vector<CpuShare> cpu_shares() const;
 
-  /// Tells this host's ranks, as long as it lives, that the calling thread's process does.
+  /// Shows this host's ranks, as long as it lives, that the calling thread's process lives.
   class Life {
    public:
     explicit Life(LivenessWord* word) : word_(word) {
@@ -106,12 +105,12 @@ class World {
     LivenessWord* word_;
   };
   Life hold_life() const;
-  /// When this rank moved bytes on connections for tensors last.
+  /// Time of this rank's last bytes on connections for tensors.
   TimePoint moved_at() const;
-  /// Ranks of this host whose process has ended without having let go.
+  /// Ranks of this host whose process has ended without releasing its liveness word.
   std::vector<Rank> ended_mates() const;
 
-  // What arrived for operations that share new memory (see share_memory in collectives.h).
+  // Frames for operations that share new memory (see share_memory in collectives.h).
   void arrived(Rank from, const SegmentOffer& message);
   void arrived(Rank from, const SegmentMapped& message);
   struct Offer {
@@ -121,12 +120,12 @@ class World {
   const Offer* offer(const SegmentKey& key, Rank from) const;
   std::optional<Offer> take_offer(const SegmentKey& key, Rank from);
   std::optional<bool> mapped(const SegmentKey& key, Rank from) const;
-  /// Number of a rank's that are kept for a process set.
+  /// Number of a rank's frames that are kept for a process set.
   std::size_t num_offers(Rank from, std::int32_t process_set) const;
   std::size_t num_mapped(Rank from, std::int32_t process_set) const;
   void forget(const SegmentKey& key);
 
-  /// In a forked child: closes the descriptors without a word to the peers.
+  /// In a forked child: closes the descriptors without notifying the peers.
   void close_descriptors() noexcept;
 
  private:

@@ -261,7 +261,7 @@ TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
       const auto id = static_cast<std::int32_t>(result_of(work).rows.at(0));
       const Status refused = sum(engine, "x", data, id);
       done = 1;
-      // And not the timeout of one that waited for nobody.
+      // And not the timeout of an operation without missing ranks.
       CHECK_EQUAL(refused.code, SPARKHVD_SHUT_DOWN);
     });
   }

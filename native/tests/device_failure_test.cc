@@ -210,7 +210,7 @@ TEST(operations_that_a_departing_rank_does_not_launch_end_on_the_others) {
     CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
     CHECK_MESSAGE(has(status, "rank 2 shut down before it"), status.message);
     CHECK(seconds_since(start) < 5);
-    // The set without the departing rank goes on.
+    // The set without the departing rank continues.
     for (int i = 0; i < 5; ++i) {
       Sum third(gpu, Floats(10, 1));
       CHECK_EQUAL(third.start(engine, "third", pair).wait().message, "");

@@ -1,4 +1,4 @@
-// The driver with a fake instead of an engine: one thread at a time, no request forgotten, nobody waits for ever.
+// The driver with a fake instead of an engine: one thread at a time, no lost request, no endless wait.
 #include "engine/driver.h"
 
 #include <atomic>

@@ -170,7 +170,7 @@ TEST(a_killed_process_is_seen_by_who_waits_for_nothing) {
   });
 }
 
-/// Rank 1 stops after an allreduce; when it goes on it finds that rank 0 has left.
+/// Rank 1 stops after an allreduce; when it continues it detects that rank 0 has left.
 int stop_and_go_on(const WorldOptions& options, const std::vector<std::int32_t>& sockets) {
   TestEngine engine(options, 1, sockets);
   Tensor tensor;

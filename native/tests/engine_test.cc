@@ -577,7 +577,7 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
         status.message.find("rank 0 waited 0.5 s for rank 1, which took part but stopped") !=
             std::string::npos,
         status.message);
-    // A stopped rank may go on later: the engine has failed, and nothing of it is used again.
+    // A stopped rank may continue later: the engine has failed, and its memory is never reused.
     CHECK_EQUAL(try_allreduce(engine, "y", data).code, SPARKHVD_TIMEOUT);
     CHECK(engine.losses() == (Losses{{1, SPARKHVD_SILENT}}));
   }
@@ -668,7 +668,7 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
       CHECK(status.message.find("ranks 0 and 2 waited") != std::string::npos);
     }
     together.arrive_and_wait();
-    // The one that was late receives the same, and the engine goes on.
+    // The late rank receives the same, and the engine stays usable.
     if (rank == 1) CHECK_EQUAL(engine.submit(request.raw()).wait().code, SPARKHVD_TIMEOUT);
     together.arrive_and_wait();
     request.raw().timeout_s = -1;

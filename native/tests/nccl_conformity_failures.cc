@@ -1,4 +1,4 @@
-// Wrong calls, ends that are not polite, and failures that the stand-in is told to have.
+// Wrong calls, abrupt ends, and failures injected into the stand-in.
 #include <chrono>
 #include <string>
 #include <thread>

@@ -1,4 +1,4 @@
-// Operations that come again: told as numbers, and the same results where a step differs.
+// Repeated operations: sent as numbers, with the same results if a step differs.
 #include <algorithm>
 #include <numeric>
 #include <random>

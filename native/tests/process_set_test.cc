@@ -190,7 +190,7 @@ TEST(process_sets_can_be_removed_and_wrong_ones_are_refused) {
     engine.submit(gone.on(id).raw(), &status);
     CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
     CHECK(status.message.find("does not exist") != std::string::npos);
-    // Ranks that disagree on the ranks of a set are told, and go on.
+    // Ranks that disagree on the ranks of a set get an error, and continue.
     Request different(SPARKHVD_ADD_PROCESS_SET, "different");
     const Status refused = run(engine, different.numbers(rank == 0 ? Ranks{0} : Ranks{1}));
     CHECK_EQUAL(refused.code, SPARKHVD_MISMATCH);

@@ -224,13 +224,13 @@ TEST(recorder_counts_by_collective_and_algorithm) {
   begin(recorder, barrier, "b");
   barrier.descriptor.collective = Collective::kBarrier;
   recorder.activity().waits.add(7);
-  const Json told = parse(recorder.json());
-  CHECK_EQUAL(told.at("rank").number(), 1);
-  CHECK_EQUAL(told.at("size").number(), 3);
-  CHECK_EQUAL(told.at("in_flight").number(), 1);
-  CHECK_EQUAL(told.at("waits").number(), 7);
-  CHECK_EQUAL(told.at("timeline").text, "null");
-  CHECK_EQUAL(told.at("collectives").items.size(), 1U);
+  const Json counters = parse(recorder.json());
+  CHECK_EQUAL(counters.at("rank").number(), 1);
+  CHECK_EQUAL(counters.at("size").number(), 3);
+  CHECK_EQUAL(counters.at("in_flight").number(), 1);
+  CHECK_EQUAL(counters.at("waits").number(), 7);
+  CHECK_EQUAL(counters.at("timeline").text, "null");
+  CHECK_EQUAL(counters.at("collectives").items.size(), 1U);
   recorder.finished(barrier, SPARKHVD_SHUT_DOWN, "");
   const Json after = parse(recorder.json());
   CHECK_EQUAL(after.at("in_flight").number(), 0);
@@ -256,16 +256,17 @@ TEST(recorder_times_add_up) {
   operation.trace.agreed = operation.trace.submitted + std::chrono::milliseconds(10);
   operation.trace.started = operation.trace.submitted + std::chrono::milliseconds(30);
   recorder.finished(operation, SPARKHVD_OK, "");
-  const Json told = parse(recorder.json()).at("collectives").items.at(0);
-  CHECK_EQUAL(told.at("negotiation_us").number(), 10000);
-  CHECK_EQUAL(told.at("queue_us").number(), 20000);
-  CHECK(told.at("run_us").number() >= 40000);
-  CHECK(std::abs(told.at("longest_us").number() - 30000 - told.at("run_us").number()) < 0.01);
+  const Json counters = parse(recorder.json()).at("collectives").items.at(0);
+  CHECK_EQUAL(counters.at("negotiation_us").number(), 10000);
+  CHECK_EQUAL(counters.at("queue_us").number(), 20000);
+  CHECK(counters.at("run_us").number() >= 40000);
+  CHECK(std::abs(counters.at("longest_us").number() - 30000 - counters.at("run_us").number()) <
+        0.01);
   // By powers of two: bin 17 (65.5 to 131 ms), unless this thread had to wait for the CPU.
   const auto bin = static_cast<std::size_t>(
-      std::bit_width(static_cast<std::uint64_t>(told.at("longest_us").number())));
+      std::bit_width(static_cast<std::uint64_t>(counters.at("longest_us").number())));
   CHECK(bin >= 17);
-  CHECK_EQUAL(told.at("histogram").items.at(bin).number(), 1);
+  CHECK_EQUAL(counters.at("histogram").items.at(bin).number(), 1);
 }
 
 TEST(recorder_is_read_while_it_counts) {

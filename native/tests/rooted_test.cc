@@ -227,7 +227,7 @@ TEST(an_output_without_room_is_told_to_every_rank_and_the_engine_goes_on) {
 // Sanitizers' allocators end the process instead of saying no.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST(results_too_large_for_a_rank_end_their_own_work_on_every_rank) {
-  // More than any machine has, of memory that nobody reads.
+  // More memory than any machine has, never read.
   constexpr std::size_t kBytes = std::size_t{60} << 40;
   void* huge =
       ::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -1,19 +1,19 @@
 """The engine as a backend of torch.distributed: `import sparkhvd.distributed`, then `init_process_group("sparkhvd")`.
 
-Everything that calls torch.distributed runs on it unmodified: DDP, FSDP2, Lightning, Accelerate. What torch calls of a backend, and
-what is not offered: docs/torch_distributed.md.
+Code that calls torch.distributed runs on it unmodified: DDP, FSDP2, Lightning, Accelerate. docs/torch_distributed.md lists the methods
+that torch calls and what is not supported.
 
-Resources: one engine per process, shared with `sparkhvd.torch`; a group of some ranks is a process set. Groups that torch makes
-on their members alone have engines of their own, which end with them; the shared one ends with `hvd.shutdown()` or the process.
+Resources: one engine per process, shared with `sparkhvd.torch`; a group of some ranks is a process set. Groups that torch creates
+on their members alone have their own engines, which end with them. The shared engine ends with `hvd.shutdown()` or the process.
 
-Threads: any thread may call; a waiter drives the engine. One thread completes futures while there are any.
+Threads: any thread may call; a waiter drives the engine. One thread completes pending futures.
 
-Failure: errors of the engine are also torch's `DistBackendError`. After the loss of a rank every operation raises; destroy the
-group, and make a new one with the ranks that are left.
+Failure: errors of the engine are also torch's `DistBackendError`. After the loss of a rank every operation raises. Destroy the
+group, and create a new one with the remaining ranks.
 
 Each module imports only those above it:
 
-    extras         what torch offers for its own backends only
+    extras         functions that torch offers for its own backends only
     inner          groups of torch's own backends inside one of ours
     work           errors of the engine as torch's
     launch         tensors as flat memory of the engine's types
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def _create(options: Any, inner_options: object) -> Group:
-    """Make the group for torch, which calls this on its members."""
+    """Create the group; torch calls this on its members."""
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
     teams = EngineGroups()
@@ -65,7 +65,7 @@ def _create(options: Any, inner_options: object) -> Group:
 def register() -> None:
     """Do nothing: the import of this package has registered the backend.
 
-    Torch 2.14 and newer find this function by its entry point, so programs need no import of ours.
+    Torch 2.14 and newer find this function by its entry point, so programs need not import this package.
     """
 
 

@@ -29,25 +29,25 @@ from sparkhvd.torch.process_sets import ProcessSets, add_process_set
 from sparkhvd.torch.startup import way_to_join
 
 # ----------------------------------------------------------------------------------------------------
-# Ranks find each other through the store that torch.distributed gives to a group.
-# Trust: whoever can write to the store is trusted with addresses, as torch trusts it; the key does not go through it, unless
-# the user says that the network is trusted. Ranks of one host and user get it over a Unix socket, whose ends the kernel names; of
-# several hosts, by `SPARKHVD_JOB_KEY_FILE` on each.
+# Ranks find each other through the store that torch.distributed passes to a group.
+# Trust: writers of the store are trusted with addresses, as in torch. The key does not pass through the store, unless the user
+# trusts the network. Ranks of one host and user get it over a Unix socket, whose ends the kernel identifies. Ranks of several
+# hosts read `SPARKHVD_JOB_KEY_FILE`.
 
 _ADVICE = "Look at the output of the others."
 
 
 class StoreRendezvous(SocketRendezvous):
-    """Rendezvous of ranks that have met through a store."""
+    """Rendezvous through a torch store."""
 
 
 def exchange(
     store: Store, what: str, rank: int, size: int, value: str, timeout: timedelta
 ) -> list[str]:
-    """Give a text to the other ranks and return everybody's, by rank.
+    """Exchange a text with the other ranks and return all texts, by rank.
 
     Raises:
-        CollectiveTimeoutError: some ranks did not come in time; the message names them.
+        CollectiveTimeoutError: some ranks were too late; the message names them.
     """
     keys = [f"{what}/{each}" for each in range(size)]
     store.set(keys[rank], value)
@@ -66,7 +66,7 @@ def exchange(
 def monitored_barrier(
     store: Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
 ) -> None:
-    """Wait for every rank by way of the store, so that a failure leaves the engine as it is.
+    """Wait for every rank through the store, so that a failure does not affect the engine.
 
     Args:
         store: for this barrier alone.
@@ -76,7 +76,7 @@ def monitored_barrier(
         wait_all_ranks: name all missing ranks, rather than the first.
 
     Raises:
-        CollectiveTimeoutError: ranks did not come in time. Torch's words are in the text, by which programs know it.
+        CollectiveTimeoutError: ranks were too late. The text contains torch's words, because programs match them.
     """
     timeout_ms = timeout // timedelta(milliseconds=1)
     if timeout_ms <= 0:
@@ -87,7 +87,7 @@ def monitored_barrier(
         _let_pass(store, size, timeout, wait_all_ranks)
         return
     arrived, passed = f"arrived/{rank}", f"passed/{rank}"
-    store.delete_key(passed)  # of a call that gave up just before the answer
+    store.delete_key(passed)  # of a call that timed out just before the answer
     store.set(arrived, "")
     try:
         store.wait([passed], timeout)
@@ -119,7 +119,7 @@ def _let_pass(store: Store, size: int, timeout: timedelta, wait_all_ranks: bool)
 
 
 def forget(store: Store, rank: int) -> None:
-    """Delete what this rank has put into the store, once all have read it: ranks may meet there again."""
+    """Delete this rank's keys from the store after all ranks have read them, so that ranks may use it again."""
     for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
         store.delete_key(key)
 
@@ -128,8 +128,8 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
     """Return a rendezvous of the ranks of a group.
 
     Raises:
-        CollectiveTimeoutError: some ranks did not come in time.
-        InvalidArgumentError: the ranks are on several hosts, and nothing says where the key is from.
+        CollectiveTimeoutError: some ranks were too late.
+        InvalidArgumentError: the ranks are on several hosts, and no source of the key is configured.
         PreflightError: a rank of this host has ended meanwhile, or hosts cannot reach each other.
     """
     settings = Settings.resolve()
@@ -152,7 +152,7 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
 
 
 def _own_address(store: Store, settings: Settings) -> str:
-    """Return this host's address towards the host of the store; loopback where the store is no server."""
+    """Return this host's address towards the host of the store; loopback if the store is not a server."""
     if settings.interfaces:
         return address_on(settings.interfaces)
     while isinstance(store, PrefixStore):
@@ -175,7 +175,7 @@ def _key_between_hosts(
     gather.check_addresses(endpoints, what)
     key = gather.network_key(settings, what)
     if key is not None:
-        return gather.derived_key(key, name)  # every group has a key of its own
+        return gather.derived_key(key, name)  # every group has its own key
     if rank == 0:
         store.set("key", secrets.token_hex(KEY_BYTES))
     store.wait(["key"], timeout)
@@ -183,22 +183,22 @@ def _key_between_hosts(
 
 
 _OTHER = "of other ranks"
-# Default groups of each engine so far, as its ranks have agreed.
+# Number of default groups of each engine so far, the same on its ranks.
 _generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 class EngineGroups:
-    """Makes the engine's side of a default group and of the groups in it."""
+    """Creates the engine groups of a default group and of its subgroups."""
 
     def __init__(self) -> None:
         self._world: EngineGroup | None = None
         self._named = 0
 
     def name(self, torchs: str) -> str:
-        """Return a name of a new group that is the same on all of its ranks.
+        """Return the name of a new group, the same on all of its ranks.
 
-        Torch's names are numbers where every rank makes the group. Since torch 2.14 a group that its members alone make counts, too,
-        on them, so that later numbers differ between ranks.
+        Torch's names are numbers if every rank creates the group. Since torch 2.14 groups that only their members create count, too,
+        but only on the members, so that later numbers differ between ranks.
         """
         if not torchs.isdigit():
             return torchs
@@ -208,7 +208,7 @@ class EngineGroups:
     def world(
         self, store: Store, name: str, rank: int, size: int, timeout: timedelta
     ) -> EngineGroup:
-        """Return all ranks, in the engine that `hvd` has in this process, or gets."""
+        """Return all ranks, in the engine that this process shares with `hvd`."""
         try:
             self._world = self._share(store, name, rank, size, timeout)
             _clean_up(store, rank, self._world, timeout)
@@ -236,7 +236,7 @@ class EngineGroups:
         elif found == "none":
             rendezvous = meet(store, name, rank, size, timeout)
             context.initialize(lambda _: rendezvous)
-            meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
+            meeting.install(rendezvous)  # for hvd.init() after hvd.shutdown()
         engine = context.context().engine
         _generations[engine] = 1 + max(map(int, generations))
         return EngineGroup(
@@ -246,11 +246,11 @@ class EngineGroups:
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
     ) -> EngineGroup | None:
-        """Return the ranks of a group inside the default one; None where this rank is not in it.
+        """Return the ranks of a group inside the default group; None if this rank is not a member.
 
-        They are a process set, for which every rank must call this; or they have an engine of their own where torch calls
-        it on the members alone (`use_local_synchronization`, seen by a name that is no number), in another order than by
-        rank, or in a default group that has its own engine.
+        They are a process set, for which every rank must call this. They have their own engine if torch calls this on the
+        members alone (`use_local_synchronization`, recognized by a name that is not a number), if they are not in rank order, or
+        if the default group has its own engine.
         """
         world = self._world
         if world is None or world.is_own or not name.isdigit() or list(ranks) != sorted(ranks):
@@ -279,11 +279,11 @@ class EngineGroups:
 
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
-    """Return ranks in an engine of their own; every rank of them must call this."""
+    """Return ranks in a separate engine; every one of these ranks must call this."""
     try:
         rendezvous = meet(store, name, rank, size, timeout)
         engine = Engine(rendezvous.connect(), rendezvous.settings)
-        rendezvous.close()  # all have met, and these ranks meet once
+        rendezvous.close()  # all are connected, and these ranks connect once
         team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
         _clean_up(store, rank, team, timeout)
     except CollectiveError as error:
@@ -292,7 +292,7 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> En
 
 
 def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) -> None:
-    """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
+    """Restore the store: a launcher's store serves several default groups, which all use the same names."""
 
     def barrier(what: str) -> None:
         name = f"torch.{team.generation}.{what}"
@@ -304,13 +304,13 @@ def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) ->
 
 
 def _state(rank: int, size: int) -> str:
-    """Return what this process has of an engine."""
+    """Describe this process's engine."""
     if context.is_initialized():
         engine = context.context().engine
         try:
             engine.check()
         except CollectiveError:
-            context.shut_down()  # a rank of it is gone: these ranks meet anew
+            context.shut_down()  # it has lost a rank: these ranks connect again
         else:
             return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
     launched = meeting.current() or receive()
@@ -320,5 +320,5 @@ def _state(rank: int, size: int) -> str:
 
 
 def _generation() -> int:
-    """Return how many default groups the engine has had that this process shares with `hvd`."""
+    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
     return _generations.get(context.context().engine, 0) if context.is_initialized() else 0

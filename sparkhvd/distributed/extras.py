@@ -1,4 +1,4 @@
-"""What torch.distributed offers for its own backends only."""
+"""Functions that torch.distributed offers for its own backends only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def monitored_barrier(
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Wait for every rank: `torch.distributed.monitored_barrier`, which takes groups of Gloo alone before torch 2.14.
+    """Wait for every rank, as `torch.distributed.monitored_barrier`, which supports only Gloo before torch 2.14.
 
     Args:
-        group: None = the default one. On other ranks than its members nothing happens.
+        group: None = the default group. Does nothing on ranks that are not members.
         timeout: None = the group's.
         wait_all_ranks: name all missing ranks, rather than the first.
 
     Raises:
-        CollectiveTimeoutError: ranks did not come; on rank 0 the message names them.
+        CollectiveTimeoutError: ranks are missing; on rank 0 the message names them.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is not outside:
@@ -40,17 +40,17 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Divide a group: `torch.distributed.split_group` wants an accelerator. Every rank of the group must call this.
+    """Split a group, because `torch.distributed.split_group` needs an accelerator. Every rank of the group must call this.
 
     Args:
-        parent_pg: None = the default one. Parts of another one get engines of their own.
-        split_ranks: ranks in `parent_pg` of each new group, ascending; none is in two.
+        parent_pg: None = the default group. Parts of another group get their own engines.
+        split_ranks: ranks in `parent_pg` of each new group, ascending; a rank may be in one group only.
         timeout: of the new groups; None = torch's default.
-        pg_options: for a backend of torch's inside.
+        pg_options: for an inner backend of torch's.
         group_desc: torch's description of the new groups.
 
     Returns:
-        This rank's new group; None where it is in none.
+        This rank's new group; None without one.
 
     Raises:
         InvalidArgumentError: there are no groups, a rank is in two of them, or is not in `parent_pg`.
@@ -66,7 +66,7 @@ def split_group(
     parts = [[members[rank] for rank in sorted(part)] for part in split_ranks]
     is_mine = [dist.get_rank() in part for part in parts]
     is_whole = parent is dist.group.WORLD
-    # Of another group than the default one its members alone can make groups.
+    # Only the members of a group other than the default group can create groups in it.
     made: list[dist.ProcessGroup] = [
         new_group(
             part,

@@ -1,6 +1,6 @@
 """Communication hooks of DDP: `ddp_hook` reduces in registered memory, `powersgd_hook` compresses.
 
-Annotations here are no texts: torch compares those of a hook with its own types.
+Annotations here are not strings, because torch compares a hook's annotations with its own types.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from sparkhvd.torch.gradients.dense import GradientSlot, ReduceOptions
 from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.registered import over_buffer
 
-# How often each bucket was reduced in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
+# Number of reductions of each bucket in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
 # must count alike.
 _times: Any = WeakIdKeyDictionary()
-# Groups in whose registered memory buckets lie, by their buffers, each one tensor as long as DDP keeps the bucket.
+# Groups that own the registered memory of buckets, by buffer; each buffer is one tensor as long as DDP keeps the bucket.
 _homes: Any = WeakIdKeyDictionary()
 
 
@@ -36,20 +36,19 @@ def ddp_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket; where gradients are views of buckets, in registered memory, without copies.
 
-    For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients then move to
-    registered memory, once, in the second step after DDP has made them. Gradients are those of plain DDP, up to the rounding of
-    the division.
+    For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients move to registered
+    memory once, in the second step after DDP has created them. Gradients equal plain DDP's, up to the rounding of the division.
 
     Args:
         process_group: of the model; None = the default one. Its backend is "sparkhvd".
-        bucket: DDP's, on the CPU; on a GPU it is reduced where it lies.
+        bucket: DDP's, on the CPU; on a GPU it is reduced in place.
 
     Raises:
-        InvalidArgumentError: the group is no group of ours, or there is no memory left.
+        InvalidArgumentError: the group's backend is not "sparkhvd", or there is not enough memory.
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
     if buffer.is_cpu and not buffer.is_sparse and buffer.numel():
-        # Not at first, for DDP makes other buckets after one step; later for those of a new DDP over the same parameters.
+        # Not in the first step, because DDP rebuilds its buckets after it; later for buckets of a new DDP over the same parameters.
         times = _count(group, bucket)
         if times & (times - 1) == 0 and times > 0:
             _register(group, bucket)
@@ -62,8 +61,8 @@ class PowerSGDState:
 
     Args:
         process_group: of the model; None = the default one.
-        rank: columns of the two matrices that are sent of a gradient.
-        warm_up_steps: steps at the beginning whose gradients are sent as they are.
+        rank: columns of the two matrices that approximate a gradient.
+        warm_up_steps: first steps whose gradients are sent uncompressed.
 
     Attributes:
         compression: has `state_dict()` and `load_state_dict()`, as of `hvd.Compression.powersgd`.
@@ -82,7 +81,7 @@ class PowerSGDState:
         self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
 
     def entry(self, param: Tensor) -> GradientSlot:
-        """Return the entry of a parameter; ranks meet parameters in the same order."""
+        """Return the entry of a parameter; ranks must ask for parameters in the same order."""
         found = self._entries.get(id(param))
         if found is None:
             number = len(self._entries)
@@ -114,19 +113,19 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     """Average a bucket as thin matrices with error feedback (PowerSGD): `hvd.Compression.powersgd` for DDP.
 
     For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
-    or more are compressed where that makes them at least four times smaller; others, and sparse ones, are averaged as they are.
+    or more are compressed if that makes them at least four times smaller. Others, and sparse gradients, are averaged uncompressed.
 
     Args:
         state: of this model alone.
         bucket: DDP's, on the CPU.
 
     Raises:
-        InvalidArgumentError: the bucket is on a GPU, or the group is no group of ours.
+        InvalidArgumentError: the bucket is on a GPU, or the group's backend is not "sparkhvd".
     """
     group, buffer = _ours("powersgd_hook", state.process_group), bucket.buffer()
     if not buffer.is_cpu:
         raise InvalidArgumentError(
-            f"powersgd_hook: the gradients are on {buffer.device}, and it computes on the CPU. Use torch's powerSGD_hook, "
+            f"powersgd_hook: the gradients are on {buffer.device}, but the hook needs the CPU. Use torch's powerSGD_hook, "
             "which runs on any backend."
         )
     if buffer.is_sparse:  # of one parameter alone
@@ -168,7 +167,7 @@ def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:
 
 
 def _first(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of a work's only tensor, which is what DDP reads."""
+    """Return the future of a work's only tensor, as DDP expects it."""
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: done.value()[0]
     )
@@ -189,7 +188,7 @@ def _home(group: Group) -> tuple[int, int]:
 
 
 def _count(group: Group, bucket: GradBucket) -> int:
-    """Return how often a bucket like this was reduced before."""
+    """Count the reductions of this bucket."""
     key, buffer = bucket.parameters()[0], bucket.buffer()
     kind = (_home(group), buffer.numel(), buffer.dtype)
     found, times = _times.get(key, (kind, 0))
@@ -199,7 +198,7 @@ def _count(group: Group, bucket: GradBucket) -> int:
 
 
 def _register(group: Group, bucket: GradBucket) -> None:
-    """Move a bucket to registered memory, if it is not there and its gradients are views of it, on every rank."""
+    """Move a bucket to registered memory, unless it is there, if its gradients are views of it on every rank."""
     buffer, grads = bucket.buffer(), [param.grad for param in bucket.parameters()]
     old = buffer.untyped_storage().data_ptr()
     are_views = [
@@ -224,7 +223,7 @@ def _register(group: Group, bucket: GradBucket) -> None:
         raise as_torch(error) from None
     memory = over_buffer(work.buffer(), buffer.dtype, buffer.numel())
     memory.copy_(buffer)
-    # DDP's own views of the bucket are these very tensors, or it tells at the end of the pass.
+    # DDP's own views of the bucket are these tensors, else DDP raises at the end of the pass.
     for grad in grads:
         assert grad is not None
         grad.data = memory.as_strided(grad.size(), grad.stride(), grad.storage_offset())
@@ -233,6 +232,6 @@ def _register(group: Group, bucket: GradBucket) -> None:
 
 
 def _alone(grad: Tensor) -> Tensor:
-    """Return the same memory as a tensor that shares it with no other: results may be written there."""
+    """Return the same memory in a tensor that shares no storage: results may be written there."""
     memory = (ctypes.c_char * grad.nbytes).from_address(grad.data_ptr())
     return torch.frombuffer(memory, dtype=grad.dtype).view(grad.shape)

@@ -1,7 +1,7 @@
 """Groups of torch's own backends inside a group of ours, by device: `"cpu:sparkhvd,cuda:nccl"`, `new_group(backend="gloo")`.
 
-A group written in Python takes the place of torch's whole group, so torch itself makes none of the other backends. It keeps
-the configuration that was asked for, which is read at the first operation: only then does torch know the group.
+A group written in Python replaces torch's whole group, so torch creates no other backends. It keeps the requested
+configuration, which is read at the first operation, because torch has not registered the group before.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ OURS = "sparkhvd"
 
 
 class NestedBackendSpec(NamedTuple):
-    """What a backend of torch's is made from.
+    """Arguments of an inner backend of torch's.
 
     Attributes:
         store: for this backend of this group alone.
         rank: in the group.
         size: of the group.
-        timeout: of operations that have none of their own.
+        timeout: of operations without a timeout.
         name: torch's name of the group.
-        options: the user's `pg_options`; None where there are none.
+        options: the user's `pg_options`, if any.
     """
 
     store: Store
@@ -47,7 +47,7 @@ def _gloo(request: NestedBackendSpec) -> Any:
     kind: Any = dist.ProcessGroupGloo
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # noqa: TID251 - Gloo's
     try:
-        # As torch's own groups of Gloo do, but lazily: two ranks may exchange a message before a third one has used the group.
+        # Like torch's own groups of Gloo, but lazily: two ranks may exchange a message before a third rank has used the group.
         devices = [kind.create_device(interface=name, lazy_init=True) for name in named if name]
         devices = devices or [kind.create_default_device(lazy_init=True)]
     except TypeError:  # torch before 2.8: all ranks connect here
@@ -76,14 +76,14 @@ FACTORIES: dict[str, tuple[Any, Factory]] = {
     "gloo": (dist.ProcessGroup.BackendType.GLOO, _gloo),
     "nccl": (dist.ProcessGroup.BackendType.NCCL, _nccl),
 }
-"""By torch's name of a backend: its type, and what makes it."""
+"""By torch's name of a backend: its type and its factory."""
 
 
 class NestedBackends:
-    """Torch's own groups inside one of ours; made when they are first used, by every rank that uses them.
+    """Torch's own groups inside one of ours; every rank that uses a group creates it at its first use.
 
     Args:
-        owner: the group of ours, by which torch finds the configuration.
+        owner: our group, by which torch finds the configuration.
         request: of its members; the store is the group's.
     """
 
@@ -96,10 +96,10 @@ class NestedBackends:
         self.cpu_is_ours = False  # known to be
 
     def of(self, device: str) -> Any:
-        """Return torch's group for tensors of a type of device; None where they are ours.
+        """Return torch's group for tensors of a type of device; None for the engine's tensors.
 
         Raises:
-            InvalidArgumentError: the group has no backend for them, or it cannot be made.
+            InvalidArgumentError: the group has no backend for them, or it cannot be created.
         """
         backend = self._read().get(device)
         if backend == OURS and device == "cpu":
@@ -116,7 +116,7 @@ class NestedBackends:
             return self._groups[backend]
 
     def devices(self) -> list[str]:
-        """Return the types of devices for which the group has a backend, torch the library, and this host a GPU."""
+        """Return the types of devices with a backend in the group, a library in torch, and for CUDA a GPU on this host."""
         return [
             device
             for device, backend in self._read().items()
@@ -124,12 +124,12 @@ class NestedBackends:
         ]
 
     def backend(self) -> str:
-        """Return the name of the group's backend: ours, where any device is."""
+        """Return the name of the group's backend: ours, if any device is ours."""
         names = list(self._read().values())
         return OURS if OURS in names else names[0]
 
     def each(self, call: Callable[[Any], object]) -> None:
-        """Call a function with each of torch's groups that was made."""
+        """Call a function with each of torch's groups that exists."""
         with self._lock:
             groups = list(self._groups.values())
         for group in groups:
@@ -149,7 +149,7 @@ class NestedBackends:
             try:
                 text = dist.get_backend_config(self._owner)
             except (AssertionError, TypeError, ValueError, RuntimeError):
-                return {"cpu": OURS}  # torch does not know the group yet, or not any more
+                return {"cpu": OURS}  # torch has not registered the group yet, or has removed it
             found = dict([part.split(":") for part in text.split(",")])
             self._backends = found
             self.cpu_is_ours = found.get("cpu") == OURS
@@ -174,24 +174,24 @@ class NestedBackends:
         for device, name in self._read().items():
             if name == backend or (name == OURS and device != "cpu"):
                 group._register_backend(torch.device(device), kind, made)
-                # C++ that wants a group's backend, such as DDP's logger, asks ours.
+                # C++ that needs a group's backend, such as DDP's logger, queries ours.
                 self._owner._register_backend(torch.device(device), kind, made)
         return group
 
 
 @functools.cache
 def _has_nccl() -> bool:
-    """Return True where NCCL can run: builds of torch with CUDA have the library on hosts without a GPU, too."""
+    """Return True if NCCL can run: torch builds with CUDA have the library on hosts without a GPU, too."""
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _torchs(backend: str) -> str:
-    """Return the backend of torch's that a device has where ours is asked for and cannot serve it."""
+    """Return torch's backend for a device that ours was requested for and cannot serve."""
     return "nccl" if backend == OURS else backend
 
 
 def device_of(items: Iterable[object]) -> str | None:
-    """Return the type of device of the first tensor in nested lists; None where there is none."""
+    """Return the type of device of the first tensor in nested lists; None without a tensor."""
     for item in items:
         if isinstance(item, Tensor):
             return item.device.type

@@ -40,8 +40,8 @@ class EngineGroup:
         engine: moves the bytes.
         process_set: the engine's number of these ranks.
         ranks: the engine's rank of each rank of the group.
-        is_own: the engine is this group's alone, and ends with it.
-        generation: of default groups in this engine, from 1. What a former one has left behind meets nothing of this one.
+        is_own: the engine belongs to this group alone, and ends with it.
+        generation: of default groups in this engine, from 1. Operations of former generations never match this one's.
         number: of the group in its generation.
     """
 
@@ -75,22 +75,22 @@ class CollectivePlan(NamedTuple):
     numbers: tuple[int, ...] = ()
 
 
-# Moves results to where torch wants them; gets the engine's works where the launch asks for rows.
+# Moves results to torch's tensors; gets the engine's works if the launch needs rows.
 Finish = Callable[[Sequence[Operation]], object]
 
 
 class Launcher:
-    """Launches a group's collectives. They match across ranks by their place in the group's order, whatever their kind.
+    """Launches a group's collectives. They match across ranks by their position in the group's order, for any kind.
 
     So ranks that call different collectives get a `MismatchError` that names both.
 
     Attributes:
-        overlaps: launch reductions of gradients while backward runs; None = not known yet whether that is worth it.
+        overlaps: launch reductions of gradients while backward runs; None = not decided yet.
     """
 
     def __init__(self, team: EngineGroup, name: str, timeout: timedelta) -> None:
         self.team = team
-        self.timeout_s = timeout.total_seconds()  # of operations that have none of their own
+        self.timeout_s = timeout.total_seconds()  # of operations without a timeout
         self.name = f"torch{'' if team.generation == 1 else team.generation}.{name}"
         self.scope = OperationNames(self.name)
         self.passes = BackwardQueue()
@@ -106,14 +106,14 @@ class Launcher:
         *,
         needs_rows: bool = False,
     ) -> Work:
-        """Launch collectives that torch sees as one.
+        """Launch collectives as one work of torch.
 
         Args:
             plans: equally many on every rank.
             opts: torch's options: `timeout`, and `asyncOp` False if the caller waits at once.
             outputs: result of an asynchronous work and of its future.
             finish: called after the last one.
-            needs_rows: `finish` asks the engine's works for the rows of each rank.
+            needs_rows: `finish` reads the rows of each rank from the engine's works.
         """
         timeout_s = self._timeout_s(opts)
         scope = current_scope() or self.scope
@@ -133,10 +133,10 @@ class Launcher:
         except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        return self.noted(Work(works, outputs, last, OperationNames(names[0]), self.passes))
+        return self.recorded(Work(works, outputs, last, OperationNames(names[0]), self.passes))
 
     def launch_one(self, plan: CollectivePlan, opts: Any, outputs: Sequence[Tensor]) -> Work:
-        """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
+        """Launch an asynchronous collective; in a backward pass at its end, unless overlapping helps."""
         if not in_backward() or self._coalesced is not None or self._is_overlapping():
             return self.launch((plan,), opts, outputs)
         name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
@@ -155,7 +155,7 @@ class Launcher:
     def reduce_now(
         self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
     ) -> None:
-        """Reduce one tensor and wait: as `launch`, in less time."""
+        """Reduce one tensor and wait: a faster `launch`."""
         team = self.team
         engine, scope = team.engine, current_scope() or self.scope
         call = engine.prepare(
@@ -167,11 +167,11 @@ class Launcher:
             raise as_torch(error) from None
 
     def start_coalescing(self) -> None:
-        """Note works from now on."""
+        """Record works from now on."""
         self._coalesced = []
 
-    def noted(self, work: Work) -> Work:
-        """Return a work, noted where works are coalesced."""
+    def recorded(self, work: Work) -> Work:
+        """Record a work while works are coalesced, and return it."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -206,23 +206,23 @@ class Launcher:
 
     def _timeout_s(self, opts: Any) -> float:
         given = getattr(opts, "timeout", None)
-        if given is None or given.days < 0:  # torch's way to say that there is none
+        if given is None or given.days < 0:  # torch's encoding of no timeout
             return self.timeout_s
         return float(given.total_seconds())
 
 
 # ----------------------------------------------------------------------------------------------------
-# Tensors as torch hands them over: flat memory of the engine's types.
+# torch's tensors as flat memory of the engine's types.
 
 _Item = TypeVar("_Item")
 
 
 class Flat(NamedTuple):
-    """Contiguous numbers, and what has to happen when they have been written.
+    """Contiguous numbers of a tensor, and the copy back after they are written.
 
     Attributes:
         numbers: one dimension, of a type of the engine.
-        restore: copies them to where the caller's tensor lies; None where that is the same memory.
+        restore: copies them to the caller's tensor; None if that is the same memory.
         shape: of the caller's tensor, in numbers; None = one dimension.
     """
 
@@ -237,20 +237,20 @@ class Flat(NamedTuple):
 
     @property
     def view(self) -> TensorView:
-        """Numbers that are read and written."""
+        """Return the numbers as input and output."""
         address = self.numbers.data_ptr()
         return TensorView(address, address, (self.numbers.numel(),))
 
     @property
     def shaped(self) -> TensorView:
-        """As `view`, in the caller's shape, which the engine compares across ranks."""
+        """Return `view` in the caller's shape, which the engine compares across ranks."""
         address = self.numbers.data_ptr()
         shape = (self.numbers.numel(),) if self.shape is None else self.shape
         return TensorView(address, address, shape)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Check that a tensor's memory on the CPU has its numbers, one after the other."""
+    """Check that a tensor is on the CPU and contiguous, without lazy bits."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -261,7 +261,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def moved(tensor: Tensor) -> Flat:
-    """Return a tensor for an operation that computes nothing: complex numbers are pairs, unknown types bytes."""
+    """Return a tensor for an operation that only moves: complex numbers are pairs, unknown types bytes."""
     _check_dense(tensor)
     plain = tensor.detach()
     shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
@@ -275,11 +275,11 @@ def reduced(what: str, tensor: Tensor) -> Flat:
     """Return a tensor for a reduction.
 
     Raises:
-        InvalidArgumentError: the engine does not compute with its type.
+        InvalidArgumentError: the engine does not reduce its type.
     """
     if tensor.dtype not in DTYPES and not tensor.is_complex():
         raise InvalidArgumentError(
-            f"{what}: the tensor has dtype {tensor.dtype}, with which no reduction computes. Convert it, for example "
+            f"{what}: the tensor has dtype {tensor.dtype}, which no reduction supports. Convert it, for example "
             "with .float()."
         )
     return moved(tensor)
@@ -308,7 +308,7 @@ def _check_dense(tensor: Tensor) -> None:
 
 
 def width(tensor: Tensor) -> int:
-    """Return how many numbers an element is."""
+    """Return the count of numbers per element."""
     if tensor.dtype in DTYPES:
         return 1
     return 2 if tensor.is_complex() else tensor.dtype.itemsize
@@ -324,13 +324,13 @@ def only(what: str, items: Sequence[_Item]) -> _Item:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of several tensors, one after the other, in new memory."""
+    """Return the numbers of several tensors, concatenated in new memory."""
     parts = [moved(tensor).numbers for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
 def split_flat(numbers: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy numbers, which lie one after the other, to tensors."""
+    """Copy concatenated numbers to tensors."""
     first = 0
     for tensor in tensors:
         target = moved(tensor)
@@ -342,22 +342,22 @@ def split_flat(numbers: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def reading(numbers: Tensor) -> TensorView:
-    """Describe numbers that are read; the engine makes the result, or there is none."""
+    """Describe input numbers; the engine allocates the result, if any."""
     return TensorView(numbers.data_ptr(), 0, (numbers.numel(),))
 
 
 def reading_into(source: Tensor, target: Tensor) -> TensorView:
-    """Describe numbers that are read, and memory for the result."""
+    """Describe input numbers, and memory for the result."""
     return TensorView(source.data_ptr(), target.data_ptr(), (source.numel(),), target.nbytes)
 
 
 def owners(flats: Sequence[Flat]) -> object:
-    """Return the memory of tensors, to be kept until the engine has finished."""
+    """Return the memory of tensors, which must live until the engine has finished."""
     return lend(*[each.numbers for each in flats])
 
 
 def restore(flat: Flat) -> None:
-    """Copy written numbers to the caller's tensor, where it lies elsewhere."""
+    """Copy written numbers to the caller's tensor, if it is elsewhere."""
     if flat.restore is not None:
         flat.restore()
 
@@ -369,7 +369,7 @@ def write(flat: Flat, numbers: Tensor) -> None:
 
 
 def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
-    """Return what restores several tensors; None where none needs it."""
+    """Return a function that restores several tensors; None if not needed."""
     restores = [each.restore for each in flats if each.restore is not None]
     if not restores:
         return None
@@ -382,7 +382,7 @@ def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:
 
 
 def by_dtype(flats: Sequence[Flat]) -> list[tuple[DType, list[Flat]]]:
-    """Return tensors by the engine's type: an operation has one."""
+    """Group tensors by the engine's type, because an operation has one type."""
     parts: dict[DType, list[Flat]] = {}
     for flat in flats:
         parts.setdefault(flat.dtype, []).append(flat)
@@ -395,7 +395,7 @@ def room_for(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def received_numbers(work: Operation, dtype: torch.dtype) -> Tensor:
-    """Return a copy of what the engine has gathered in its own memory."""
+    """Return a copy of the engine's result."""
     output = work.output()
     if not output.num_bytes:
         return torch.empty(0, dtype=dtype)
@@ -423,10 +423,10 @@ _LINEAR = (_Type.SUM, _Type.AVG, _Type.PREMUL_SUM)
 
 
 def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
-    """Return the engine's reduction of torch's for a tensor like this.
+    """Convert torch's reduction to the engine's, for a tensor like this.
 
     Raises:
-        InvalidArgumentError: it has no meaning for the tensor's numbers.
+        InvalidArgumentError: the reduction is undefined for the tensor's type.
     """
     kind = op.op
     if tensor.is_complex() and kind not in _LINEAR:
@@ -445,7 +445,7 @@ def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Checks of arguments of torch's collectives, and of the rows that have come.
+# Checks of arguments of torch's collectives, and of received rows.
 
 
 def check_count(what: str, items: Sequence[object], size: int) -> None:
@@ -457,7 +457,7 @@ def check_count(what: str, items: Sequence[object], size: int) -> None:
 
 
 def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
-    """Check that a rank's tensor fits its place in the list."""
+    """Check that a rank's tensor matches its entry in the list."""
     if output.numel() != tensor.numel() or output.dtype != tensor.dtype:
         raise InvalidArgumentError(
             f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, its place in the list "
@@ -466,7 +466,7 @@ def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
 
 
 def check_kinds(what: str, kinds: Sequence[str], own: int) -> None:
-    """Check that shapes and dtypes of all ranks' tensors, as texts by rank, are this rank's."""
+    """Check that all ranks' shapes and dtypes, as texts by rank, equal this rank's."""
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[own]), None)
     if other is not None:
         raise MismatchError(
@@ -476,7 +476,7 @@ def check_kinds(what: str, kinds: Sequence[str], own: int) -> None:
 
 
 def check_parts(what: str, part: Tensor, whole: Tensor, size: int) -> None:
-    """Check that equal parts of all ranks make the whole."""
+    """Check that equal parts of all ranks add up to the whole."""
     if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
         raise InvalidArgumentError(
             f"{what}: {size} parts of shape {tuple(part.shape)} and dtype {part.dtype} do not make a tensor of shape "
@@ -485,12 +485,12 @@ def check_parts(what: str, part: Tensor, whole: Tensor, size: int) -> None:
 
 
 def check_rows(what: str, work: Operation, tensors: Sequence[Tensor]) -> None:
-    """Check that what came from each rank fits its tensor."""
+    """Check that the rows received from each rank fit its tensor."""
     check_received(what, work, tuple([each.numel() * width(each) for each in tensors]))
 
 
 def check_received(what: str, work: Operation, wanted: tuple[int, ...]) -> None:
-    """Check that as many numbers came from each rank as there is room for."""
+    """Check that each rank sent as many numbers as its tensor has."""
     rows = work.output().rows
     if rows != wanted:
         raise MismatchError(

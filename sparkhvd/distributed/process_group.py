@@ -1,7 +1,7 @@
 """`Group`: the process group that torch.distributed calls.
 
-A class of Python replaces torch's whole `ProcessGroup`, so it answers also what torch asks of a group and of its backend.
-Methods have torch's names; docs/torch_distributed.md has the table of who calls which, from Python and from C++.
+A Python class replaces torch's whole `ProcessGroup`, so it also has the methods that torch calls on a group and on its backend.
+Methods have torch's names. docs/torch_distributed.md has the table of their callers, from Python and from C++.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
 if TYPE_CHECKING:
 
-    class _ProcessGroup:  # torch's stub says how to call a group, not how to be one
+    class _ProcessGroup:  # torch's stub has no methods to override
         def __init__(self, rank: int, size: int) -> None: ...
 
         def _register_backend(
@@ -91,7 +91,7 @@ else:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Forms of calls of torch's groups: with lists and options, which ours take, and the short ones.
+# Call signatures of torch's groups: full with lists and options, as ours, and short.
 
 # Attributes of options, by their names as arguments.
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
@@ -104,9 +104,9 @@ class CallSignature(NamedTuple):
     Attributes:
         title: torch's public name of the collective.
         depths: of the lists of each tensor argument; in the short form one less, or the same.
-        options: makes the options; None where it has none.
-        rest: names of the arguments that are in the options' place in the short form.
-        more: how many arguments come between tensors and options.
+        options: creates the options; None without options.
+        rest: names of the arguments that replace the options in the short form.
+        more: number of arguments between tensors and options.
     """
 
     title: str
@@ -116,10 +116,10 @@ class CallSignature(NamedTuple):
     more: int = 0
 
     def full(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
-        """Return arguments of either form as those of the one with lists and options.
+        """Convert arguments of either form to the full form with lists and options.
 
         Raises:
-            TypeError: they are those of neither.
+            TypeError: they match neither form.
         """
         count = len(self.depths) + self.more
         named = dict(named)
@@ -132,7 +132,7 @@ class CallSignature(NamedTuple):
         return [*tensors, *args[len(tensors) : count], *self._last(args[count:], named)]
 
     def tensor_names(self) -> list[tuple[str, ...]]:
-        """Return the keywords of each argument in front of the options, as the versions of torch name them."""
+        """Return the keywords of each argument before the options, in all versions of torch."""
         sides = ("output", "input") if len(self.depths) == 2 else ("",)
         names = [tuple([name.format(side).lstrip("_") for name in _TENSOR_NAMES]) for side in sides]
         more = [("output_split_sizes",), ("input_split_sizes",)]
@@ -158,7 +158,7 @@ class CallSignature(NamedTuple):
 
 
 def _nested(given: Any, depth: int) -> Any:
-    """Return tensors in lists of a depth; a rank that has none gives the same empty list in both forms."""
+    """Nest tensors in lists of a depth; an empty list is the same in both forms."""
     item, found = given, 0
     while isinstance(item, (list, tuple)) and item:
         item, found = item[0], found + 1
@@ -210,11 +210,11 @@ FORMS: dict[str, CallSignature] = {
 
 
 def _routed(own: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Make a method that takes arguments of either form, and runs on the backend of their tensors' device.
+    """Create a method that accepts either form, and runs on the backend of its tensors' device.
 
     Args:
-        own: runs it on the engine, for tensors on the CPU; takes lists and options.
-        name: another name of the method, under which torch's own groups have it, too.
+        own: runs it on the engine, for tensors on the CPU, in the full form.
+        name: the method's name in torch's own groups, if it differs.
     """
     name, own = name or own.__name__, inspect.unwrap(own)
     form = FORMS[name]
@@ -259,25 +259,25 @@ _DefaultBackend: Any = None
 if hasattr(c10d.Backend, "supports_reconfigure"):
 
     class _DefaultBackend(c10d.Backend):  # type: ignore[no-redef]
-        """Backend that torch's C++ finds in a group; collectives are the group's."""
+        """Default backend for torch's C++; the group itself runs the collectives."""
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's
             return OURS
 
 
 class Group(_ProcessGroup):
-    """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
+    """torch's group on the engine; tensors on other devices than the CPU are routed to torch's own backends.
 
     Args:
-        teams: makes the engine's side of groups; shared by all groups of the default one.
-        team: the engine's side of this one.
+        teams: creates engine groups; shared by all groups of the default group.
+        team: this group's engine group.
         name: torch's.
         store: torch's, for this group alone.
-        timeout: of operations that have none of their own.
-        options: the user's `pg_options`, for a backend of torch's inside.
+        timeout: of operations without a timeout.
+        options: the user's `pg_options`, for an inner backend of torch's.
     """
 
-    # What torch asks of a group and its backend; each version asks for some.
+    # Queries of torch to a group and its backend; each version uses some.
     supports_abort_hooks = False
     supports_coalescing = False
     supports_completion_hooks = False
@@ -312,7 +312,7 @@ class Group(_ProcessGroup):
         self._name = name
         self._description = "undefined"
         if _DefaultBackend is not None:
-            # Functions of torch's C++ that look for a default backend raise without it.
+            # Functions of torch's C++ that need a default backend raise without it.
             self._default_backend = _DefaultBackend(rank, size)
             kind = c10d.ProcessGroup.BackendType.CUSTOM
             self._register_backend(torch.device("cpu"), kind, self._default_backend)
@@ -328,7 +328,7 @@ class Group(_ProcessGroup):
 
     getRank, getSize = rank, size  # noqa: N815 - C++'s names
 
-    # Names, which C++ asks for by the names of its own methods
+    # Names, which C++ reads through the names of its own methods
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         """Return the backend's name."""
@@ -337,11 +337,11 @@ class Group(_ProcessGroup):
     name = _get_backend_name = getBackendName
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's
-        """Return torch's name of this group, by which compiled code finds it."""
+        """Return torch's name of this group, for compiled code."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's
-        """Take torch's name of this group."""
+        """Set torch's name of this group."""
         self._name = name
 
     _set_group_name = setGroupName
@@ -351,7 +351,7 @@ class Group(_ProcessGroup):
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's
-        """Take torch's description of this group."""
+        """Set torch's description of this group."""
         self._description = description
 
     _set_group_desc = setGroupDesc
@@ -404,7 +404,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce tensors in place, those of one type as one operation."""
+        """Reduce tensors in place, with one operation per type."""
         return self._allreduce_each("all_reduce_coalesced", tensors, opts)
 
     def _allreduce_each(self, what: str, tensors: Sequence[Tensor], opts: Any) -> Work:
@@ -428,7 +428,7 @@ class Group(_ProcessGroup):
             )
         own = tensor.detach().coalesce()
         dims, size = own.sparse_dim(), self._size
-        # One operation, so that a rank with a dense tensor is told at once.
+        # One operation, so that a rank with a dense tensor gets its error at once.
         kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
         parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
 
@@ -436,7 +436,7 @@ class Group(_ProcessGroup):
             received = received_numbers(works[0], torch.uint8)
             pieces = received.split(list(works[0].output().rows))
             kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
-            # An index outside of another rank's tensor must not be written there.
+            # An index outside of another rank's tensor must not be written.
             check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
             indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
             values = torch.cat(pieces[2 * size :]).view(own.dtype)
@@ -453,7 +453,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """Reduce a tensor in place on the root; elsewhere it stays."""
+        """Reduce a tensor in place on the root; other ranks' tensors do not change."""
         tensor = only("reduce", tensors)
         flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
         view = flat.shaped if is_root else flat.shaped._replace(output=0)
@@ -511,7 +511,7 @@ class Group(_ProcessGroup):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Reduce a list with a tensor for each rank, which may differ in size; every rank gets its own."""
+        """Reduce a list with one tensor per rank, of any sizes; every rank gets its own."""
         what = "reduce_scatter"
         output, tensors = only(what, outputs), only(what, inputs)
         check_count(what, tensors, self._size)
@@ -547,7 +547,7 @@ class Group(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Join equal tensors of all ranks, one after the other."""
+        """Concatenate equal tensors of all ranks."""
         return self._gather_each(outputs, inputs, opts)
 
     def _gather_each(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
@@ -574,7 +574,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Join equal tensors of all ranks in one."""
+        """Concatenate equal tensors of all ranks in one tensor."""
         return self._gather_each([output], [input], opts)
 
     _allgather_base = _routed(all_gather_single, "_allgather_base")
@@ -583,7 +583,7 @@ class Group(_ProcessGroup):
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        """Copy every rank's tensor to each place of a list; sizes may differ."""
+        """Copy every rank's tensor to its entry of a list; sizes may differ."""
         targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
         return self._gather_lists("all_gather", [[each] for each in targets], [tensor], opts)
 
@@ -654,7 +654,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
-        """Join equal tensors of all ranks in one of the root."""
+        """Concatenate equal tensors of all ranks in one tensor of the root."""
         is_root = self._rank == opts.rootRank
         if is_root:
             check_parts("gather_single", input, output, self._size)
@@ -710,7 +710,7 @@ class Group(_ProcessGroup):
         input_splits: Sequence[int],
         opts: Any,
     ) -> Work:
-        """Send rows to every rank and join those that come; without splits in equal parts."""
+        """Send rows to every rank and concatenate the received rows; equal parts without splits."""
         target, source = moved(output), moved(input)
         sent = self._counts(input, input_splits)
         received = self._counts(output, output_splits)
@@ -777,7 +777,7 @@ class Group(_ProcessGroup):
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
         tensor = moved(only("send", tensors))
-        return self.launcher.noted(
+        return self.launcher.recorded(
             Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
         )
 
@@ -788,7 +788,7 @@ class Group(_ProcessGroup):
 
     @_routed
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        """Receive the next tensor that any rank sends; `source_rank()` of the work tells whose it was."""
+        """Receive the next tensor from any rank; `source_rank()` of the work returns the sender."""
         return self._receive(tensors, _ANY_RANK, tag)
 
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
@@ -799,7 +799,7 @@ class Group(_ProcessGroup):
             restore(target)
             work.source = self.launcher.team.ranks.index(operation.output().rows[0])
 
-        work = self.launcher.noted(Work([operation], tensors, finish))
+        work = self.launcher.recorded(Work([operation], tensors, finish))
         return work
 
     def _global(self, rank: int) -> int:
@@ -831,7 +831,7 @@ class Group(_ProcessGroup):
         except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
 
-    # Operations that torch joins to one
+    # Coalesced operations
 
     def _start_coalescing(self, device_type: torch.device) -> None:
         group = self.inner.of(torch.device(device_type).type)
@@ -849,8 +849,7 @@ class Group(_ProcessGroup):
     # Functional collectives of torch 2.14 and newer call these names from C++.
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    # What torch asks of a group and its backend
-
+    # Queries of torch to a group and its backend
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(each) for each in self.inner.devices()]
@@ -870,7 +869,7 @@ class Group(_ProcessGroup):
         return c10d.Backend.Options(OURS, timedelta(seconds=self.launcher.timeout_s))
 
     def get_error(self) -> Any:
-        """Return torch's word for the state of the engine."""
+        """Return the state of the engine as torch's error type."""
         try:
             self.launcher.team.engine.check()
         except CollectiveTimeoutError:
@@ -888,19 +887,19 @@ class Group(_ProcessGroup):
         """Refuse a hook, which torch's C++ would never call."""
         raise NotImplementedError(
             f"backend 'sparkhvd': hook {hook_id} ({hook!r}) would never be called, because torch calls hooks of its own backends "
-            "only. Wrap the calls of torch.distributed, or look at them with torch.profiler or hvd.start_timeline()."
+            "only. Wrap the calls of torch.distributed, or trace them with torch.profiler or hvd.start_timeline()."
         )
 
     register_post_hook = register_pre_hook
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
-        """Tell torch that it allocates tensors itself."""
+        """Return False: torch allocates tensors itself."""
         return False
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for every rank; on rank 0 the error names the ranks that did not come.
+        """Wait for every rank; on rank 0 the error names the missing ranks.
 
         The group stays usable after a failure.
 
@@ -909,7 +908,7 @@ class Group(_ProcessGroup):
             wait_all_ranks: name all of them, rather than the first.
 
         Raises:
-            CollectiveTimeoutError: ranks did not come in time.
+            CollectiveTimeoutError: ranks were too late.
         """
         if timeout is None:
             timeout = timedelta(seconds=self.launcher.timeout_s)
@@ -950,12 +949,12 @@ class Group(_ProcessGroup):
         group_desc: str | None = None,
         **_: object,
     ) -> Group | None:
-        """Make a group of some of this group's ranks; torch (2.13 on) calls it on every rank, in the same order.
+        """Create a group of some of this group's ranks; torch (2.13 on) calls it on every rank, in the same order.
 
         Keywords of newer versions are ignored: `backend` (2.14 on) is read from torch's configuration of the new group.
 
         Returns:
-            The group; None on ranks that are not in it.
+            The group; None on other ranks.
         """
         name = self._teams.name(group_name)
         store = PrefixStore(f"{name}/", self._store)
@@ -978,17 +977,17 @@ class Group(_ProcessGroup):
         group_desc: str | None = None,
         **_: object,
     ) -> Group | None:
-        """Make a group with an engine of its own; `torch.distributed.split_group` (2.14 on) calls it on every rank.
+        """Create a group with its own engine; `torch.distributed.split_group` (2.14 on) calls it on every rank.
 
         Args:
-            ranks: of the new group, as ranks of this one; other groups are made at the same time.
+            ranks: of the new group, as ranks of this one; other groups may be created at the same time.
             timeout: of the new group; None = this one's.
             opts: the user's `pg_options`.
-            group_name: torch's, the same on the members alone.
+            group_name: torch's, the same on all members.
             group_desc: torch's.
 
         Returns:
-            The group; None on ranks that are not in it.
+            The group; None on other ranks.
         """
         if self.rank() not in ranks:
             return None
@@ -1003,7 +1002,7 @@ class Group(_ProcessGroup):
         return made
 
     def abort(self) -> None:
-        """Fail every operation, here and on the other ranks; those of `hvd`, too, where the engine is shared."""
+        """Fail every operation, here and on the other ranks; with a shared engine also operations of `hvd`."""
         self.inner.each(lambda group: group.abort())
         self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
 

@@ -1,10 +1,10 @@
 """Works: operations in flight, as torch.distributed and its C++ see them.
 
-A caller that waits drives the engine itself. A future is completed by whoever finds the work finished first: a waiter, the
-end of the backward pass in which it was asked for, or the thread of `_Completer`.
+A caller that waits drives the engine itself. A future is completed by the first that finds the work finished: a waiter, the
+end of the backward pass in which the future was requested, or the thread of `_Completer`.
 
-Where the ranks compute on all cores of one host, what is launched in a backward pass starts when the pass ends (`BackwardQueue`): until
-then the engine's thread would take the cores from them.
+Where the ranks compute on all cores of one host, operations of a backward pass start when the pass ends (`BackwardQueue`), because the
+engine's thread would take the cores from it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sparkhvd.engine.work import Work as Operation
 from sparkhvd.torch.gradients.reducer import after_backward, in_backward
 
 # ----------------------------------------------------------------------------------------------------
-# Futures whose callbacks may launch collectives: those match across ranks, whenever and wherever the callbacks run.
+# Futures whose callbacks may launch collectives, which match across ranks whenever and wherever the callbacks run.
 
 
 class OperationNames:
-    """Names in the order of a program: of a group's collectives, or of those that one callback launches.
+    """Names collectives in the order of a program: of a group, or of one callback.
 
     Callbacks run when a rank happens to find a work finished, so a group's own order would differ between ranks.
     """
@@ -51,7 +51,7 @@ class OperationNames:
         return name
 
     def child(self) -> OperationNames:
-        """Return the scope of the next callback, counted apart: a callback may launch before or after another is added."""
+        """Return the scope of the next callback. It counts separately, because a callback may launch before or after another is added."""
         self._callbacks += 1
         return OperationNames(f"{self._prefix}.then{self._callbacks}")
 
@@ -78,11 +78,11 @@ def _entered(scope: OperationNames) -> Iterator[None]:
 
 
 class Future(torch.futures.Future[Any]):
-    """Future of a work or of a callback; who waits for it from Python waits for the work.
+    """Future of a work or of a callback; a wait from Python waits for the work.
 
     Args:
         settle: waits for the work, and runs callbacks.
-        scope: names what they launch.
+        scope: names the operations that they launch.
     """
 
     def __init__(self, settle: Callable[[], object], scope: OperationNames) -> None:
@@ -101,20 +101,20 @@ class Future(torch.futures.Future[Any]):
             self.set_exception(self._error)
 
     def check(self) -> None:
-        """Raise the error of this future, or of one that a callback of it completes: torch's C++ cannot read it."""
+        """Raise the error of this future, or of a callback's future, because torch's C++ cannot read it."""
         if self._error is not None:
             raise self._error
         for child in self._children:
             child.check()
 
     def wait(self) -> Any:
-        """Return the result, and drive the engine until it is there."""
+        """Drive the engine until the result is ready, and return it."""
         if not self.done():
             self._settle()
         return super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Future:
-        """Return the future of what the callback returns, which gets this one when it is complete."""
+        """Call a function with this future when it is complete, and return the future of its result."""
         child = Future(self._settle, self._scope.child())
         self._children.append(child)
 
@@ -122,7 +122,7 @@ class Future(torch.futures.Future[Any]):
             try:
                 with _entered(child._scope):
                     value = callback(self)
-            except Exception as error:  # noqa: BLE001 - becomes the future's
+            except Exception as error:  # noqa: BLE001 - becomes the future's error
                 child.finish(None, error)
             else:
                 child.finish(value, None)
@@ -158,23 +158,22 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 }
 
 
-# What the engine's advice says of names and settings that callers of torch.distributed do not have.
+# Replacements of the engine's advice on names and settings that callers of torch.distributed do not have.
 _WORDS = {
     ", or use different names": "",
     ", or give the two tensors different names": "",
     "raise stall_shutdown_s": "raise the timeout of the group",
     "or raise the timeout.": "or raise the timeout of the group.",
-    "that wait() was given. It goes on; wait again, or shut the engine down.": "timeout of wait(). The operation continues: wait again, "
-    "or destroy the group.",
+    "It continues: wait again, or shut the engine down.": "The operation continues: wait again, or destroy the group.",
     "Call shutdown() on a rank only": "Destroy a group on a rank only",
 }
 
-# The engine's tags have 63 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
+# The engine's tags have 63 bits. Groups of the same ranks share a process set, and the upper bits separate their messages.
 TAG_BITS, NUMBER_BITS = 32, 16
 
 
 def as_torch(error: BaseException) -> BaseException:
-    """Return the error of this module for one of the engine's, in torch's words; others as they are."""
+    """Convert an error of the engine to the class and words for torch; return other errors unchanged."""
     if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
         return error
     text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
@@ -188,18 +187,18 @@ def as_torch(error: BaseException) -> BaseException:
 
 _UNLIMITED = timedelta(0)
 
-# Between two looks at the works of futures: the engine's own thread finishes them within 1 ms of being ready.
+# Interval between polls of the works of futures: the engine's own thread finishes them within 1 ms of being ready.
 _FIRST_LOOK_S = 0.0005
 _LAST_LOOK_S = 0.004
-# The same of works for which the end of a backward pass waits: a pass that ends in an exception, or whose own
-# callbacks wait in C++ for a work of another pass, shall not wait for ever.
+# First poll of works that the end of a backward pass waits for: a pass that ends in an exception, or whose own
+# callbacks wait in C++ for a work of another pass, must not wait forever.
 _LOOK_AFTER_PASS_S = 0.25
-# How long the thread stays without works: one step of training does not start it anew for the next.
+# Idle time after which the thread ends, long enough for the next step of a training.
 _IDLE_S = 1.0
 
 
 class _End:
-    """Callback at the end of a backward pass. Autograd alone holds it, so it is gone when the pass ends in an exception."""
+    """Callback at the end of a backward pass. Only autograd refers to it, so it is freed when the pass ends in an exception."""
 
     def __init__(self, passes: BackwardQueue, work: Work) -> None:
         self._backward_queue = passes
@@ -216,27 +215,27 @@ class BackwardQueue:
         self._ends: list[weakref.ref[_End]] = []
 
     def add(self, work: Work) -> bool:
-        """Have the end of the backward pass launch a work, and wait for it if its future was asked for.
+        """Defer a work to the end of the backward pass, which also waits for it if its future was requested.
 
-        An error then is backward()'s, with its own type: torch's C++, where DDP waits for the future, would lose that. DDP's
-        own callback comes behind, and may wait for works of passes around this one, so its end is that of all works.
+        So `backward()` raises an error with its own type, which torch's C++ would lose where DDP waits for the future. DDP's
+        own callback runs later, and may wait for works of enclosing passes, so the end of a pass finishes all works.
 
         Returns:
             False outside of a pass.
         """
-        # Behind callbacks at the end nothing may be put off: DDP waits in them for what they launch.
+        # Callbacks at the end may defer no further work, because DDP waits in them for the works that they launch.
         if not in_backward():
             return False
         end = _End(self, work)
         try:
             after_backward(end)
-        except RuntimeError:  # in a node, but not in a pass that has an end
+        except RuntimeError:  # in a node, but not in a pass with end callbacks
             return False
         self._ends.append(weakref.ref(end))
         return True
 
     def finish(self) -> None:
-        """Launch all works, and wait for those whose future was asked for."""
+        """Launch all works, and wait for the works with a requested future."""
         ends, self._ends = self._ends, []
         works = [end.work for reference in ends if (end := reference()) is not None]
         for work in works:
@@ -246,13 +245,13 @@ class BackwardQueue:
 
 
 class Work(dist.Work):
-    """Operations of the engine that torch sees as one.
+    """Operations of the engine as one work of torch.
 
     Args:
-        operations: none for a work that has finished.
+        operations: empty for a work that has finished.
         outputs: the value of the future and of `result()`.
-        finish: called once, when all have finished, before anyone is told: moves results to where torch wants them.
-        scope: names what callbacks of the future launch.
+        finish: called once when all have finished, before waiters and callbacks: moves results to torch's tensors.
+        scope: names the operations that callbacks of the future launch.
         passes: of the group, for works whose future DDP may wait for.
         launch: starts the operations, for a work that is launched later.
     """
@@ -270,7 +269,7 @@ class Work(dist.Work):
         self.operations = operations
         self._backward_queue = passes
         self._launch = launch
-        # A work that could not be put off is launched at once.
+        # A work that could not be deferred is launched at once.
         self._in_pass = launch is not None and passes is not None and passes.add(self)
         self._outputs = list(outputs)
         self._finish = finish
@@ -284,10 +283,10 @@ class Work(dist.Work):
             self.launch()
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Wait until the results are there; raises what went wrong.
+        """Wait for the results; raises the error of the work.
 
         Args:
-            timeout: longest wait here, and the work goes on; 0 = until it ends, at the latest after the group's timeout.
+            timeout: longest wait here, after which the work continues; 0 = until it ends, at the latest after the group's timeout.
         """
         if not self._is_settled:
             seconds = timeout.total_seconds()
@@ -297,7 +296,7 @@ class Work(dist.Work):
         return True
 
     def launch(self) -> None:
-        """Start the operations of a work that is launched later, unless that was done."""
+        """Start the operations of a deferred work, unless they are started."""
         with self._lock:
             launch, self._launch = self._launch, None
             if launch is None:
@@ -311,7 +310,7 @@ class Work(dist.Work):
         self._end(error)
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, good or bad; raises only if the time is over."""
+        """Wait for success or failure; raises only on timeout."""
         self.launch()
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -342,7 +341,7 @@ class Work(dist.Work):
             future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
-        """Check whether it has ended, good or bad; never blocks."""
+        """Check whether it has succeeded or failed; never blocks."""
         if self._is_settled:
             return True
         self.launch()
@@ -353,11 +352,11 @@ class Work(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Check whether it has ended well."""
+        """Check whether it has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong; None while it runs or when it has ended well."""
+        """Return the error; None while it runs and after success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
@@ -365,21 +364,19 @@ class Work(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """Wait until the results are there; raises what went wrong."""
+        """Wait for the results; raises the error of the work."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank from which a receive got its tensor."""
+        """Return the sender of a received tensor."""
         if self.source is None:
-            raise RuntimeError(
-                "source_rank(): only a receive that has ended has one. Wait for it first."
-            )
+            raise RuntimeError("source_rank(): only a finished receive has one. Wait for it first.")
         return self.source
 
     _source_rank = source_rank
 
     def finish_backward(self) -> None:
-        """Wait at the end of the backward pass for the future, if somebody has it; raises also what its callbacks have raised."""
+        """Wait at the end of the backward pass for the future, if it is in use; also raises errors of its callbacks."""
         if self._future is not None:
             self.wait()
             self._future.check()
@@ -399,20 +396,20 @@ class Work(dist.Work):
 
 
 FINISHED = Work(())
-"""The work of a caller who has waited already."""
+"""The work of a caller that has already waited."""
 
 
 class _Completer:
-    """Thread that completes futures nobody waits for."""
+    """Thread that completes futures without a waiter."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._works: list[tuple[float, Work]] = []  # with the time of the first look
+        self._works: list[tuple[float, Work]] = []  # with the time of the first poll
         self._thread: threading.Thread | None = None
         self._next_look = math.inf
 
     def add(self, work: Work, patience_s: float) -> None:
-        """Complete the work's future when it ends; first look at it after `patience_s`."""
+        """Complete the work's future when it ends; poll it first after `patience_s`."""
         first_look = time.monotonic() + patience_s
         with self._changed:
             self._works.append((first_look, work))
@@ -425,7 +422,7 @@ class _Completer:
                 self._changed.notify()
 
     def forget(self, work: Work) -> None:
-        """Let go of a work that has ended."""
+        """Forget a finished work."""
         with self._changed:
             self._works = [each for each in self._works if each[1] is not work]
 
@@ -435,7 +432,7 @@ class _Completer:
             with self._changed:
                 now = time.monotonic()
                 works = [work for first_look, work in self._works if first_look <= now]
-            # Those that have ended are forgotten.
+            # Finished works are forgotten.
             if any([work.is_completed() for work in works]):
                 pause = _FIRST_LOOK_S
                 continue

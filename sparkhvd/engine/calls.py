@@ -16,8 +16,8 @@ class TensorView(NamedTuple):
         input: address that is read until the operation has finished.
         output: address that is written; may equal `input`; 0 where the engine allocates the result.
         shape: length of every dimension.
-        room: bytes at `output`, of operations whose result's size the ranks have yet to agree on (allgather, alltoall,
-            gather, scatter); a result that does not fit is an error on every rank.
+        room: capacity in bytes at `output`, if the ranks negotiate the size of the result (allgather, alltoall, gather,
+            scatter); a result that does not fit is an error on every rank.
     """
 
     input: int
@@ -31,7 +31,7 @@ class Reduction(NamedTuple):
 
     Attributes:
         op: Average of floats is the correctly rounded quotient of the sum by the number of ranks, both in the
-            accumulation type (float32 for halves). Average of integers divides the sum in double and truncates.
+            accumulation type (float32 for 16-bit floats). Average of integers divides the sum in double and truncates.
         prescale: factor of every input, in the accumulation type.
         postscale: factor of the result. Average of floats divides once, by N / postscale.
     """
@@ -46,9 +46,9 @@ NO_REDUCTION = Reduction(ReduceOp.AVERAGE)
 
 
 class Call:
-    """An operation as the library takes it, built once and submitted any number of times.
+    """Request of the library, built once and submitted any number of times.
 
-    Not for two threads at a time. The library copies it at submission, so it may be used again at once.
+    Not for two threads at a time. The library copies it at submission, so the caller may reuse it at once.
 
     Args:
         collective: kind of operation; see `Collective`.
@@ -58,7 +58,7 @@ class Call:
         process_set: 0 = all ranks.
         root_rank: of a broadcast, counted among all ranks.
         numbers: further arguments of the kind: the splits of an alltoall, ranks, bytes; or a digest.
-        device: where the tensors lie: -1, the CPU, or the opened device. Then the caller sets `request.stream`
+        device: device of the tensors: -1, the CPU, or the opened device. Then the caller sets `request.stream`
             before every submission.
     """
 

@@ -1,8 +1,8 @@
-"""`Engine`: the operations of one rank. Knows no torch and no Spark.
+"""`Engine`: the operations of one rank. Imports neither torch nor Spark.
 
 Threads: any number of Python threads may use one engine. Calls that cannot block keep the GIL
-(`ctypes.PyDLL`), so they cost no switch of threads; only waits, create and shutdown release it
-(`ctypes.CDLL`). A wait comes back to Python every 100 ms, so Ctrl-C works. Nothing here takes a lock (see
+(`ctypes.PyDLL`), so they need no thread switch; only waits, create and shutdown release it
+(`ctypes.CDLL`). A wait returns to Python every 100 ms, so Ctrl-C works. Nothing here takes a lock (see
 `EngineHandles`).
 
 Shutdown: `shutdown()` stops the native thread and closes its descriptors; memory is freed when the last
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
         stream_sockets: list[int]
 
         def close(self) -> None:
-            """Close every descriptor that nobody took."""
+            """Close the descriptors that were not taken."""
 
 
 # Kept for the next operation of the same kind and shapes; a training loop has few kinds.
 MAX_IDLE_CALLS = 256
 
-# Unfinished dropped works that a submission looks at: few beside the hundreds that the host may be ahead of a GPU,
-# and enough that at most half as many finished ones wait between them.
+# Unfinished dropped works that a submission polls: few beside the hundreds that the host may be ahead of a GPU,
+# and enough that at most half as many finished works wait between them.
 _REAP_PATIENCE = 2
 
 
@@ -89,17 +89,16 @@ def _isa(name: str) -> Isa:
 class Engine:
     """The operations of one rank. A context manager: success shuts down, an exception aborts.
 
-    Creating one is collective: every rank does it, and it returns once all have.
+    Creating an engine is collective: it returns once every rank has created its own.
 
     Args:
-        connections: an authenticated socket to every peer; the engine owns them from now on, also when this
-            raises.
+        connections: an authenticated socket to every peer; the engine owns them from now on, also after an error.
         settings: the same on every rank.
 
     Raises:
         EngineUnavailableError: the compiled library is missing or of another version.
-        InvalidArgumentError: the settings ask for what this machine cannot do.
-        CollectiveTimeoutError: a rank did not come within `settings.connect_timeout_s`.
+        InvalidArgumentError: this machine does not support the settings.
+        CollectiveTimeoutError: a rank did not connect within `settings.connect_timeout_s`.
         PeerLostError: a rank's process or connection is gone.
     """
 
@@ -144,9 +143,9 @@ class Engine:
         Not collective. A rank has one device.
 
         Args:
-            ordinal: as the CUDA driver counts in this process.
+            ordinal: the CUDA driver's index in this process.
             cuda_library: None = libcuda.so.1.
-            nccl_library: this one and no other; None = the copy that the process has loaded, then
+            nccl_library: path of the only library to try; None = the copy that the process has loaded, then
                 `nccl_candidates` in their order, then libnccl.so.2.
             nccl_candidates: paths.
 
@@ -171,7 +170,7 @@ class Engine:
             raise to_exception(status, buffer)
 
     def check(self) -> None:
-        """Raise the reason why the engine cannot be used any more, if there is one."""
+        """Raise the error that made the engine unusable, if any."""
         self._state.check_usable("Engine.check()")
         buffer = error_text.buffer
         status = self._state.library.engine_status(self._state.handle, buffer, ERROR_BYTES)
@@ -201,10 +200,10 @@ class Engine:
             size = length + 1024  # it may have grown meanwhile
 
     def start_timeline(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Start to write this rank's timeline; one that is being written ends (see `sparkhvd.observe.timeline`).
+        """Start this rank's timeline and end a running one (see `sparkhvd.observe.timeline`).
 
         Args:
-            path: a file, made or overwritten.
+            path: a file, created or overwritten.
             mark_cycles: also mark when a thread begins to drive the engine.
 
         Raises:
@@ -219,7 +218,7 @@ class Engine:
             raise to_exception(status, buffer)
 
     def stop_timeline(self) -> None:
-        """End the timeline, if there is one; returns when its file is complete."""
+        """End a running timeline; returns when its file is complete."""
         self._state.check_usable("stop_timeline()")
         buffer = error_text.buffer
         status = self._state.library.timeline_stop(self._state.handle, buffer, ERROR_BYTES)
@@ -227,12 +226,12 @@ class Engine:
             raise to_exception(status, buffer)
 
     def shutdown(self) -> None:
-        """Leave politely; operations in flight end with an error here and on the peers. Idempotent."""
+        """Close gracefully; operations in flight end with an error here and on the peers. Idempotent."""
         if self._state.pid == os.getpid() and not self._state.destroyed:
             self._state.shutdown()
 
     def release(self) -> None:
-        """Shut down, and free what the engine holds now, not when the last reference to it goes; counters are gone, too."""
+        """Shut down and free all memory now instead of with the last reference, including the counters."""
         self._state.close()
 
     def abort(self, reason: str) -> None:
@@ -283,7 +282,7 @@ class Engine:
         Raises:
             InvalidArgumentError: this call is wrong; nothing was submitted.
             NotInitializedError: the engine was shut down, or made before a fork.
-            CollectiveError: the engine has failed before.
+            CollectiveError: the engine failed earlier.
         """
         call = self.prepare(Collective.ALLREDUCE, tensors, dtype, reduction, process_set)
         return self.start(call, name, keep, timeout_s)
@@ -325,7 +324,7 @@ class Engine:
         """Start to wait for every rank of the process set. Otherwise as `allreduce`.
 
         Args:
-            name: None numbers the barriers of the process set; every rank then calls as many.
+            name: None numbers the barriers of the process set; every rank must then call equally many.
             process_set: 0 = all ranks.
             timeout_s: longest wait for the slowest rank; None means `Settings.stall_shutdown_s`.
         """
@@ -335,8 +334,8 @@ class Engine:
     def join(self, *, process_set: int = 0, timeout_s: float | None = None) -> Work:
         """Start to announce that this rank has no more work; finishes when every rank has announced it.
 
-        Meanwhile the others' allreduces (Sum, Average) go on without this rank's tensors; their Average still
-        divides by the number of all. Their other operations fail with a `MismatchError`. When all have joined,
+        Meanwhile the others' allreduces (Sum, Average) run without this rank's tensors; their Average still
+        divides by the number of all ranks. Their other operations fail with a `MismatchError`. When all have joined,
         `Work.output().rows[0]` is the rank that joined last.
 
         Args:
@@ -347,9 +346,9 @@ class Engine:
         return self.start(call, "join", timeout_s=timeout_s)
 
     def add_process_set(self, ranks: Sequence[int], *, name: str | None = None) -> Work:
-        """Start to make a process set; every rank must call this with the same ranks, members or not.
+        """Start to create a process set; every rank must call this with the same ranks, members or not.
 
-        Its number is `Work.output().rows[0]`: the same on every rank, never 0, never used again.
+        Its number is `Work.output().rows[0]`: the same on every rank, never 0, never reused.
 
         Args:
             ranks: ascending, each once.
@@ -359,7 +358,7 @@ class Engine:
         return self.start(call, name or self._number("add_process_set"))
 
     def remove_process_set(self, process_set: int, *, name: str | None = None) -> Work:
-        """Start to remove a process set; every rank must call this. Operations that its ranks have agreed on still run."""
+        """Start to remove a process set; every rank must call this. Negotiated operations still run."""
         call = Call(Collective.REMOVE_PROCESS_SET, numbers=(process_set,))
         return self.start(call, name or self._number("remove_process_set"))
 
@@ -372,7 +371,7 @@ class Engine:
         one_piece: bool = False,
         device: int = DEVICE_CPU,
     ) -> Buffer:
-        """Make registered memory and wait for it; every rank of the process set must call this, with equal sizes.
+        """Allocate registered memory and wait for it; every rank of the process set must call this, with equal sizes.
 
         An allreduce whose tensors lie in one buffer, in place and one after the other on every rank, runs
         without copies. The memory is zero at first and outlives the engine.
@@ -381,9 +380,9 @@ class Engine:
             num_bytes: 1 or more.
             name: None numbers these calls.
             process_set: the ranks that share it.
-            one_piece: the ranks of a host get the same piece instead of one each. They must order their writes
-                themselves (`barrier`).
-            device: the opened device, to make memory there, each rank its own, which NCCL knows.
+            one_piece: the ranks of a host share one piece of memory. They must order their writes themselves
+                (`barrier`).
+            device: the opened device, to allocate each rank's memory there and register it with NCCL.
 
         Raises:
             InvalidArgumentError: there is not enough memory on this rank (or, of one piece, on any rank); or as
@@ -403,12 +402,12 @@ class Engine:
         streams: int = 0,
         process_set: int = 0,
     ) -> Work:
-        """Start to change the algorithms of later operations, from the same one on, on every rank; 0 changes nothing.
+        """Start to change the algorithms of later operations, from the same operation on every rank; 0 changes nothing.
 
         Args:
             chunk_bytes: of a pipeline step in shared memory, at most `Settings.slot_bytes`.
-            streams: connections per pair of ranks that are used.
-            process_set: the one that is changed.
+            streams: connections in use per pair of ranks.
+            process_set: the process set to change.
         """
         numbers = [0] * len(Knob)
         numbers[Knob.CHUNK_BYTES] = chunk_bytes
@@ -417,7 +416,7 @@ class Engine:
         return self.start(call, self._number("configure", process_set))
 
     def _number(self, kind: str, process_set: int = 0) -> str:
-        """Return a name for an operation that every rank of the process set calls equally often."""
+        """Number the calls of a kind of operation; every rank of the process set must call it equally often."""
         return f"{kind}.{next(self._counters[kind, process_set])}"
 
     # -- submission, the path of every operation ---------------------------------------------------
@@ -433,7 +432,7 @@ class Engine:
         numbers: tuple[int, ...] = (),
         device: int = DEVICE_CPU,
     ) -> Call:
-        """Return a call of these tensors for `start` or `run`, an idle one if there is one with equal arguments.
+        """Return a call of these tensors for `start` or `run`; reuses an idle call with equal arguments.
 
         `Collective` describes the tensors and numbers of each kind, `Call` the other arguments.
         """
@@ -475,7 +474,7 @@ class Engine:
     def run(
         self, call: Call, name: str, keep: object = None, timeout_s: float | None = None
     ) -> None:
-        """Submit a call and wait until it has finished: as `start(...).wait()`, in less time."""
+        """Submit a call and wait until it has finished: a faster `start(...).wait()`."""
         state = self._state
         self._before(call, name, timeout_s)
         buffer = error_text.buffer
@@ -530,7 +529,7 @@ class Engine:
         return Work(self, self._state, handle, name)
 
     def _leave_behind(self, call: Call, keep: object) -> None:
-        """Let an operation go on without a Work, because an exception came between its submission and its Work."""
+        """Keep the memory of an operation without a Work, after an exception between its submission and its Work."""
         if call.work.value is not None:
             self._state.works[call.work.value] = keep
             self._state.orphans.append(call.work.value)

@@ -69,7 +69,7 @@ class DType(IntEnum):
 
 
 class ReduceOp(IntEnum):
-    """Reductions; Horovod's have its numbers. Those of bits are for integers and bool, on the CPU."""
+    """Reductions; Horovod's have its numbers. Bitwise reductions are for integers and bool, on the CPU."""
 
     AVERAGE = 0
     SUM = 1
@@ -91,27 +91,27 @@ class Collective(IntEnum):
         have room for all ranks' rows.
     BROADCAST: copies the input of `root_rank` (counted among all ranks) to every rank's output.
     BARRIER: waits for every rank of the process set.
-    ALLTOALL: sends rows to every rank and joins the received ones in rank order, as `Work.output()`; on a device in
-        the tensor's output. Numbers: the rows for each rank of the process set, none for equal parts. All
+    ALLTOALL: sends rows to every rank and joins the received rows in rank order, as `Work.output()`; on a device in
+        the tensor's output. Numbers: the rows for each rank of the process set, empty for equal parts. All
         dimensions but the first are equal on all ranks.
-    REDUCESCATTER: an allreduce of which every rank gets its rows only, in the tensors' outputs, which may be where
-        they are in the input. Of d rows rank r of n gets d // n, and one more if r < d % n; ranks in the order of
+    REDUCESCATTER: an allreduce that gives every rank only its rows, in the tensors' outputs, which may be their place
+        in the input. Of d rows rank r of n gets d // n, and one more if r < d % n; ranks in the order of
         the process set.
     ALLGATHER_INTO: the inverse of a reducescatter, in place: every rank has its rows of each tensor and gets the
         others'. Shapes are equal on all ranks, inputs are outputs.
-    REDUCE: an allreduce whose result only `root_rank` gets, in its tensors' outputs.
-    GATHER: an allgather of one tensor whose result only `root_rank` gets.
-    SCATTER: divides the tensor of `root_rank` by rows, as `Work.output()`. Numbers: the root's, the rows for each rank
-        of the process set, none for equal parts; the other ranks bring a tensor of 0 rows. CPU only, like the two above.
-    SEND, RECEIVE: a message from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. No
-        collectives: nobody else takes part, and names need only be unique on their rank. Numbers: the tag; of a receive
-        also 1 behind it, if shorter messages fit, too; the tensor is undefined behind their bytes. `Work.output().rows` of a receive:
-        sender, tag, bytes. CPU only.
+    REDUCE: an allreduce with the result only on `root_rank`, in its tensors' outputs. CPU only.
+    GATHER: an allgather of one tensor with the result only on `root_rank`. CPU only.
+    SCATTER: divides the tensor of `root_rank` by rows, as `Work.output()`. Numbers: on the root, the rows for each rank
+        of the process set, empty for equal parts; the other ranks pass a tensor of 0 rows. CPU only.
+    SEND, RECEIVE: a message from one rank of the process set to another, `root_rank`; -1 = a receive from any rank. Not
+        collective: no other rank takes part, and names need only be unique on their rank. Numbers: the tag; a receive
+        adds 1 if shorter messages fit, too, and the tensor is undefined behind their bytes. `Work.output().rows` of a
+        receive: sender, tag, bytes. CPU only.
     JOIN, ADD_PROCESS_SET, REMOVE_PROCESS_SET, REGISTER, CONFIGURE: see `Engine.join`, `add_process_set`,
         `remove_process_set`, `allocate` and `configure`.
 
-    Numbers of an allreduce, allgather or reducescatter: none, or a digest that must be equal on all ranks, of the
-    operations that belong together.
+    Numbers of an allreduce, allgather or reducescatter: empty, or a digest of the operations of a group, which must be
+    equal on all ranks.
     """
 
     ALLREDUCE = 0
@@ -306,7 +306,7 @@ FUNCTIONS: dict[str, Signature] = {
     "sparkhvd_engine_abort": Signature(None, (_HANDLE, ctypes.c_char_p)),
     "sparkhvd_engine_status": Signature(ctypes.c_int32, (_HANDLE, *_ERROR)),
     "sparkhvd_engine_after_fork": Signature(None, (_HANDLE,)),
-    # Joins a thread that needs no GIL; releases it all the same, because a join is a wait.
+    # Joins a thread that needs no GIL; releases the GIL, because a join is a wait.
     "sparkhvd_engine_destroy": Signature(None, (_HANDLE,), may_block=True),
     "sparkhvd_engine_counters": Signature(
         ctypes.c_size_t, (_HANDLE, ctypes.c_char_p, ctypes.c_size_t)
@@ -375,7 +375,7 @@ class Library:
             function.restype = signature.returns
             function.argtypes = signature.arguments
             setattr(self, name.removeprefix("sparkhvd_"), function)
-        # Before what shuts engines down was registered, so after it at the end of the process.
+        # Registered before the shutdown of engines, so it runs after it at the end of the process.
         atexit.register(self.finish)
 
     if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class Library:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Statuses of the library, and the exceptions that they become.
+# Statuses of the library and their exceptions.
 
 ERROR_BYTES = 2048
 # Plain integers for the path of every operation: looking up a member of an enumeration costs more.
@@ -394,7 +394,7 @@ INTERNAL = int(Status.INTERNAL)
 
 
 class ErrorText(threading.local):
-    """Buffer per thread for the sentence that explains a status."""
+    """Buffer per thread for the error message of a status."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(ERROR_BYTES)
@@ -415,16 +415,16 @@ _ERRORS: dict[int, type[SparkhvdError]] = {
 
 
 def to_exception(status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-    """Return the exception for a status and its sentence."""
+    """Return the exception for a status and its message."""
     message = buffer.value.decode("utf-8", errors="replace")
     return _ERRORS.get(status, InternalError)(message or f"The library gave status {status}.")
 
 
 # ----------------------------------------------------------------------------------------------------
 # Memory files by the kernel's own numbers.
-# Pythons that are built for an old glibc, such as conda's, run on kernels with memory files but have neither
-# `os.memfd_create` nor the constants of seals; and `fcntl` is imported where it is used, so that a client on
-# Windows can import this. The numbers are Linux's and never change.
+# Python builds for an old glibc, such as conda's, run on kernels with memory files but lack `os.memfd_create` and the
+# constants of seals. `fcntl` is imported at its use, so that a client on Windows can import this module. The numbers
+# are Linux's and never change.
 
 MFD_CLOEXEC = 1
 MFD_ALLOW_SEALING = 2
@@ -442,7 +442,7 @@ def new_memfd(name: str) -> int:
         name: shown in /proc only.
 
     Raises:
-        OSError: memory files are forbidden here, or this kernel has none.
+        OSError: memory files are forbidden here or missing in this kernel.
     """
     flags = MFD_CLOEXEC | MFD_ALLOW_SEALING
     if hasattr(os, "memfd_create"):
@@ -459,14 +459,14 @@ def new_memfd(name: str) -> int:
 
 
 def seal_against_shrinking(descriptor: int) -> None:
-    """Seal a memory file for good, so that it never gets shorter."""
+    """Seal a memory file permanently against shrinking."""
     import fcntl
 
     fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
 
 
 def is_sealed_against_shrinking(descriptor: int) -> bool:
-    """Check whether a received memory file can never get shorter; an OSError if it cannot be sealed."""
+    """Check whether a received memory file can never shrink; an OSError if it cannot be sealed."""
     import fcntl
 
     return bool(fcntl.fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK)
@@ -478,7 +478,7 @@ def is_sealed_against_shrinking(descriptor: int) -> bool:
 # collection may run a `__del__` anywhere, and a fork never meets a held lock.
 #
 # Ownership: `EngineHandles` owns the native handles and everything that operations read and write (`keep`). A `Work` that
-# is dropped before its operation has finished leaves its handle to the state, which releases it on a later call.
+# is dropped before its operation has finished passes its handle to the state, which releases it on a later call.
 
 
 def library_path() -> Path:
@@ -507,14 +507,14 @@ class EngineHandles:
         self.pid = os.getpid()
         # Every work that has not been released, and the memory that its operation reads and writes.
         self.works: dict[int, object] = {}
-        # Memory of operations that have no work although they may go on: their submission failed inside the
-        # library (no memory, say), perhaps after the engine had taken them. Kept as long as the engine.
+        # Memory of operations without a work that may still run: their submission failed inside the library (for
+        # lack of memory, say), perhaps after the engine had accepted them. Kept as long as the engine.
         self.lost: list[object] = []
         # Works that Python has dropped; released once they have finished.
         self.orphans: deque[int] = deque()
         # Waits in native code right now; the engine must not be freed under them.
         self.waiting: set[object] = set()
-        self.usable = True  # neither closed nor forked: one look before every operation
+        self.usable = True  # neither closed nor forked: one check before every operation
         self.closed = False
         self.forked = False  # this process is a child of the one that made the engine
         self.destroyed = False
@@ -539,7 +539,7 @@ class EngineHandles:
         return {entry.rank: Loss(entry.kind) for entry in entries[:found]}
 
     def to_exception(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
-        """Return the exception for a status of an operation and its sentence."""
+        """Return the exception for a status of an operation and its message."""
         error = to_exception(status, buffer)
         if isinstance(error, CollectiveError):
             error.lost = {rank: loss.name.lower() for rank, loss in self.losses().items()}
@@ -556,7 +556,7 @@ class EngineHandles:
             if self.library.poll(handle, None, 0) != PENDING:
                 self.release(handle)
                 continue
-            self.orphans.append(handle)  # a slow one does not hide those behind it
+            self.orphans.append(handle)  # a slow work does not hide the works behind it
             pending += 1
             if pending == patience:
                 return
@@ -567,10 +567,10 @@ class EngineHandles:
         if keep is not None:
             self.keep_if_left(handle, keep)
         self.library.work_release(handle)
-        del keep  # after the release: nothing reads or writes it any more
+        del keep  # after the release: no operation uses it any more
 
     def keep_if_left(self, handle: int, keep: object) -> None:
-        """Keep the memory of an operation that has failed for good, if a GPU may still use it."""
+        """Keep the memory of a failed operation permanently, if a GPU may still use it."""
         if self.library.work_is_left_to_device(handle):
             _left_to_devices.append(keep)
 
@@ -578,7 +578,7 @@ class EngineHandles:
         """Stop the native thread and release the works that have finished."""
         self.closed = True
         self.usable = False
-        # No buffer: in a finalizer the thread's may not exist yet, or not any more.
+        # No buffer: in a finalizer the thread's buffer may not exist.
         status = self.library.engine_shutdown(self.handle, None, 0)
         self.reap()
         return Status(status)
@@ -591,14 +591,14 @@ class EngineHandles:
         if self.waiting:  # a daemon thread still waits while the interpreter exits
             return
         self.destroyed = True
-        # Works that Python still holds stay: the memory of an allgather may be a tensor's that is in use, also
-        # while the interpreter exits.
+        # Works that Python still holds stay: a tensor may use the memory of an allgather, also while the interpreter
+        # exits.
         self.reap()
         self.library.engine_destroy(self.handle)
 
 
-# Memory of operations that ended by a deadline while a GPU was busy with them. It may write there at any time, so the
-# memory must not become another tensor's as long as this process lives.
+# Memory of operations that ended by a deadline while a GPU was busy with them. The GPU may write there at any time, so
+# the memory must not be reused as long as this process lives.
 _left_to_devices: list[object] = []
 
 # A forked child must close its copies of every engine's descriptors.

@@ -1,12 +1,12 @@
 """The stacks of this process's Python threads, on request of another rank.
 
-When a rank keeps the others waiting, the coordinator asks it where it is. Its progress thread then raises a
-signal on itself, and `faulthandler`'s handler, which needs no interpreter, writes the stack of every Python
-thread into a pipe. So a rank answers also while a long call into C holds the GIL.
+The coordinator requests the stacks of a straggler. The straggler's progress thread raises a signal on itself, and
+`faulthandler`'s handler, which needs no interpreter, writes the stack of every Python thread into a pipe. So a rank
+answers also while a long call into C holds the GIL.
 
 **Threads.** `prepare` may be called by any thread. **Ownership.** Once per process and signal: the pipe and
-the handler stay until the process ends, because an engine may ask for them up to its last moment. A forked
-child inherits them and makes its own pipe when it makes an engine.
+the handler stay until the process ends, because an engine may use them until then. A forked child inherits them
+and creates its own pipe with its first engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 # Signal and pipe of an engine without stacks.
 NO_STACKS = (0, -1)
 
-# Room for the stacks of many threads; a full pipe cuts the text and blocks nobody.
+# Room for the stacks of many threads; a full pipe truncates the text and never blocks.
 _PIPE_BYTES = 256 << 10
 
 
@@ -48,14 +48,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where clients of Spark Co
 def prepare(signal: int) -> tuple[int, int]:
     """Install the handler of `signal`, unless the program uses the signal itself.
 
-    Again where it has gone meanwhile: Lightning's trainer ends with the handlers that Python knew at its start, and Python does not know
-    this one.
+    Reinstalls a removed handler: Lightning's trainer restores Python's handlers of its start, and Python does not know this handler.
 
     Args:
         signal: a signal's number; 0 = no stacks.
 
     Returns:
-        The signal and the reading end of the pipe that its handler writes to; `NO_STACKS` if there are none.
+        The signal and the reading end of the pipe that its handler writes to; `NO_STACKS` without stacks.
     """
     if signal == 0:
         return NO_STACKS
@@ -76,7 +75,7 @@ def _register(signal: int) -> tuple[int, int]:
     import fcntl  # not on Windows
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # more than this user may have: the usual size will do
+    with contextlib.suppress(OSError):  # above the user's limit: keep the default size
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     try:
         faulthandler.register(signal, file=write, all_threads=True)

@@ -21,7 +21,7 @@ from sparkhvd.engine.library import (
 )
 from sparkhvd.errors import CollectiveTimeoutError, NotInitializedError
 
-# Longest time in native code without a look at pending signals.
+# Longest time in native code between checks for pending signals.
 WAIT_SLICE_S = 0.1
 WAIT_SLICE_MS = round(WAIT_SLICE_S * 1000)
 
@@ -31,11 +31,11 @@ class GatherOutput:
     """Result in memory that the engine allocated; it lives as long as the `Work`.
 
     Attributes:
-        address: the first byte; 0 when there are none.
+        address: the first byte; 0 for an empty result.
         num_bytes: length.
         rows: first dimensions received from each rank of the process set; an allgather of several tensors
-            has them tensor after tensor, like the bytes. Of a join the rank that joined last, of a new
-            process set its number.
+            has them tensor after tensor, like the bytes. For a join, the rank that joined last. For a new
+            process set, its number.
     """
 
     address: int
@@ -46,8 +46,7 @@ class GatherOutput:
 class Buffer:
     """Registered memory: this rank's part of the memory that the ranks of a host share. Freed with the last reference.
 
-    This rank may use it, also after the engine is gone; while an operation on it is in flight, peers write it
-    too.
+    This rank may use it, also after the engine is gone. While an operation on it is in flight, peers also write to it.
 
     Attributes:
         address: the first byte, aligned to a page.
@@ -100,7 +99,7 @@ class Work:
     def __del__(self) -> None:
         try:
             state = self._state
-        except AttributeError:  # Ctrl-C, before anything was in it
+        except AttributeError:  # Ctrl-C before it was initialized
             return
         if not state.destroyed:
             # No call that may take a lock of the engine here: this may run inside any other one.
@@ -126,11 +125,11 @@ class Work:
 
         Args:
             timeout_s: longest wait here; None means until the operation ends by itself, at the latest after
-                the timeout it was submitted with. The operation goes on after a timeout here.
+                the timeout it was submitted with. The operation continues after a timeout here.
 
         Raises:
             MismatchError: the ranks disagreed; the engine stays usable.
-            CollectiveTimeoutError: a rank did not come in time.
+            CollectiveTimeoutError: a rank did not submit in time.
             PeerLostError: a rank is gone.
             CollectiveError: the set of ranks changed; the contents of the tensors are undefined.
         """
@@ -150,8 +149,8 @@ class Work:
                     return
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"{self._name}: not finished after the {timeout_s:g} s that wait() was given. It goes "
-                        "on; wait again, or shut the engine down."
+                        f"{self._name}: not finished within the {timeout_s:g} s of wait(). It continues: "
+                        "wait again, or shut the engine down."
                     )
                 self._check()
         finally:
@@ -160,15 +159,15 @@ class Work:
     def wait_stream(self, stream: int, timeout_s: float | None = None) -> None:
         """Make a stream wait for the end of this operation on the device; this thread does not wait for the device.
 
-        Returns once the operation has been handed to the device, which takes every rank's submission; drives every
-        operation of the engine meanwhile. What is enqueued on `stream` afterwards sees the results.
+        Returns once the operation is launched on the device, which needs every rank's submission; drives every
+        operation of the engine meanwhile. Later work on `stream` sees the results.
 
         Args:
             stream: the CUstream.
             timeout_s: longest wait here; None means until the operation's own timeout.
 
         Raises:
-            InvalidArgumentError: the operation is not one on a device, or the stream is being captured.
+            InvalidArgumentError: the operation is on the CPU, or the stream is being captured.
             MismatchError, CollectiveTimeoutError, PeerLostError, CollectiveError: as `wait`.
         """
         self._check()
@@ -191,8 +190,8 @@ class Work:
                     raise self._state.to_exception(status, buffer)
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"{self._name}: not handed to the device after the {timeout_s} s that wait_stream() was "
-                        "given. It goes on; wait again, or shut the engine down."
+                        f"{self._name}: not launched within the {timeout_s} s of wait_stream(). It continues: "
+                        "wait again, or shut the engine down."
                     )
                 self._check()
         finally:
@@ -220,7 +219,7 @@ class Work:
         """Return the memory of a finished registration; once.
 
         Raises:
-            InvalidArgumentError: the operation has not finished, or is no registration.
+            InvalidArgumentError: the operation has not finished, or is not a registration.
         """
         self._check()
         library, handle, text = self._state.library, ctypes.c_void_p(), error_text.buffer
@@ -235,8 +234,10 @@ class Work:
             return False
         works, handle = self._state.works, self._handle
         if status == INTERNAL and self._state.library.poll(handle, None, 0) == PENDING:
-            raise self._state.to_exception(status, buffer)  # the wait failed; the operation goes on
-        # Finished: the caller's memory is released, also when the Work lives on for its output.
+            raise self._state.to_exception(
+                status, buffer
+            )  # the wait failed; the operation continues
+        # Finished: the caller's memory is released, also if the Work is kept for its output.
         if handle in works:
             if status != OK:
                 self._state.keep_if_left(handle, works[handle])

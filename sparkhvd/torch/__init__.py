@@ -1,13 +1,13 @@
 """Horovod's API on sparkhvd's engine: `import sparkhvd.torch as hvd`.
 
-A script for Horovod needs only this import changed. Call `init()` first; under `sparkhvd.runner.run` and
-`TorchEstimator` it joins the ranks of the job, elsewhere it makes a job of one rank.
+A Horovod script changes only this import. Call `init()` first; under `sparkhvd.runner.run` and `TorchEstimator` it joins the ranks of
+the job, elsewhere it creates a job of one rank.
 
-Threads: any thread of a program may call the API; one engine per process is the default of all (`context`). Hooks of
+Threads: any thread of a program may call the API. All threads share one engine per process (`context`). Hooks of
 `DistributedOptimizer` run on autograd's threads.
 
-Failure: an operation that ranks call differently is a `MismatchError` on all of them, and the engine goes on. After the loss of a rank
-every operation raises a `CollectiveError`, and only `shutdown()` helps.
+Failure: an operation that ranks call differently is a `MismatchError` on all of them, and the engine stays usable. After the loss of a
+rank every operation raises a `CollectiveError` until `shutdown()`.
 
 Shutdown: `shutdown()`, or the end of the process. Tensors in registered memory outlive it.
 
@@ -19,7 +19,7 @@ Each module imports only those above it:
     cuda               streams, events and memory of CUDA; NCCL
     process_sets       the ranks that take part in an operation
     startup            meaning of `init(comm=...)`
-    collectives        allreduce, allgather and their like
+    collectives        allreduce, allgather and the other collectives
     broadcast          parameters, optimizer state and objects
     communicator_sets  process sets from communicators of MPI
     registered         tensors in registered memory
@@ -28,7 +28,7 @@ Each module imports only those above it:
     gradients          gradients reduced in buckets
     compression        `Compression`
     optimizer          `DistributedOptimizer`
-    elastic            training whose ranks change
+    elastic            elastic training
     mpi_ops            Horovod's module of that name
 """
 
@@ -127,24 +127,25 @@ def init(
 ) -> None:
     """Join the job; every rank must call it. Does nothing while initialised; works again after `shutdown()`.
 
-    The GPU that `sparkhvd.runner.run` gave this rank becomes torch's current device, unless another one is.
+    The GPU that `sparkhvd.runner.run` assigned to this rank becomes torch's current device, unless the script selected another.
 
     Args:
-        comm: which ranks there are, and how they find each other. None means the job that this process was started for, or a job
-            of one rank if it was started for none. A list names ranks of that job, which are a job of their own, numbered by
-            their places in it. A communicator of mpi4py (or an object with its Get_rank, Get_size and allgather) is a job of
-            its processes with its ranks; all of them must call this, processes of several communicators are independent jobs,
-            and MPI is not used later. Or a `Rendezvous`.
+        comm: the ranks, and how they find each other. None means the job of this process's launcher, or a job of one rank
+            without a launcher. A list names ranks of that job, which become a separate job, numbered by their positions in
+            it. A communicator of mpi4py (or an object with its Get_rank, Get_size and allgather) is a job of its processes
+            with its ranks; all of them must call this, processes of several communicators are independent jobs, and MPI is
+            not used later. Or a `Rendezvous`.
         process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
-            may always be added and removed. In an elastic job they are registered anew whenever the ranks change, those alone whose
-            ranks are all there; and a process that comes while others run joins them here, not in `hvd.elastic.run`.
+            may always be added and removed. In an elastic job the sets whose ranks are all present are registered again
+            whenever the ranks change, and a process that joins a running job joins the others here, not in
+            `hvd.elastic.run`.
 
     Raises:
         InvalidArgumentError: an argument is wrong; or this process has joined a job of another size or with another rank than
-            `comm` has, or MPI's world is not what the launcher has started.
-        PreflightError: a rank cannot take part, or did not come to the communicator within `Settings.start_timeout_s`.
-        CollectiveTimeoutError: a rank did not come within `Settings.connect_timeout_s`; the message names it.
-        PeerLostError: a rank's process ended before it came.
+            `comm` has, or MPI's world differs from the launcher's ranks.
+        PreflightError: a rank cannot take part, or did not use the communicator within `Settings.start_timeout_s`.
+        CollectiveTimeoutError: a rank did not connect within `Settings.connect_timeout_s`; the message names it.
+        PeerLostError: a rank's process ended before it connected.
         EngineUnavailableError: the compiled library is missing.
     """
     sets = _sets(process_sets)
@@ -171,7 +172,7 @@ def _tell_choices() -> None:
 
 
 def _exists(process_set: ProcessSet | Sequence[int] | Communicator) -> bool:
-    """Return False for a set that an elastic job has not got ranks for, which stays unregistered until it has."""
+    """Return False for a set with missing ranks in an elastic job; it stays unregistered until they join."""
     is_elastic = isinstance(context.context().rendezvous, ElasticRendezvous)
     if not is_elastic or is_communicator(process_set):
         return True
@@ -193,7 +194,7 @@ def _sets(
 
 
 def shutdown() -> None:
-    """Leave the job; operations in flight fail here and on the other ranks. Called at exit by itself."""
+    """Leave the job; operations in flight fail here and on the other ranks. Called automatically at exit."""
     context.shut_down()
 
 
@@ -253,12 +254,12 @@ def metrics(*, show: bool = True) -> Metrics:
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
 ) -> None:
-    """Start to write a timeline, for ui.perfetto.dev; one that is being written ends.
+    """Start a timeline, for ui.perfetto.dev, and end a running one.
 
     Args:
-        file_path: a file on rank 0, made or overwritten; valid JSON at any moment but in the middle of a write.
+        file_path: a file on rank 0, created or overwritten; valid JSON at any moment except in the middle of a write.
         mark_cycles: also mark when a thread begins to drive the engine.
-        all_ranks: every rank records, and `stop_timeline()` puts all into rank 0's file, by rank 0's clock;
+        all_ranks: every rank records, and `stop_timeline()` merges all records into rank 0's file, by rank 0's clock;
             every rank must then call both. Without it only rank 0 writes, and others may call this.
 
     Raises:
@@ -275,7 +276,7 @@ def start_timeline(
 
 
 def stop_timeline() -> None:
-    """End the timeline, if there is one; returns when its file is complete."""
+    """End a running timeline; returns when its file is complete."""
     timeline.stop(context.context().engine)
 
 
@@ -290,9 +291,9 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True in a process that MPI has started: its own calls of MPI and collectives mix in any order and thread.
+    """Return True in a process that MPI has started: MPI calls and collectives mix in any order and thread.
 
-    Nothing here calls MPI, so nothing waits for it.
+    sparkhvd never calls MPI, so it never waits for MPI.
     """
     return environment.is_mpi()
 
@@ -313,7 +314,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Check whether this process's torch can have tensors on NVIDIA's GPUs; sparkhvd itself can always move them."""
+    """Check whether this process's torch supports NVIDIA's GPUs; sparkhvd itself always does."""
     return torch.version.cuda is not None
 
 

@@ -37,7 +37,7 @@ def to_integers(values: Iterable[object]) -> list[int] | None:
 
 
 def to_factor(what: str, argument: str, value: object) -> float:
-    """Return the present value of a number of Python, numpy or torch: operations are remembered by their factors.
+    """Convert a number of Python, numpy or torch to a float, because operations are cached by their factors.
 
     Raises:
         InvalidArgumentError: it is not a number.
@@ -76,13 +76,13 @@ def check_compression(what: str, compression: object) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Functions and classes that TorchDynamo leaves alone.
-# torch's C++ calls them while Dynamo compiles what calls the C++: in the forward pass of a compiled DDP model, or in `backward()` of a compiled
+# Functions and classes that TorchDynamo must not trace.
+# torch's C++ calls them while Dynamo compiles its caller: in the forward pass of a compiled DDP model, or in `backward()` of a compiled
 # training step.
 
 
 def leave_untraced(*parts: Any) -> None:
-    """Have Dynamo run functions, or the methods of classes, and what these call, as they are; without importing Dynamo, which takes seconds."""
+    """Exclude functions, or the methods of classes, and their callees from Dynamo, without importing Dynamo, which takes seconds."""
     frames: Any = torch._C._dynamo.eval_frame
     functions = [each for part in parts for each in _functions(part)]
     for each in functions:
@@ -102,7 +102,7 @@ def _functions(part: Any) -> list[Any]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return the code of a function, and of those that it defines."""
+    """Yield the code objects of a function and its nested functions."""
     yield code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):

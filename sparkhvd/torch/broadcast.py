@@ -1,7 +1,7 @@
 """Broadcasts of model parameters, optimizer state and Python objects.
 
-`broadcast_object`, `allgather_object` and `pass_object` are the only functions of this package that unpickle, and the pickles
-come from authenticated ranks of the same job. Optimizer state travels as tensors and JSON.
+Only `broadcast_object`, `allgather_object` and `pass_object` unpickle in this package, and only pickles of authenticated ranks of
+the same job. Optimizer state travels as tensors and JSON.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 def broadcast_parameters(
     params: Mapping[str, object] | Iterable[tuple[str, Tensor]] | Iterable[Tensor], root_rank: int
 ) -> None:
-    """Give every rank the parameters of rank `root_rank`, in place.
+    """Copy the parameters of rank `root_rank` to every rank, in place.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or a list of (name, tensor) or of tensors, which
-            are then matched by their places. The same names, shapes and dtypes on every rank; complex ones too.
+            are matched by position. The same names, shapes and dtypes on every rank; complex dtypes, too.
             None values are skipped.
         root_rank: the rank with the values.
 
     Raises:
         InvalidArgumentError: `params` holds something else.
         MismatchError: ranks disagree on the shape or dtype of a parameter.
-        CollectiveTimeoutError: a rank did not come, or lacks a parameter; the message names it.
+        CollectiveTimeoutError: a rank did not submit, or lacks a parameter; the message names it.
     """
-    # A tensor's rows and a module's children are iterable too, and are not meant.
+    # A tensor's rows and a module's children are iterable too, but not meant.
     if isinstance(params, (Tensor, torch.nn.Module)):
         raise InvalidArgumentError(
             f"broadcast_parameters: expected a dict or a list, got {type(params).__name__}. Give model.state_dict(), "
@@ -74,12 +74,12 @@ def broadcast_parameters(
 def _broadcast_tensors(
     ctx: Context, prefix: str, named: Mapping[str, Tensor], root_rank: int
 ) -> None:
-    """Broadcast all in place at once, and wait."""
+    """Broadcast all tensors in place at once, and wait."""
     started: list[tuple[Operation, Tensor, Tensor]] = []
     for name in sorted(named):
         target = named[name].detach()
         tensor = target.resolve_conj().resolve_neg().contiguous()
-        # The engine knows no complex numbers, only pairs.
+        # The engine moves complex numbers as pairs.
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = start_broadcast(ctx, f"{prefix}.{name}", sent, sent, root_rank)
         started.append((work, target, tensor))
@@ -95,7 +95,7 @@ def _broadcast_tensors(
 
 
 def _to_bytes(payload: bytes) -> Tensor:
-    # A tensor shares the buffer's memory, and must be allowed to write it.
+    # A tensor shares the buffer's memory, which must be writable.
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else _no_bytes()
 
 
@@ -110,7 +110,7 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Return rank `root_rank`'s `payload` on every rank; the others give None."""
+    """Return rank `root_rank`'s `payload` on every rank; the others pass None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
@@ -140,7 +140,7 @@ def broadcast_object(
     """Return rank `root_rank`'s object on every rank.
 
     Args:
-        obj: anything cloudpickle takes; used on `root_rank` only, which gets back the object itself.
+        obj: any object that cloudpickle supports; used on `root_rank` only, which gets back the object itself.
         root_rank: the global rank with the object.
         name: as for `allreduce`.
         process_set: the ranks that take part.
@@ -160,10 +160,10 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the list of every rank's object, by rank; the objects may be of any size and kind.
+    """Return the list of every rank's object, by rank; the objects may have any size and type.
 
     Args:
-        obj: anything cloudpickle takes.
+        obj: any object that cloudpickle supports.
         name: as for `allreduce`.
         process_set: the ranks that take part.
 
@@ -178,7 +178,7 @@ def allgather_object(
 
 
 def pass_object(obj: Any, name: str) -> Any:
-    """Give the next rank an object, and return that of the rank before; every rank must call this."""
+    """Send an object to the next rank, and return the previous rank's; every rank must call this."""
     ctx = context()
     place = ctx.engine.topology
     payload = cloudpickle.dumps(obj)
@@ -194,14 +194,15 @@ def pass_object(obj: Any, name: str) -> Any:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: object = None
 ) -> None:
-    """Give every rank the optimizer state and options (learning rate, ...) of rank `root_rank`.
+    """Copy the optimizer state and options (learning rate, ...) of rank `root_rank` to every rank.
 
-    The optimizer is not stepped and parameters do not change; all state of this rank is replaced, also by no
-    state. As with Horovod, parameters of an optimizer that had no state have gradients of zeros then. Works for every class of `torch.optim`, and for others whose state holds tensors,
-    numbers, strings, None, and lists, tuples and dicts of those.
+    The optimizer is not stepped and parameters do not change. All state of this rank is replaced, also by an empty
+    state. As with Horovod, parameters of an optimizer without state then have gradients of zeros. Works for every class
+    of `torch.optim`, and for other optimizers whose state holds tensors, numbers, strings, None, and lists, tuples and
+    dicts of them.
 
     Args:
-        optimizer: plain or distributed, with as many parameter groups and parameters on every rank.
+        optimizer: plain or distributed, with equally many parameter groups and parameters on every rank.
         root_rank: the rank with the state.
         model: not needed; accepted as in Horovod.
 
@@ -234,7 +235,9 @@ def broadcast_optimizer_state(
     if content is not None:
         _install(optimizer, content)
     if not had_state and not getattr(optimizer, "_shards", None):
-        for group in optimizer.__dict__["param_groups"]:  # a distributed one's property would wait
+        for group in optimizer.__dict__[
+            "param_groups"
+        ]:  # a distributed optimizer's property would wait
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -242,7 +245,7 @@ def broadcast_optimizer_state(
 
 def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    # Of a sharded optimizer no rank has the state of all parameters.
+    # No rank has the whole state of a sharded optimizer.
     is_part = bool(getattr(optimizer, "_shards", None)) and bool(optimizer.state)
     parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps([sizes, is_part]).encode())
     by_rank = [json.loads(part) for part in parts]
@@ -290,7 +293,7 @@ def _install(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
 
 
 def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
-    """Return `value` as JSON: a pair of a kind and its content; tensors are appended to the list."""
+    """Describe `value` as JSON: a pair of a kind and its content; appends tensors to the list."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     if isinstance(value, Tensor):
@@ -317,15 +320,15 @@ def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return a parameter on this rank's GPU; None if there is none."""
+    """Return a parameter on this rank's GPU, if any."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next((p for p in parameters if p.is_cuda), None)
 
 
 def _build(described: Any, tensors: list[Tensor], on_gpu: Tensor | None) -> Any:
-    """Make the value that `_describe` described, with empty tensors, which are appended to the list.
+    """Build the value of a description by `_describe`, with empty tensors; appends these to the list.
 
-    Tensors of the root's GPU are made on the device of `on_gpu`.
+    Tensors of the root's GPU are created on the device of `on_gpu`.
     """
     kind, content = described
     if kind == "plain":

@@ -1,7 +1,7 @@
-"""Process sets from communicators of MPI, beside those from ranks.
+"""Process sets from communicators of MPI or from ranks.
 
-Processes may give different communicators at once, as `Split` makes them: every set is registered on every rank, and each process's
-object is the set that it belongs to.
+Processes may pass different communicators at once, such as the results of `Split`. Every set is registered on every rank, and each
+process's object is its own set.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ _WHAT = "add_process_set(ProcessSet(<communicator>))"
 def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> ProcessSet:
     """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
 
-    With communicators of MPI every rank gives the one that it belongs to, or MPI.COMM_NULL; those that `Split` makes become as many
-    sets, and the result is the one that this process is in (the first of them for a process in none). A communicator is used here,
-    and not later.
+    With communicators of MPI every rank passes its own communicator, or MPI.COMM_NULL. Each communicator of a `Split` becomes a
+    set, and the result is the set of this process (the first set for a process without one). The communicator is not used later.
 
     Args:
-        process_set: a set that is not registered, its ranks, or a communicator.
+        process_set: an unregistered set, its ranks, or a communicator.
 
     Returns:
         The registered set.
 
     Raises:
-        InvalidArgumentError: a rank is no integer or does not exist, a set of these ranks is registered already, or ranks of a
-            communicator are not ranks of the job or give another communicator.
+        InvalidArgumentError: a rank is not an integer or does not exist, a set of these ranks is registered already, or ranks of a
+            communicator are not ranks of the job or pass another communicator.
         MismatchError: ranks disagree on the set; raised on every rank.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
@@ -50,13 +49,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> P
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; every rank must call this. The object may be added again.
 
-    Sets that were made together, of communicators that differ between ranks, go together.
+    Sets that were registered together, from communicators that differ between ranks, are removed together.
 
     Returns:
-        False, without doing anything, for the set of all ranks and for one that is not registered.
+        False, without any effect, for the set of all ranks and for an unregistered set.
 
     Raises:
-        InvalidArgumentError: it is no process set.
+        InvalidArgumentError: it is not a process set.
         MismatchError, CollectiveTimeoutError, PeerLostError: as for `add_process_set`.
     """
     together = process_set.together if isinstance(process_set, ProcessSet) else ()
@@ -83,7 +82,7 @@ def _add_of_communicators(process_set: ProcessSet, comm: Communicator) -> Proces
 
 
 def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
-    """Return the job's ranks of a communicator's processes; none of a null one."""
+    """Return the job's ranks of a communicator's processes; empty for a null communicator."""
     if not comm:
         return ()
     mpi.place_of(_WHAT, comm)
@@ -92,7 +91,7 @@ def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
 
 
 def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the ranks that each rank gives, by rank."""
+    """Return the ranks that each rank passed, by rank."""
     numbers = allgather(torch.tensor([len(own), *own]), name="process_sets.of_communicators")
     left, claims = numbers.tolist(), []
     while left:
@@ -105,7 +104,7 @@ def _agree(claims: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]
     """Return the sets by their first ranks.
 
     Raises:
-        InvalidArgumentError: no rank gives one, or members of one give another.
+        InvalidArgumentError: no rank passed a communicator, or members of a communicator passed different ones.
     """
     sets = sorted({ranks for ranks in claims if ranks})
     if not sets:

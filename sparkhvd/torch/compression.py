@@ -25,18 +25,18 @@ class Compression:
     def powersgd(rank: int = 4, warm_up_steps: int = 0) -> PowerSGD:
         """Send gradients as matrices of low rank, with error feedback: for a `DistributedOptimizer` over a slow network.
 
-        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds; the
-        rest is added to the next gradient, which takes as much memory as the gradient. Vectors and small matrices
-        are sent as they are. Result and state follow from the same bits on every rank; a gradient that is not
-        finite on any rank is NaN on all of them, and leaves the state as it was. With `GradScaler` the rest keeps
+        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds. The
+        error is added to the next gradient and needs as much memory as the gradient. Vectors and small matrices
+        are sent uncompressed. Result and state follow from the same bits on every rank. A gradient that is not
+        finite on any rank is NaN on all of them, and does not change the state. With `GradScaler` the error keeps
         the scale of its step.
 
-        Every rank makes one of its own for each optimizer. `state_dict()` and `load_state_dict()`, before the
-        optimizer is built, let training go on exactly.
+        Every rank creates its own object for each optimizer. To resume training exactly, save `state_dict()` and call
+        `load_state_dict()` before the optimizer is built.
 
         Args:
-            rank: more sends more of the gradient at once.
-            warm_up_steps: steps at the beginning whose gradients are sent as they are.
+            rank: columns of the two matrices; more columns send more of the gradient.
+            warm_up_steps: first steps whose gradients are sent uncompressed.
 
         Raises:
             InvalidArgumentError: an argument is wrong.

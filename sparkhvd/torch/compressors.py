@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Compressor:
-    """Conversion of a tensor before and after it is reduced. Subclass it for a scheme of your own.
+    """Conversion of a tensor before and after it is reduced. Subclass it for your own scheme.
 
-    `compress` must give a tensor of the same shape, dtype and memory layout on every rank.
+    `compress` must return a tensor of the same shape, dtype and memory layout on every rank.
     """
 
     @staticmethod
@@ -26,7 +26,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
@@ -45,7 +45,7 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Convert floating tensors to the wire's type; others stay as they are."""
+        """Convert floating tensors to the wire's type; other tensors do not change."""
         if not tensor.is_floating_point() or tensor.dtype == cls.wire:
             return tensor, None
         return tensor.to(cls.wire), tensor.dtype

@@ -1,9 +1,9 @@
-"""The default of the Horovod-like API: the engine that `rank()` and `allreduce()` use.
+"""The current engine of the Horovod API, for `rank()`, `allreduce()` and the rest.
 
 One process-wide variable, because a Horovod program may call from any of its threads. A context variable
 overrides it only where ranks are threads of one process (tests): a new thread starts with an empty context,
-so a context variable alone would leave user threads without an engine. Everything below takes the context as
-an argument; an optimizer looks it up once, when it is built, because its hooks may run on autograd's threads.
+so a context variable alone would leave user threads without an engine. Lower modules take the context as an
+argument. An optimizer reads it once, when it is built, because its hooks may run on autograd's threads.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """What is built on an engine, and built again on the next one of an elastic job."""
+    """Object on an engine that moves to the next engine of an elastic job."""
 
     def detach(self) -> None:
         """Stop using the engine, which may have failed."""
 
     def follow(self, current: Context) -> None:
-        """Use another engine from now on; every rank calls this, for what it has built in the same order."""
+        """Use another engine from now on; every rank calls this for its followers, in the same order."""
 
 
 class ContextPart:
-    """State that another module keeps per context, such as the rank's GPU; `Context.part` makes it at its first use."""
+    """State of another module per context, such as the rank's GPU; `Context.part` creates it at its first use."""
 
     def retire(self) -> None:
         """Stop using the context, which has closed."""
@@ -51,13 +51,13 @@ _Part = TypeVar("_Part", bound=ContextPart)
 
 
 class Context:
-    """An engine, and the state and counters of this API per engine: every rank counts the same operations alike.
+    """An engine with the state and counters of this API; every rank counts the same operations alike.
 
     Args:
-        engine: of this process; where it joins later, one of its own.
-        cleanup: ends with the engine.
+        engine: of this process; a private engine until a process joins a running elastic job.
+        cleanup: closed with the engine.
         rendezvous: of `init()`.
-        place: of a process that joins a running elastic job later; None of one that has the engine's.
+        place: of a process that joins a running elastic job later; None for the engine's own place.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Context:
         # Does that `init()` again, after a shutdown (of `elastic`).
         self.again: Callable[[], None] | None = None
         self.followers: list[weakref.ref[Follower]] = []
-        self.cleanup = cleanup or contextlib.ExitStack()  # what ends with the engine
+        self.cleanup = cleanup or contextlib.ExitStack()  # closed with the engine
         self.is_open = True
-        self.joins = 0  # how often all ranks have joined
+        self.joins = 0  # number of completed joins of all ranks
         self._parts: dict[type[ContextPart], ContextPart] = {}
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
@@ -84,7 +84,7 @@ class Context:
         """Return this context's state of a kind."""
         part = self._parts.get(kind)
         if part is None:
-            # Of two threads, the first one's stays.
+            # With two threads, the first part wins.
             part = self._parts.setdefault(kind, kind())
         return cast("_Part", part)
 
@@ -95,15 +95,15 @@ class Context:
     def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
         """Return Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
 
-        Every rank of a process set counts the set's operations alike, whatever else it does.
+        Every rank of a process set counts the set's operations alike, independent of its other operations.
 
         Raises:
             NotInitializedError: this process has not joined the others yet.
         """
         if self.joins_later:
             raise NotInitializedError(
-                f"{kind}: this process has come to an elastic job that is running, and joins it in the function of hvd.elastic.run. "
-                "Communicate there: the others do not answer before."
+                f"{kind}: this process has not joined the running elastic job yet. Call collectives only inside the function of "
+                "hvd.elastic.run, which joins it."
             )
         if name is not None:
             if not isinstance(name, str):
@@ -116,12 +116,12 @@ class Context:
                     f"{kind}: the name {name!r} has a zero character, where the engine's names end. Leave it out."
                 )
             return f"{kind}.{name}"
-        # Ranks that had joined did not count the others' operations: after a join all begin anew.
+        # Ranks that had joined did not count the others' operations, so all counters restart after a join.
         kind = f"{kind}.noname.{self.joins}" if self.joins else f"{kind}.noname"
         return f"{kind}.{self.number(kind, process_set)}"
 
     def close(self) -> None:
-        """Leave the job politely; gradients are not reduced any more."""
+        """Leave the job gracefully; gradients are no longer reduced."""
         self.retire()
         with self.cleanup:
             self.engine.shutdown()
@@ -134,7 +134,7 @@ class Context:
 
 
 class _Process:
-    """The context that `init()` made in this process."""
+    """The context of `init()` in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -155,7 +155,7 @@ def context() -> Context:
     """Return the current context.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: `init()` was not called.
     """
     current = _override.get() or _process.context
     if current is None or not current.is_open:
@@ -171,11 +171,11 @@ def is_initialized() -> bool:
 def initialize(
     join: Callable[[contextlib.ExitStack], Rendezvous], *, may_join_later: bool = False
 ) -> bool:
-    """Make the process's context, unless there is one; return True if there was none.
+    """Create the process's context, unless it exists; return True if it was created.
 
     Args:
-        join: meets the ranks; gets what ends with the job.
-        may_join_later: in an elastic job whose ranks run already, have a context without them for the time being.
+        join: connects the ranks; its argument collects resources that end with the job.
+        may_join_later: in a running elastic job, create a preliminary context without the other ranks.
     """
     with _process.lock:
         if _find() is not None:
@@ -190,8 +190,8 @@ def initialize(
             made = Context(engine, cleanup.pop_all(), rendezvous, place)
             _process.context = made
         known = horovod_variables(made.place, socket.gethostname())
-        variables = os.environ  # noqa: TID251 - for what reads Horovod's; an outer launcher's are of another job
-        # Libraries that look for these would take a process on its own for a rank.
+        variables = os.environ  # noqa: TID251 - for readers of Horovod's variables; an outer launcher's belong to another job
+        # Libraries that read these would treat a single process as a rank.
         if made.place.size > 1 or known.keys() & variables.keys():
             variables.update(known)
         if _process.exit_pid != os.getpid():
@@ -201,7 +201,7 @@ def initialize(
 
 
 def _make_engine(rendezvous: Rendezvous) -> Engine:
-    """Meet the ranks and make the engine; in an elastic job again without those that are lost meanwhile."""
+    """Connect the ranks and create the engine; an elastic job retries without ranks that are lost meanwhile."""
     while True:
         connections = rendezvous.connect()
         try:
@@ -213,7 +213,7 @@ def _make_engine(rendezvous: Rendezvous) -> Engine:
 
 
 def shut_down() -> None:
-    """Close the current context, if there is one."""
+    """Close the current context, if any."""
     current = _find()
     if current is None:
         return
@@ -223,14 +223,14 @@ def shut_down() -> None:
 
 
 def _at_exit(pid: int) -> None:
-    # A forked child inherits this registration, and must not speak for its parent.
+    # A forked child inherits this registration, and must not shut down its parent's engine.
     if os.getpid() == pid and _process.context is not None:
         shut_down()
 
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
-    """Make this thread's API use `engine` inside the block: for ranks that are threads of one process."""
+    """Use `engine` for this thread's API inside the block, for ranks that are threads of one process."""
     made = Context(engine)
     token = _override.set(made)
     try:

@@ -1,11 +1,11 @@
 """CUDA in torch as this package uses it: streams, events, memory, and the path of NCCL. Imports no CUDA.
 
-Everything above asks a `Device`, so that tests can drive the same code on a stand-in. A rank has one device, which the
+All other modules use a `Device`, so that tests can run the same code on a stand-in. A rank has one device, which the
 first tensor on it (or `join(device)`) opens.
 
-**Order.** An operation waits for the work that its caller's current stream already has, and runs on a stream of the
+**Order.** An operation waits for the pending work of its caller's current stream, and runs on a stream of the
 engine. `Device.stream()` is that current stream; `Work.wait_stream` makes it wait for the result. The host waits
-for nothing but the other ranks' submissions.
+only for the other ranks' submissions.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Device(Protocol):
         """
 
     def raw_stream(self) -> int:
-        """Return the same without a look whether it is being captured: what is submitted there looks."""
+        """Return the same without a check for capture, which the submission does."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function whose `with` block makes this thread's current stream the current one of any thread."""
+        """Return a factory of `with` blocks that set this thread's current stream in any thread."""
 
     def await_stream(self, stream: int) -> None:
-        """Let the current stream wait for the present work of another one, given by its handle."""
+        """Let the current stream wait for the pending work of another stream, given by its handle."""
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the current stream, which may not be the tensor's own, has used it."""
+        """Keep a tensor's memory until the current stream has used it, also if it is not the tensor's own."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
         """Return the bytes of registered memory as a tensor whose storage keeps the buffer."""
@@ -87,7 +87,7 @@ class CudaDevice:
 
     def await_stream(self, stream: int) -> None:
         """Wait by an event."""
-        # To torch an external stream without a handle is a new one of its own pool, and not the default stream.
+        # torch treats an external stream without a handle as a new stream of its pool, not as the default stream.
         other = (
             torch.cuda.ExternalStream(stream, device=self.ordinal)
             if stream
@@ -96,7 +96,7 @@ class CudaDevice:
         torch.cuda.current_stream(self.ordinal).wait_stream(other)
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Tell torch's allocator."""
+        """Record the use in torch's allocator."""
         tensor.record_stream(torch.cuda.current_stream(self.ordinal))
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
@@ -106,7 +106,7 @@ class CudaDevice:
 
 
 class _CudaMemory:
-    """Registered memory as torch takes it over; torch keeps this object as long as the storage."""
+    """Registered memory in the form that torch imports; torch keeps this object as long as the storage."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -120,17 +120,17 @@ class _CudaMemory:
         self._ordinal = buffer.device
 
     def __del__(self) -> None:
-        # Enqueued work may still use it, also for tensors that are gone. It is rare: an optimizer has one.
+        # Enqueued work may still use it, also for freed tensors. This is rare: an optimizer has one buffer.
         if not sys.is_finalizing():
             torch.cuda.synchronize(self._ordinal)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into as many others, those of the same types with one kernel where torch's CUDA has it."""
+    """Copy tensors into equally many others, with one kernel per type if torch's CUDA has it."""
     if len({x.dtype for x in targets}) == len({x.dtype for x in sources}) == 1:
         _copy_alike(targets, sources)
         return
-    # Of several types torch would take the first one's for all of them.
+    # With several types torch would use the first type for all of them.
     by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
@@ -141,9 +141,9 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one type into as many others of one type."""
+    """Copy tensors of one type into equally many others of one type."""
     if _COPIED_ALONE.isdisjoint((targets[0].dtype, sources[0].dtype)):
-        # One pair whose strides differ, and torch copies every tensor of the list by itself.
+        # If the strides of one pair differ, torch copies every tensor of the list separately.
         torch._foreach_copy_(list(targets), list(map(_as_strided, sources, targets)))
         return
     for target, source in zip(targets, sources, strict=True):
@@ -151,9 +151,9 @@ def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor with the strides of another one, where these lead to the same places.
+    """Return the tensor with the strides of another one, if these describe the same memory.
 
-    Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
+    Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions differ from the weights in these.
     """
     strides, wanted = tensor.stride(), like.stride()
     if strides == wanted:
@@ -192,7 +192,7 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
     """Return the rank's device; its first tensor there opens it.
 
     Raises:
-        InvalidArgumentError: the tensor lies elsewhere, or a library or the device cannot be used.
+        InvalidArgumentError: the tensor is on another device, or a library or the device cannot be used.
     """
     ordinal = tensor.device.index if tensor.is_cuda else None
     device = ctx.part(RankGpu).device
@@ -233,7 +233,7 @@ def open_cuda(engine: Engine, ordinal: int) -> Device:
 
 
 def nccl_candidates() -> list[str]:
-    """List the copies of NCCL in installed packages, in the order in which torch looks for its own."""
+    """List the copies of NCCL in installed packages, in torch's search order."""
     paths: list[str] = []
     for place in _PLACES:
         for entry in sys.path:
@@ -244,12 +244,12 @@ def nccl_candidates() -> list[str]:
 
 
 def find_nccl() -> str:
-    """Return the library to open for NCCL outside of the engine: the one that the engine opens."""
+    """Return the NCCL library that the engine opens, for use outside of the engine."""
     return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
 
 
 def _loaded(name: str) -> list[str]:
-    """List the files of this name that the process has loaded."""
+    """List the loaded libraries of this process with a name."""
     paths = [
         line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()
     ]

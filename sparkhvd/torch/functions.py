@@ -1,6 +1,6 @@
 """Horovod's module of parameters and objects: `from sparkhvd.torch.functions import broadcast_parameters`.
 
-The names are those of `sparkhvd.torch`, where new code finds them.
+New code imports the names from `sparkhvd.torch`.
 """
 
 from sparkhvd.torch.broadcast import (

@@ -1,6 +1,6 @@
 """Horovod's module of collectives: `from sparkhvd.torch.mpi_ops import allreduce, synchronize`.
 
-The names are those of `sparkhvd.torch`, where new code finds them, and three questions of Horovod's programs.
+New code imports the names from `sparkhvd.torch`. Three queries of Horovod's programs exist only here.
 """
 
 from sparkhvd.torch import *  # noqa: F403 - its `__all__` is the list

@@ -19,12 +19,12 @@ class ProcessSet:
     """Ranks that take part in operations together.
 
     Args:
-        ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are known when the set is registered.
+        ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are read at registration.
 
     Attributes:
         process_set_id: its number, None while it is not registered; 0 is the set of all ranks.
-        mpi_comm: the communicator; None if it was made of ranks.
-        together: sets that were registered at once, of communicators that differ between ranks.
+        mpi_comm: the communicator; None for a set from ranks.
+        together: sets that were registered at once, from communicators that differ between ranks.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Communicator) -> None:
@@ -42,7 +42,7 @@ class ProcessSet:
         """Set the ranks.
 
         Raises:
-            InvalidArgumentError: they are no integers.
+            InvalidArgumentError: they are not integers.
         """
         items = to_list(f"ProcessSet({given!r})", given, "ranks")
         ranks = to_integers(items)
@@ -62,7 +62,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks in it; None for the set of all ranks before `init()`, and of a communicator before its registration."""
+        """The global ranks in it; None for the set of all ranks before `init()`, and for a communicator before its registration."""
         if self._ranks is None and self.mpi_comm is None and is_initialized():
             return list(range(context().engine.topology.size))
         return self._ranks
@@ -103,7 +103,7 @@ def _make_global() -> ProcessSet:
 
 
 class ProcessSets(ContextPart):
-    """Process sets that are registered, by their ranks."""
+    """Registered process sets, by their ranks."""
 
     def __init__(self) -> None:
         self.by_ranks: dict[tuple[int, ...], ProcessSet] = {}
@@ -121,13 +121,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
 
     Args:
-        process_set: a set that is not registered, or its ranks.
+        process_set: an unregistered set, or its ranks.
 
     Returns:
         The registered set.
 
     Raises:
-        InvalidArgumentError: a rank is no integer or does not exist, or a set of these ranks is registered already.
+        InvalidArgumentError: a rank is not an integer or does not exist, or a set of these ranks is registered already.
         MismatchError: ranks disagree on the set; raised on every rank.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
@@ -147,7 +147,7 @@ def check_new(current: Context, added: ProcessSet) -> None:
     """Refuse a set that cannot be registered.
 
     Raises:
-        InvalidArgumentError: its ranks are none, twice or not there, or it is registered, or another one of the same ranks.
+        InvalidArgumentError: it has no ranks, repeated ranks or missing ranks, or a set of these ranks is registered already.
     """
     size, ranks = current.engine.topology.size, added.ranks or []
     what = f"add_process_set({ranks})"
@@ -172,10 +172,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; every rank must call this. The object may be added again.
 
     Returns:
-        False, without doing anything, for the set of all ranks and for one that is not registered.
+        False, without any effect, for the set of all ranks and for an unregistered set.
 
     Raises:
-        InvalidArgumentError: it is no process set.
+        InvalidArgumentError: it is not a process set.
         MismatchError, CollectiveTimeoutError, PeerLostError: as for `add_process_set`.
     """
     current = context()
@@ -197,7 +197,7 @@ def set_id(process_set: ProcessSet) -> int:
     """Return the engine's number of a process set.
 
     Raises:
-        InvalidArgumentError: it is not registered, or is no process set.
+        InvalidArgumentError: it is not registered, or is not a process set.
     """
     if process_set is global_process_set:
         return 0

@@ -26,12 +26,12 @@ def registered_empty(
     process_set: ProcessSet = global_process_set,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """Make a tensor in memory that the ranks of a host share; every rank must call this with equal sizes. Waits.
+    """Create a tensor in memory that the ranks of a host share; every rank must call this with equal sizes. Waits.
 
-    `allreduce_` of such a tensor, or of the same part of it on every rank, copies nothing. Otherwise it is an
+    `allreduce_` of this tensor, or of the same part of it on every rank, makes no copies. Otherwise it is an
     ordinary tensor. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
     Until an operation on it has finished, peers write into it. Where ranks cannot share memory it is ordinary
-    memory. On a GPU it is memory of this rank alone, which NCCL knows: operations in place there may use the links
+    memory. On a GPU it is memory of this rank alone, registered with NCCL: operations in place there may use the links
     between GPUs without a copy.
 
     Args:
@@ -44,8 +44,8 @@ def registered_empty(
         A tensor of zeros.
 
     Raises:
-        InvalidArgumentError: the shape is wrong, no collective takes the dtype, the device is not this rank's, or this
-            rank has not enough memory (the others then get theirs, and allreduces of it are copied).
+        InvalidArgumentError: the shape is wrong, no collective supports the dtype, the device is not this rank's, or this
+            rank has not enough memory (the others then get their tensors, and allreduces of them are copied).
         MismatchError: ranks ask for different numbers of bytes.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
@@ -71,7 +71,7 @@ def registered_empty(
 
 
 def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
-    """Return this rank's GPU, if that was asked for."""
+    """Return this rank's GPU, if requested."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:
@@ -96,7 +96,7 @@ def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
 
 
 def _size(shape: int | Iterable[int], dtype: torch.dtype) -> torch.Size:
-    """Return the shape as torch's, if memory can have it."""
+    """Convert the shape to torch's, if memory can hold it."""
     items = [shape]
     if to_integer(shape) is None:
         items = to_list("registered_empty", shape, "lengths")  # type: ignore[arg-type]  # no integer
@@ -116,7 +116,7 @@ def _size(shape: int | Iterable[int], dtype: torch.dtype) -> torch.Size:
 
 
 def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int, first_byte: int = 0) -> Tensor:
-    """Return elements of a buffer as a tensor of one dimension, with a storage of its own that keeps the buffer alive."""
+    """Return elements of a buffer as a tensor of one dimension, whose own storage keeps the buffer alive."""
     address = buffer.address + first_byte
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     memory.buffer = buffer  # type: ignore[attr-defined]  # instances of ctypes' arrays take attributes

@@ -1,4 +1,4 @@
-"""Meaning of `init(comm=...)`: a rendezvous, ranks of the launcher's job, or a communicator of MPI."""
+"""Interpretation of `init(comm=...)`: a rendezvous, ranks of the launcher's job, or a communicator of MPI."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import context
 
 Comm = Rendezvous | mpi.Communicator | Sequence[int]
-# Gets what ends with the job.
+# Its argument collects resources that end with the job.
 Join = Callable[[ExitStack], Rendezvous]
 
 
 def way_to_join(comm: Comm | None) -> Join:
-    """Return the function that meets the ranks.
+    """Return the function that connects the ranks.
 
     Raises:
-        InvalidArgumentError: `comm` is none of what `init` takes.
+        InvalidArgumentError: `init` does not support `comm`.
     """
     if comm is None:
         return lambda _: _launched()
@@ -43,7 +43,7 @@ def way_to_join(comm: Comm | None) -> Join:
 
 
 def check_joined(comm: Comm | None) -> None:
-    """Refuse a communicator or ranks that are not those of the job that this process has joined already.
+    """Refuse a communicator or ranks that differ from the job that this process has joined.
 
     Raises:
         InvalidArgumentError: size or rank differ.
@@ -80,7 +80,7 @@ def _ranks(comm: Sequence[int]) -> list[int]:
 
 
 def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
-    """Return the rendezvous of some ranks of the launcher's job, as a job of their own."""
+    """Return the rendezvous of some ranks of the launcher's job, as a separate job."""
     world = _launched()
     what = f"init(comm={ranks})"
     if isinstance(world, ElasticRendezvous):
@@ -122,15 +122,15 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Selection of the GPU that the launcher gave this rank as torch's current device.
+# Selection of this rank's assigned GPU as torch's current device.
 
 
 def make_current() -> None:
-    """Let "cuda" mean this rank's GPU in the calling thread, if the launcher gave it one.
+    """Make "cuda" this rank's GPU in the calling thread, if the launcher assigned one.
 
-    The process may see the GPUs of all ranks of its host, and without this all ranks' tensors would be on the first. Like
-    `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is left out where it
-    changes nothing: for the first one. A device that the script has chosen already stays.
+    The process may see the GPUs of all ranks of its host, and without this all ranks' tensors would be on the first GPU. Like
+    `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is skipped for the first GPU,
+    where it changes nothing. A device that the script has selected stays.
     """
     place = own_context()
     own = None if place is None else place.gpu
@@ -142,11 +142,11 @@ def make_current() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Questions of Horovod's programs about frontends and numbers of ranks.
+# Queries of Horovod's programs about frontends and numbers of ranks.
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True for the framework that sparkhvd has, "torch", and False for others ("tensorflow", "mxnet")."""
+    """Return True for "torch", and False for other frameworks ("tensorflow", "mxnet")."""
     del verbose
     return ext_base_name == "torch"
 
@@ -154,7 +154,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def check_extension(
     ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: object
 ) -> None:
-    """Raise an ImportError unless a framework is there, by its module such as "horovod.torch"."""
+    """Raise an ImportError unless a framework is supported, by its module such as "horovod.torch"."""
     del ext_env_var, pkg_path, args
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm`: batch normalization whose statistics are those of all ranks' rows together."""
+"""`SyncBatchNorm`: batch normalization with statistics over all ranks' rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_
 
 __all__ = ["SyncBatchNorm"]
 
-# Layers are numbered when they are made, or, where that is impossible, at their first batch.
+# Layers are numbered at creation or, if that is impossible, at their first batch.
 MADE = "sync_batch_norm"
 LATE = "sync_batch_norm.late"
 
@@ -30,20 +30,20 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization over the batches of all ranks, as if they were one batch.
 
-    In training every rank of the process set must call it, and run the backward pass, equally often; a rank
-    without rows gives a batch of 0 rows, and the numbers of rows may differ. Evaluation communicates nothing,
-    nor does training on one rank or on a rank that is not in the process set: there it is torch's own batch
-    normalization. Gradients of weight and bias are those of this rank's rows, which `DistributedOptimizer`
-    reduces as all others. A gradient of the gradient is an error.
+    In training every rank of the process set must call it, and run the backward pass, equally often. A rank
+    without rows passes a batch of 0 rows, and the numbers of rows may differ. Evaluation does not communicate,
+    nor does training on one rank or on a rank outside of the process set: there it is torch's own batch
+    normalization. Gradients of weight and bias cover this rank's rows, and `DistributedOptimizer` reduces them
+    like all others. A gradient of the gradient is an error.
 
-    Takes batches of 2 to 5 dimensions and more, (rows, channels, ...), in any memory format; half types have
+    Accepts batches of 2 to 5 dimensions and more, (rows, channels, ...), in any memory format; 16-bit types have
     their statistics in float32. State is exchangeable with `torch.nn.BatchNorm1d` and its siblings.
 
-    Layers may run in any order and on several threads, because each has a name of its own. It is counted where
-    the layer is made after `init()`: every rank then makes its layers in the same order, as with
-    `DistributedOptimizer`; a layer for one rank alone is better torch's own. A layer made before `init()`, and
-    a copy by `copy.deepcopy`, take theirs at their first batch, which must come in the same order on every
-    rank; any rank may alone make copies that it does not train. A pickled layer keeps its name, as does one
+    Layers may run in any order and on several threads, because each has its own name. Layers created after
+    `init()` are numbered at creation: every rank must create its layers in the same order, as with
+    `DistributedOptimizer`. Use torch's own layer for one rank alone. A layer created before `init()`, and
+    a copy by `copy.deepcopy`, are numbered at their first batch, which must come in the same order on every
+    rank; a rank may create copies that it does not train. A pickled layer keeps its name, as does a layer
     that outlives `shutdown()`. Ranks that have called `join()` count as ranks without rows.
 
     Args:
@@ -98,14 +98,14 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Replace every `BatchNorm1d`, `2d`, `3d` and `torch.nn.SyncBatchNorm` by a layer of this class.
 
-        The new layers have the old ones' parameters and buffers themselves, so an optimizer may have been built
-        before; a layer that occurs twice is replaced in both places. Every rank must call this, with the same module.
+        The new layers share the parameters and buffers of the old ones, so an optimizer may have been built
+        before. A layer that occurs twice is replaced in both places. Every rank must call this, with the same module.
 
         Returns:
             The module, changed; if it is itself a batch normalization, the layer for it.
 
         Raises:
-            InvalidArgumentError: a lazy layer does not know its channels yet.
+            InvalidArgumentError: a lazy layer has no number of channels yet.
         """
         return _convert(cls, module, process_set, {})
 
@@ -121,7 +121,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch; with all ranks if in training."""
+        """Normalize a batch; in training with all ranks."""
         if not self.training:
             return super().forward(input)
         process_set = _find(self.process_set)
@@ -145,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, statistics: _Statistics) -> None:
-        """Bring the running statistics up to date, as torch's own layers do."""
+        """Update the running statistics like torch's own layers."""
         if not self.track_running_stats:
             return
         factor = self.momentum or 0.0
@@ -156,7 +156,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None:
             return
         mean, variance, total = statistics
-        # Without rows anywhere nothing changes; decided without waiting for the device.
+        # Without rows on any rank nothing changes; computed without waiting for the device.
         weight = total.clamp(max=1) * factor
         unbiased = variance * (total / (total - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -166,8 +166,8 @@ class SyncBatchNorm(_BatchNorm):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        # The original may be at work at the same time. A number is taken only when the copy is trained, so
-        # ranks may make copies for themselves.
+        # The original may run at the same time. The copy is numbered only when it is trained, so a rank may create
+        # private copies.
         if made._name is not None:
             made._name, made._counted_as = None, f"{made._name}.copy"
         return made
@@ -199,7 +199,7 @@ class _Statistics(NamedTuple):
 
 
 class _NormalizeContext(Protocol):
-    """Autograd's context, with what `_Normalize` keeps and asks of it."""
+    """Autograd's context as `_Normalize` uses it."""
 
     bias_dtype: torch.dtype | None
     arguments: tuple[float, _Group]
@@ -211,7 +211,7 @@ class _NormalizeContext(Protocol):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize with given statistics, which the gradient takes as functions of all ranks' inputs."""
+    """Normalize with given statistics; the gradient treats them as functions of all ranks' inputs."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -245,7 +245,7 @@ class _Normalize(torch.autograd.Function):
             everywhere = allreduce(sums, name=name, op=Sum, process_set=group.process_set)
             scale = (variance + eps).rsqrt()
             scale = scale if weight is None else scale * weight.to(scale.dtype)
-            # No rows at all: then there is nothing to divide either.
+            # Without rows there is nothing to divide.
             average = everywhere * (-scale / total.clamp(min=1))
             of_input = _affine(input, mean, variance, average[1], average[0], eps)
             of_input.addcmul_(gradient, scale.view(-1, *[1] * (input.dim() - 2)))
@@ -276,7 +276,7 @@ def _gradient_sums(
     if input.numel() == 0:
         return mean.new_zeros(2, len(mean))
     # The CPU's kernel takes the running statistics, a GPU's the saved ones. The weight is for the input's gradient, which
-    # is not asked for; a GPU's sums have its type.
+    # is not requested; a GPU's sums have its type.
     saved = mean, (variance + eps).rsqrt()
     _, products, plain = torch.ops.aten.native_batch_norm_backward(
         gradient, input, mean, mean, variance, *saved, False, eps, [False, True, True]
@@ -293,7 +293,7 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
     """
     channels = input.shape[1]
     local = _local_statistics(input.detach())
-    # A sum of rows of which each rank fills its own: as small operations go, faster than an allgather, and
+    # A sum of rows, of which each rank fills its own: faster than an allgather for small operations, and
     # ranks that have joined count as ranks without rows.
     ranks = members(group.process_set)
     rows = local.new_zeros(len(ranks), len(local))
@@ -342,12 +342,12 @@ def _format(input: Tensor) -> torch.memory_format:
 
 
 def _dense(input: Tensor) -> Tensor:
-    """Return the tensor, copied unless it lies densely in a format that torch has fast kernels for."""
+    """Return the tensor, copied unless it is dense in a format with fast kernels in torch."""
     return input.contiguous(memory_format=_format(input))
 
 
 def _find(process_set: ProcessSet) -> ProcessSet:
-    """Return the registered set of the same ranks, if there is one: a copy and a new `init()` make new objects."""
+    """Return the registered set of the same ranks, if any, because a copy and a new `init()` create new objects."""
     if process_set is global_process_set:
         return process_set
     return context().part(ProcessSets).by_ranks.get(tuple(process_set.ranks or ()), process_set)
@@ -385,7 +385,7 @@ def _converted(
         layer.affine,
         layer.track_running_stats,
         process_set=process_set,
-        device="meta",  # nothing is allocated: all that it has comes from the old layer
+        device="meta",  # allocates nothing, because its tensors come from the old layer
     )
     made._parameters.update(layer._parameters)
     made._buffers.update(layer._buffers)

@@ -1,6 +1,6 @@
 // Adasum (arXiv:2006.02924): gradients are combined in pairs, then the pairs' results, and so on, so
-// the team's size is a power of two; each tensor by itself. In step k a rank and the one whose index
-// differs in bit k exchange what they have, whole, and both combine it, the lower index first: so
+// the team's size is a power of two; each tensor separately. In step k a rank and its partner, whose
+// index differs in bit k, exchange their whole vectors, and both combine them, the lower index first: so
 // all ranks of a group always hold the same bits. log2(N) S bytes sent per rank.
 #include <cstring>
 #include <memory>
@@ -97,7 +97,7 @@ Task adasum_allreduce(Context& context) {
       transfers.send(partner, work.mine());
       transfers.receive(partner, work.theirs());
     }
-    // Also for those of the island whose partner is elsewhere, because slots are counted together.
+    // Also for ranks of the island with a partner elsewhere, because slots are counted together.
     Passage passage;
     if (std::ranges::any_of(team.island(), [&](Rank rank) { return is_mate(partner_of(rank)); })) {
       passage.chunks = (work.mine().size() + chunk_bytes - 1) / chunk_bytes;

@@ -1,5 +1,5 @@
-// Collectives about the engine itself: barrier and join, process sets, registered memory, settings. Most are
-// the engine's own doing when their turn comes. And what is no collective: messages from rank to rank.
+// Collectives on the engine itself: barrier and join, process sets, registered memory, settings. The engine executes most
+// of them when their turn comes. Also messages from rank to rank, which are not collectives.
 #include <cstdint>
 
 #include "collectives/collectives.h"

@@ -9,7 +9,7 @@
 namespace sparkhvd {
 namespace {
 
-/// Where the blocks are in the result: tensor after tensor, each ordered by member.
+/// Positions of the blocks in the result: tensor after tensor, each ordered by member.
 class Blocks {
  public:
   Blocks(const Descriptor& descriptor, std::span<const std::int64_t> rows, std::size_t members)

@@ -1,4 +1,4 @@
-// Allreduce: which of its algorithms runs, by where the ranks and the tensors are.
+// Allreduce: choice of its algorithm, by the places of the ranks and the tensors.
 #include <algorithm>
 #include <bit>
 
@@ -10,7 +10,7 @@
 namespace sparkhvd {
 namespace {
 
-// Up to here every rank adds everything up for itself, and a message less counts more than the bytes.
+// Up to this size every rank reduces everything itself, because a saved message counts more than the bytes.
 constexpr std::size_t kSymmetricBytes = 16 << 10;
 
 enum class Choice { kNothing, kLone, kShared, kMailbox, kRegistered, kSymmetric, kIslands };

@@ -1,5 +1,5 @@
-// Alltoall with any number of rows from everyone to everyone: straight from the tensor to the result
-// between islands, through the slots of shared memory inside them.
+// Alltoall with any number of rows between all ranks: directly from the tensor to the result between
+// islands, through the slots of shared memory inside them.
 #include <cstring>
 
 #include "collectives/collectives.h"
@@ -11,8 +11,8 @@
 namespace sparkhvd {
 namespace {
 
-/// Bytes from and to this rank, and where they lie in its tensor, in its result, and in the streams in
-/// which the ranks of the island give to each other.
+/// Bytes from and to this rank, and their positions in its tensor, in its result, and in the streams between
+/// the ranks of the island.
 class Exchange {
  public:
   explicit Exchange(const Context& context)
@@ -23,11 +23,11 @@ class Exchange {
         row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
   }
   std::span<const std::int64_t> incoming_rows() const { return rows_.incoming; }
-  /// In this rank's tensor: what `to` gets.
+  /// In this rank's tensor: the rows for `to`.
   Range outgoing(std::size_t to) const { return range(outgoing_, to); }
-  /// In this rank's result: what `from` gives; the number of ranks itself lies behind the end.
+  /// In this rank's result: the rows of `from`; the number of ranks itself is behind the end.
   Range incoming(std::size_t from) const { return range(rows_.incoming, from); }
-  /// Where in the stream of the island's rank `local` this rank's part begins.
+  /// Start of this rank's part in the stream of the island's rank `local`.
   std::size_t stream_begin(std::size_t local) const { return bytes(rows_.before[local]); }
   std::size_t longest_stream() const { return bytes(rows_.longest); }
 
@@ -66,7 +66,7 @@ Task alltoall(Context& context) {
 
   Transfers transfers(context.communicator);
   for (std::size_t i = 1; i < team.size(); ++i) {
-    // Each begins with its next neighbour, so that not all send to the same one first.
+    // Each rank begins with its next neighbour, so that not all send to the same rank first.
     const std::size_t to = (team.index() + i) % team.size();
     const std::size_t from = (team.index() + team.size() - i) % team.size();
     const auto is_mate = [&](std::size_t member) {
@@ -83,7 +83,7 @@ Task alltoall(Context& context) {
   const std::size_t chunk_bytes = communicator.knobs().chunk_bytes;
   struct Wanted {
     Range place;            // in the result
-    std::size_t begin = 0;  // in the stream of the giver
+    std::size_t begin = 0;  // in the stream of the sender
   };
   std::vector<Wanted> wanted(team.local_size());
   for (std::size_t local = 0; local < team.local_size(); ++local) {
@@ -134,7 +134,7 @@ void write_splits(std::span<const Descriptor* const> by_member, Execute& order) 
 }
 
 std::size_t count_splits(const Descriptor& descriptor, std::size_t members) {
-  // Rank 0 is told everything about devices, and tells everyone his own.
+  // Rank 0 receives everything about devices, and sends every rank its part.
   return members * (descriptor.is_on_device ? members : 2);
 }
 

@@ -1,4 +1,4 @@
-// A question that every rank of a team answers with yes or no before an operation goes on.
+// A question that every rank of a team answers with yes or no before an operation continues.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace sparkhvd {
 
-/// Something has come from each of the ranks.
+/// Each of the ranks has answered.
 template <class Has>
 class Arrived final : public Condition {
  public:
@@ -29,7 +29,7 @@ class Arrived final : public Condition {
   std::span<const Rank> ranks_;
 };
 
-/// The question, and what has been answered.
+/// The question, and its answers.
 class Answers {
  public:
   /// `key`: process set and number of the operation.
@@ -53,7 +53,7 @@ class Answers {
                    std::span<const Rank>(others_));
   }
 
-  /// The ranks that have said no; the answers are forgotten.
+  /// The ranks that answered no; the answers are forgotten.
   std::vector<Rank> take_refusals() {
     std::vector<Rank> ranks;
     std::ranges::copy_if(ranks_, std::back_inserter(ranks), [this](Rank rank) {

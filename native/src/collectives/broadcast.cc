@@ -1,8 +1,8 @@
 // Broadcast between islands. A small tensor goes down a binomial tree of one rank per island, in
 // log2 P messages one after the other. A large one is scattered and gathered, step by step: the root
 // sends a part of its own to every rank of the other islands, each passes its part on to one rank of
-// each further island, and the ranks of an island give each other what came through shared memory.
-// The root sends the tensor once, whatever the number of islands. (Barnett et al., "Interprocessor
+// each further island, and the ranks of an island share the received parts through shared memory.
+// The root sends the tensor once, for any number of islands. (Barnett et al., "Interprocessor
 // collective communication library", 1994, without the root in the allgather: it has everything.)
 #include <algorithm>
 #include <cstring>
@@ -15,20 +15,20 @@
 namespace sparkhvd {
 namespace {
 
-// Up to here the number of messages counts and not their bytes: scattering takes the root and every
-// other rank about a message per island, the tree log2 P of them.
+// Up to this size the number of messages counts and not their bytes: scattering needs about a message per
+// island on the root and every other rank, the tree log2 P of them.
 constexpr std::size_t kTreeBytes = 64 << 10;
 constexpr std::size_t kTreeBytesPerIsland = 8 << 10;
-// Of what the root sends to one rank in a step. There should be several steps, because what arrives
-// in one is passed on while the next is on its way.
+// Bytes from the root to one rank in a step. There should be several steps, because the parts of one step
+// are passed on while the next step is in flight.
 constexpr std::size_t kMinScatteredBytes = 32 << 10;
 constexpr std::size_t kMaxScatteredBytes = 512 << 10;
 constexpr std::size_t kSteps = 8;
-// Parts are passed on so many steps before they are shared inside the island, so that no island
-// waits for the slots of another.
+// Parts are passed on this many steps before they are shared inside the island, so that no island waits for
+// the slots of another.
 constexpr std::size_t kStepsAhead = 2;
 
-/// Tensors that are read where they are written.
+/// Tensors with equal input and output.
 Pieces outputs_of(const Pieces& pieces) {
   Pieces outputs;
   pieces.for_range(0, pieces.bytes(), [&](const Pieces::Part& part) {
@@ -79,7 +79,7 @@ Task go_down_tree(Context& context, const Pieces& tensors) {
   co_await transfers.all_sent();
 }
 
-/// What goes where in a step. Every rank outside of the root's island owns a part.
+/// Routing of a step. Every rank outside of the root's island owns a part.
 class Scattering {
  public:
   Scattering(const Team& team, Rank root, std::size_t bytes)
@@ -111,7 +111,7 @@ class Scattering {
   bool is_in_island(std::size_t owner, std::size_t island) const noexcept {
     return owners_[owner].island == island;
   }
-  /// Index in its island of the rank that gets a part there: its owner, or whose turn it is.
+  /// Index in its island of the rank that receives a part: its owner, or the rank whose turn it is.
   std::size_t taker(std::size_t owner, std::size_t island) const {
     const auto& ranks = team_.islands()[island];
     return is_in_island(owner, island) ? place_in(ranks, rank(owner)) : owner % ranks.size();
@@ -144,8 +144,8 @@ Task scatter_parts(Context& context, const Pieces& tensors, const Scattering& sc
   co_await transfers.all_sent();
 }
 
-/// The other islands. A step of the loop needs only earlier steps of the other ranks, so that
-/// somebody can always go on.
+/// The other islands. A step of the loop needs only earlier steps of the other ranks, so at least one rank can
+/// always continue.
 Task pass_on(Context& context, const Pieces& tensors, const Scattering& scattering) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;

@@ -1,4 +1,4 @@
-// Counts that all ranks of an island advance, in words that are used again and again.
+// Counts that all ranks of an island advance, in reused words.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-/// A count in a word that earlier operations have used: it begins at 0 for each of them.
+/// A count in a reused word: it begins at 0 for each operation.
 class TaggedCount {
  public:
   TaggedCount(SharedWord& word, std::uint64_t sequence)

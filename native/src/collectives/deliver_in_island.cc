@@ -1,4 +1,4 @@
-// A step of reduce and gather inside a host: one rank takes what the others have for it from their slots.
+// A step of reduce and gather inside a host: one rank reads its data from the others' slots.
 #include <algorithm>
 
 #include "collectives/collectives.h"

@@ -1,4 +1,4 @@
-// Gather to a root, with unequal first dimensions: straight from the tensor to the result between islands,
+// Gather to a root, with unequal first dimensions: directly from the tensor to the result between islands,
 // through the slots of shared memory inside the root's.
 #include <numeric>
 

@@ -5,15 +5,15 @@
 //   slots: a partial result exchange  with the ranks of the other islands that
 //   have the same slice (island_exchange.h); the
 //             result of the slice is then in this rank's tensor
-//   hand on   the slice through the slot to the island peers
+//   pass on   the slice through the slot to the island peers
 //   copy out  the other slices of the result, from the island peers' slots
 // There are as many slices as the smallest island has ranks; further ranks of
-// larger islands only copy in and out. A rank that is alone in its island has
-// only the exchange to do. Where the tensors lie in registered memory, the
-// island peers' buffers are read and written instead of slots.
+// larger islands only copy in and out. A rank that is alone in its island only
+// exchanges. For tensors in registered memory, the island peers' buffers are
+// read and written instead of slots.
 //
 // Slots: step s fills number 2s with input and 2s + 1 with results, so that
-// many chunks can be on the way between islands while a few slots are enough
+// many chunks can be in flight between islands while a few slots are enough
 // inside.
 #include <algorithm>
 #include <cstring>
@@ -26,21 +26,20 @@
 namespace sparkhvd {
 namespace {
 
-// Chunks whose parts are on their way while one is added up: a connection
-// should never be without work in either direction.
+// Chunks in flight while one is added up: a connection should never be idle in
+// either direction.
 constexpr std::uint64_t kPartsAhead = 3;
-// Where the results are handed on inside the island: chunks whose results are
-// on their way before the oldest is waited for.
+// If results are passed on inside the island: chunks with results in flight
+// before the oldest is waited for.
 constexpr std::uint64_t kResultsAhead = 1;
-// Of what one rank sends to another at once where slots do not limit it. More
-// on the way is slower: over loopback 16 MiB took 7.5 ms with 128 KiB, 11.7
-// with 256 and 15.4 with 512, because what waits in the buffers of the sockets
-// and of the exchange falls out of the cache.
+// Bytes in flight from one rank to another where slots do not limit them. More
+// is slower: over loopback 16 MiB took 7.5 ms with 128 KiB, 11.7 with 256 and
+// 15.4 with 512, because bytes in the buffers of the sockets and of the
+// exchange fall out of the cache.
 constexpr std::size_t kMinPartBytes = 32 << 10;
 constexpr std::size_t kMaxPartBytes = 128 << 10;
-// The same of a ring: several chunks are on their way by turns, at least so
-// many, and more where slots make parts short. More at once costs memory, P
-// parts for each.
+// The same for a ring: several chunks alternate, at least this many, and more
+// where slots make parts short. Each costs memory for P parts.
 constexpr std::size_t kRingChunks = 4;
 constexpr std::size_t kRingBytesAhead = 512 << 10;
 constexpr std::size_t kMaxRingPartBytes = 256 << 10;
@@ -56,7 +55,7 @@ struct Pipeline {
     is_registered = !agreed.places.empty();
     has_slots = !is_registered && !team.is_all_alone();
     results_ahead = is_stepped || team.is_all_alone() ? 0 : kResultsAhead;
-    // With 2 slots a slot must be emptied before the next one can be filled.
+    // With 2 slots a slot must be read before the next one can be filled.
     slot_lag = has_slots && communicator.num_slots() > 2 ? 1 : 0;
     if (has_slots) {
       chunk_bytes = communicator.knobs().chunk_bytes / element * element;
@@ -85,12 +84,12 @@ struct Pipeline {
 
   std::size_t element;
   std::size_t bytes;
-  bool is_stepped;  // else everyone exchanges with everyone
+  bool is_stepped;  // else every rank exchanges with every other
   bool is_halving;  // where the messages of a ring would be short, fewer steps count more
   bool is_registered;
   bool has_slots;
   std::uint64_t parts_ahead;
-  std::size_t exchange_steps = 0;  // of each chunk on its way, between the starts of two chunks
+  std::size_t exchange_steps = 0;  // of each chunk in flight, between the starts of two chunks
   std::uint64_t results_ahead;
   std::uint64_t slot_lag;
   std::size_t chunk_bytes;
@@ -257,7 +256,7 @@ Task island_allreduce(Context& context) {
     if (!uses_slots) publish_all(communicator);
   }
 
-  // One more than the chunks between the first and the last step of one.
+  // One more than the chunks between the first and the last step of a chunk.
   const std::uint64_t window = std::min(plan.parts_ahead + plan.results_ahead + 1, plan.chunks);
   const std::size_t slice_elements = inside.largest_slice();
   const std::size_t partial_bytes =

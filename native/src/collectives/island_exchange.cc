@@ -88,8 +88,8 @@ void DirectExchange::combine(std::uint64_t chunk) {
     pieces_.for_range(own.begin, own.size, [&](const Pieces::Part& piece) {
       now.results.send(ranks_[i], {piece.output, piece.bytes});
     });
-    // In place this overwrites input that is on its way to the owner: its
-    // result comes only after it has received all of that input.
+    // In place this overwrites input that is in flight to the owner. That is safe,
+    // because its result comes only after it has received all of that input.
     const Range theirs = part(now, i);
     pieces_.for_range(theirs.begin, theirs.size, [&](const Pieces::Part& piece) {
       now.results.receive(ranks_[i], {piece.output, piece.bytes});

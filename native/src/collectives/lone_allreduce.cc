@@ -1,5 +1,4 @@
-// Allreduce of one rank, the others having joined or there being none: the factors are applied all
-// the same.
+// Allreduce of one rank, alone or after the others have joined: only the factors are applied.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

@@ -1,5 +1,5 @@
-// Allreduce of small tensors that every rank copied into shared memory when it submitted them. Once
-// all have submitted, everyone reduces everything for himself; there is nothing left to wait for.
+// Allreduce of small tensors that every rank copied into shared memory at submission. After all have
+// submitted, every rank reduces everything itself, without further waits.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

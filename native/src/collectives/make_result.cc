@@ -1,5 +1,5 @@
-// Memory for a result whose size the ranks have agreed on. A large one may not be there on some rank; then every
-// rank learns it before a byte moves, and only this operation ends. For a small one a rank has some to spare.
+// Memory for a result of negotiated size. If a rank lacks memory for a large result, every rank learns it before a byte
+// moves, and only this operation fails. Small results use spare memory.
 #include <memory>
 #include <new>
 

@@ -1,4 +1,4 @@
-// A step of collectives inside a host: everyone fills its slot, and takes from the others' slots.
+// A step of collectives inside a host: every rank fills its slot, and reads the others' slots.
 #include "collectives/collectives.h"
 
 namespace sparkhvd {

@@ -1,4 +1,4 @@
-// Ranges of a long sequence, seen as one shorter sequence.
+// Ranges of a long sequence as one shorter sequence.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class RangeList {
   std::size_t size() const noexcept { return total_; }
 
   /// Calls `use(place in the long sequence, offset from begin, size)` for the pieces of
-  /// [begin, begin + size) of the short one, in order; what lies behind its end is left out.
+  /// [begin, begin + size) of the short one, in order, up to its end.
   template <class Use>
   void for_range(std::size_t begin, std::size_t size, Use use) const {
     if (begin >= total_) return;

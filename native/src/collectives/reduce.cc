@@ -1,5 +1,5 @@
-// Reduce to a root. Every rank adds up an equal part of all elements, as in reducescatter, and gives it to the
-// root. Few bytes between ranks that share no memory go to the root as they are, in one step.
+// Reduce to a root. Every rank adds up an equal part of all elements, as in reducescatter, and sends it to the
+// root. Few bytes between ranks without shared memory are sent to the root unreduced, in one step.
 #include <memory>
 
 #include "collectives/collectives.h"
@@ -8,7 +8,7 @@
 namespace sparkhvd {
 namespace {
 
-// Up to here a message's time counts and not its bytes.
+// Up to this size a message's latency counts and not its bytes.
 constexpr std::size_t kSentWholeBytes = 16 << 10;
 
 Task send_whole(Context& context) {
@@ -66,7 +66,7 @@ Task reduce(Context& context) {
     return part;
   };
   const Range own = part_of_member(team.index());
-  // The root's own part is added up where it belongs, the others' on its way.
+  // The root's own part is added up in place, the others' parts in temporary memory.
   std::unique_ptr<std::byte[]> memory;
   Pieces result;
   if (team.self() == root) {

@@ -1,8 +1,8 @@
 // Reducescatter along the first dimension, which need not be divisible by the number of ranks (the
 // first ranks get one row more), of one or several tensors. Inside a host every rank adds up its own
-// slice from its tensor and the others' slots. Between islands, each rank adds up inside its island
-// what is for its own slice and for the ranks of the other islands that are its charge, sends those
-// partial results to them, and adds up what it receives in the order of the islands.
+// slice from its tensor and the others' slots. Between islands, each rank adds up inside its island its
+// own slice and the slices of its charge (ranks of other islands), sends those partial results to
+// them, and adds up the received ones in the order of the islands.
 #include <algorithm>
 #include <memory>
 
@@ -43,7 +43,7 @@ class Reducescatter {
 
   std::size_t own_bytes() const noexcept { return own_.size(); }
 
-  /// Every rank's contribution to the charges of the others goes through its slot. `reduce_chunk`
+  /// Every rank's contribution to the charges of the others passes through its slot. `reduce_chunk`
   /// adds up a chunk of this rank's charge.
   template <class Reduce>
   Passage passage(Reduce reduce_chunk) {
@@ -66,7 +66,7 @@ class Reducescatter {
     return passage;
   }
 
-  /// One island: adds up the part of the own slice from `begin` on that is in the slots.
+  /// One island: adds up the part of this rank's slice from `begin` on that is in the slots.
   void reduce_result(std::size_t begin, std::uint64_t number) {
     for_own(begin, lane_bytes_,
             [&](const std::byte* input, std::byte* output, std::size_t at, std::size_t bytes) {
@@ -82,7 +82,7 @@ class Reducescatter {
     for (std::size_t begin = 0; begin < own_.size(); begin += lane_bytes_) reduce_result(begin, 0);
   }
 
-  /// Several islands: adds up a part of the charge, and sends what is complete.
+  /// Several islands: adds up a part of the charge, and sends complete parts.
   void reduce_partial(std::size_t begin, std::uint64_t number) {
     const Charge& charge = charges_[team_.local_index()];
     std::size_t end = begin;
@@ -101,7 +101,7 @@ class Reducescatter {
     send_before(end);
   }
 
-  /// Lends memory for what comes from the other islands.
+  /// Lends memory for receives from the other islands.
   void start(Transfers& sends) {
     sends_ = &sends;
     const auto& islands = team_.islands();

@@ -1,9 +1,9 @@
-// Allreduce of tensors that lie in memory which all ranks of the host have mapped: added up in rank
-// order straight from all buffers and stored to all of them.
+// Allreduce of tensors in memory that all ranks of the host have mapped: added up in rank order
+// directly from all buffers and stored to all of them.
 //
-// The tensor is cut in one slice per rank and the slices in chunks. Everyone takes chunks of its own
-// slice first, so that it meets the same cache lines in the next operation, and then of the others':
-// a rank that has submitted and computes delays no other rank.
+// The tensor is cut in one slice per rank and the slices in chunks. Every rank claims chunks of its own
+// slice first, so that it uses the same cache lines in the next operation, and then of the others'.
+// So a rank that has submitted and computes delays no other rank.
 #include <algorithm>
 #include <cstdint>
 
@@ -13,8 +13,7 @@
 namespace sparkhvd {
 namespace {
 
-// Per slice of a large tensor: what a rank that comes late can be spared is more than what the last
-// chunk can delay.
+// Per slice of a large tensor: relieving a straggler gains more than the last chunk can delay.
 constexpr std::size_t kMinChunks = 8;
 
 class RegisteredAllreduce {
@@ -37,7 +36,7 @@ class RegisteredAllreduce {
     }
   }
 
-  /// Takes chunks until all are taken; those that others have taken may not be finished.
+  /// Claims chunks until all are claimed; other ranks' chunks may be unfinished.
   void work() {
     std::uint64_t finished = 0;
     for (std::size_t i = 0; i < team_.size(); ++i) {

@@ -1,4 +1,4 @@
-// Scatter from a root, with any number of rows for everyone: straight from the tensor to the result between
+// Scatter from a root, with any number of rows per rank: directly from the tensor to the result between
 // islands, through the root's slots inside its own.
 #include <cstring>
 
@@ -88,7 +88,7 @@ void check_splits_of_scatter(const Submitted& submitted) {
   take_no_numbers(submitted);
 }
 
-/// The root alone brings splits.
+/// Only the root passes splits.
 void write_splits_of_root(std::span<const Descriptor* const> by_member, Execute& order) {
   for (const Descriptor* descriptor : by_member) {
     if (descriptor->numbers.empty()) continue;

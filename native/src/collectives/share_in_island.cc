@@ -1,5 +1,5 @@
-// The last step of allgathers and broadcast inside a host: ranges of the result go from the ranks
-// that have them to the others, through the slots of shared memory.
+// The last step of allgathers and broadcast inside a host: ranges of the result pass from their owners to
+// the others, through the slots of shared memory.
 #include <algorithm>
 
 #include "collectives/collectives.h"

@@ -3,8 +3,8 @@
 //   reduce    its own slice of the chunk, from its tensor and all other slots in rank order, into
 //             its slot and its tensor
 //   copy out  the other slices of the result, from the others' slots
-// A slot is filled again only when every rank has copied it out. Slice r of rank r's slot is never
-// needed as input, so the result takes its place.
+// A slot is refilled only when every rank has copied it out. Slice r of rank r's slot is never needed as
+// input, so the result replaces it.
 #include <array>
 #include <cstring>
 
@@ -19,8 +19,8 @@ std::size_t chunk_size(const Communicator& communicator, DType dtype) {
   return communicator.knobs().chunk_bytes / element_size(dtype) * element_size(dtype);
 }
 
-// From here on a result that does not take the place of its input is written past the cache:
-// measured 10 to 20 % faster from 16 MiB, and slower in place, where the lines have just been read.
+// From this size on a result that is not in place is written past the cache: measured 10 to 20 % faster
+// from 16 MiB, and slower in place, where the lines have just been read.
 constexpr std::size_t kStreamBytes = 8 << 20;
 
 class SharedAllreduce {

@@ -1,5 +1,5 @@
-// One row per collective in a table: what its callers give, what its ranks must agree on, how it runs. Each file of
-// this folder that holds a collective ends with its row; the engine asks the table and knows no collective by name.
+// One table row per collective: its arguments, the facts that its ranks must agree on, its algorithm. Each file of a
+// collective in this folder ends with its row. The engine uses the table and has no code for single collectives.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,18 @@ namespace nccl {
 class Calls;
 }
 
-/// Where the results are.
+/// Places of the results.
 enum class Result : std::uint8_t {
   kNone,
   kSameShape,  // the caller's, each as large as its input
-  kInPlace,    // where the inputs are
+  kInPlace,    // the inputs
   kOwnRows,    // the caller's, each with this rank's rows of its input
   kOfRoot,     // as kSameShape, on the root alone
   kReceived,   // the caller's; there is no input
-  kAgreed,     // as large as the order says: the engine's, or the caller's if it has room
+  kAgreed,     // of negotiated size: the engine's, or the caller's if it has room
 };
 
-/// A submission, seen by the check of its numbers.
+/// A submission, for the check of its numbers.
 struct Submitted {
   Descriptor& descriptor;
   std::int32_t process_set;
@@ -39,7 +39,7 @@ struct Submitted {
   std::size_t world_size;
   std::uint64_t slot_bytes;
   std::uint32_t streams;
-  bool has_numbers;  // false: the caller gave none, not even an empty list
+  bool has_numbers;  // false: the caller passed NULL, not even an empty list
   std::string label;
 
   /// Throws InvalidArgument.
@@ -59,31 +59,31 @@ struct CollectiveSpec {
   std::uint32_t max_tensors = 0;  // 0: it has no tensors and no dtype
   bool reduces = false;
   bool has_root = false;
-  /// From one rank to another, whom `root` names; nobody else agrees on it.
+  /// From one rank to another, `root`; no other rank takes part.
   bool is_point_to_point = false;
   Result result = Result::kNone;
   /// The first dimension of its tensors is divided, so they have one.
   bool divides_rows = false;
   /// Tensors of two ranks may differ in their first dimension.
   bool is_uneven = false;
-  /// Ranks that have joined count as zeros where the reduction is a sum; else it needs every rank.
+  /// Ranks that have joined count as zeros in sums; other reductions need every rank.
   bool goes_on_without_joined = false;
-  /// The numbers that every rank brings equally, in words; null if each brings its own.
+  /// Description of the numbers that must be equal on all ranks; null if each rank has its own.
   const char* same_numbers = "the tensors of the group (by a digest of all of them)";
   /// Checks and completes the numbers of a submission. Throws by Submitted::refuse.
   void (*check)(const Submitted&) = nullptr;
   /// The rows or splits of an order, from every rank's description in the order of the ranks. Throws Error.
   void (*write_rows)(std::span<const Descriptor* const> by_member, Execute& order) = nullptr;
-  /// How many numbers that are for one rank, and for rank 0, which passes on orders for devices.
+  /// Count of these numbers for one rank, and for rank 0, which passes on orders for devices.
   std::size_t (*count_rows)(const Descriptor&, std::size_t members) = nullptr;
-  /// True if the rows of an order can be. They become sizes of memory.
+  /// True if the rows of an order are possible. They become sizes of memory.
   bool (*are_rows_possible)(const Received&) = nullptr;
   /// kAgreed: rows of the result of a tensor on one member, by the whole order.
   std::int64_t (*rows_of_result)(const Descriptor&, const Execute& order, std::size_t tensor,
                                  std::span<const Rank> members, std::size_t member) = nullptr;
-  /// Null: the engine's own doing, or nothing at all.
+  /// Null: executed by the engine itself, or nothing to do.
   Task (*run)(Context&) = nullptr;
-  /// Of counters and timelines where NCCL runs it; empty if no device does.
+  /// Name in counters and timelines if NCCL runs it; empty without a device path.
   const char* device_algorithm = "";
   /// Enqueues the calls for one tensor.
   void (*enqueue)(const nccl::Calls&, std::size_t tensor) = nullptr;
@@ -94,19 +94,19 @@ const CollectiveSpec& spec_of(Collective collective);
 /// All rows, by the collective's number.
 std::span<const CollectiveSpec* const> collective_table() noexcept;
 
-/// Check of collectives that take the digest of a group, or nothing.
+/// Check of collectives with the digest of a group, or without numbers.
 void take_digest(const Submitted& submitted);
-/// Check of those that take no numbers.
+/// Check of collectives without numbers.
 void take_no_numbers(const Submitted& submitted);
-/// Check of those that divide their rows by splits, equally if there are none.
+/// Check of collectives that divide their rows by splits, equally without splits.
 void take_splits(const Submitted& submitted);
 
-/// write_rows of collectives to which every rank brings rows: first dimensions [tensor][member].
+/// write_rows of collectives with rows from every rank: first dimensions [tensor][member].
 void write_first_dimensions(std::span<const Descriptor* const> by_member, Execute& order);
 std::size_t count_first_dimensions(const Descriptor& descriptor, std::size_t members);
-/// True if these can be, and have this rank's.
+/// True if these are possible, and include this rank's.
 bool are_first_dimensions_possible(const Received& received);
-/// True if a tensor of the description can have so many rows; rows that no tensor can have would overflow later.
+/// True if a tensor of the description can have this many rows; impossible rows would overflow later.
 bool is_possible(const Descriptor& descriptor, std::size_t tensor, std::int64_t rows);
 
 }  // namespace sparkhvd

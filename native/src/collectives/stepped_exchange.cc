@@ -53,7 +53,7 @@ void SteppedExchange::advance(std::uint64_t chunk) {
   exchange(now);
 }
 
-/// Calls `use(Range)` for each range of the tensors that these parts are: one, or two around the slice's end.
+/// Calls `use(Range)` for each range of the tensors in these parts: one, or two around the slice's end.
 template <class Use>
 void SteppedExchange::for_runs(const Flight& flight, Parts parts, Use use) const {
   const std::size_t first = parts.first % size_;
@@ -165,8 +165,8 @@ HalvingExchange::HalvingExchange(Context& context, std::size_t window, std::size
                       context.team.islands().size() / 2),
       rounds_(rounds_of(context.team.islands().size())) {}
 
-/// This rank owns part `me`, and adds up what it still has of those behind: first it gives away the far half of these,
-/// then what is left of them, and the results come back the same way.
+/// This rank owns part `me`, and adds up its remaining parts behind it: first it sends the far half of these, then half
+/// of the rest, and the results return the same way.
 void HalvingExchange::exchange(Flight& flight) {
   const bool is_sum = flight.step < rounds_.size();
   const Round round = rounds_[is_sum ? flight.step : 2 * rounds_.size() - 1 - flight.step];

@@ -1,6 +1,5 @@
-// Exchanges between many islands, where messages of everyone with everyone would get short: a chunk takes several
-// steps, in each of which a rank sends to one other and receives from one. Several chunks are on their way by turns,
-// so that a connection always has work.
+// Exchanges between many islands, where all-to-all messages would be short: a chunk takes several steps. In each step a
+// rank sends to one other rank and receives from one. Several chunks alternate, so that a connection is never idle.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +20,12 @@ class SteppedExchange {
 
   /// `slice`: bytes of the tensors. `partial`: its partial results, overwritten, and lent until `sent`.
   void start(std::uint64_t chunk, Range slice, std::byte* partial);
-  /// The chunks that have begun and not had all their steps: [oldest, end). Everyone must let them make their steps in
-  /// the same order, because a connection carries no tags: all by turns, the oldest first.
+  /// The chunks with remaining steps: [oldest, end). All ranks must run their steps in the same order, because a
+  /// connection carries no tags: round-robin, the oldest first.
   std::uint64_t oldest() const noexcept { return oldest_; }
   std::uint64_t end() const noexcept { return end_; }
   Transfers::Done arrived(std::uint64_t chunk) const;
-  /// One step, once what has been sent for it has arrived.
+  /// One step, after its data has arrived.
   void advance(std::uint64_t chunk);
   Transfers::Done sent(std::uint64_t chunk) const;
 
@@ -40,13 +39,13 @@ class SteppedExchange {
     std::byte* incoming;
   };
 
-  /// `window`: chunks at once. `slice_elements`: of the largest slice. `parts_at_once`: that come in a step.
+  /// `window`: chunks at once. `slice_elements`: of the largest slice. `parts_at_once`: received in a step.
   SteppedExchange(Context& context, std::size_t window, std::size_t slice_elements,
                   std::size_t steps, std::size_t parts_at_once);
 
-  /// Posts what goes and comes in this step.
+  /// Posts the sends and receives of this step.
   virtual void exchange(Flight& flight) = 0;
-  /// Takes what has come in it.
+  /// Processes the received data.
   virtual void take(const Flight& flight) = 0;
 
   /// Parts of a slice, one after the other and around its end.
@@ -56,7 +55,7 @@ class SteppedExchange {
   };
   /// Sends sums of these parts, and receives sums of others.
   void exchange_sums(Flight& flight, Rank to, Parts leaving, Rank from, Parts arriving) const;
-  /// Adds the sums that have come to this rank's.
+  /// Adds the received sums to this rank's.
   void add(const Flight& flight, Parts arrived) const;
   /// The part has all addends now: the result.
   void finish(const Flight& flight, std::size_t part) const;
@@ -106,7 +105,7 @@ class HalvingExchange final : public SteppedExchange {
   HalvingExchange(Context& context, std::size_t window, std::size_t slice_elements);
 
  private:
-  /// A step's distance, and how many parts it moves.
+  /// A step's distance, and its number of parts.
   struct Round {
     std::size_t distance;
     std::size_t parts;

@@ -1,4 +1,4 @@
-// Copying to memory that is not read again soon.
+// Copies to memory that is not read again soon.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace sparkhvd {
 
 /// Like memcpy, past the cache: the old contents of the target are not fetched first, and nothing
-/// else is pushed out. Worth it for large targets that have not just been read.
+/// else is evicted. Pays for large targets that have not just been read.
 inline void stream_copy(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
 #if defined(__x86_64__)
   constexpr std::size_t kLine = 64;

@@ -1,5 +1,5 @@
-// Allreduce of small tensors between ranks that share no memory: everyone sends everything to
-// everyone and adds it up for himself. One step instead of two; the bytes do not matter.
+// Allreduce of small tensors between ranks without shared memory: every rank sends everything to every
+// other and adds up itself. One step instead of two; the bytes do not matter.
 #include <memory>
 
 #include "collectives/collectives.h"
@@ -12,7 +12,7 @@ Task symmetric_allreduce(Context& context) {
   const DType dtype = context.operation.descriptor.dtype;
   const Team& team = context.team;
   const std::size_t bytes = pieces.bytes();
-  // A copy of the input is sent: in place, the result is written before everybody has read it.
+  // A copy of the input is sent, because in place the result is written before all ranks have read it.
   const auto memory = std::make_unique_for_overwrite<std::byte[]>(bytes * team.size());
   const auto place = [&](std::size_t index) { return memory.get() + index * bytes; };
   pieces.read(0, {place(team.index()), bytes});

@@ -11,13 +11,12 @@
 namespace sparkhvd {
 namespace {
 
-// Spins in a row that may end in sleep before a rank sleeps at once.
+// Consecutive spins that may end in sleep before a rank sleeps at once.
 constexpr std::uint32_t kFailedSpins = 100;
 constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
-// Ranks that share CPUs spin by letting each other run: handing a CPU over costs less than waking a
-// rank that sleeps.
+// Ranks that share CPUs spin by yielding, which costs less than waking a sleeping rank.
 constexpr auto kCrowdedSpin = std::chrono::milliseconds(1);
-// How often a rank that sleeps in an operation looks for processes that have ended: a wake-up of 10 us each time.
+// Interval at which a rank that sleeps in an operation polls for ended processes: a wakeup of 10 us each time.
 constexpr auto kLookPeriod = std::chrono::milliseconds(15);
 
 const Kernels& kernels_or_error(std::int32_t isa) {
@@ -33,7 +32,7 @@ std::vector<Fd> tuned_sockets(EngineOptions& options) {
   const std::size_t size = options.sockets.size() / (1 + options.world.streams);
   for (std::size_t i = 0; i < options.sockets.size(); ++i) {
     const int fd = options.sockets[i].get();
-    // The first of each pair carries control frames, and its end is the loss of a rank.
+    // The first connection of each pair carries control frames, and its end is the loss of a rank.
     if (fd >= 0) tune_tcp(fd, i < size ? std::optional(options.host_loss_s) : std::nullopt);
   }
   return std::move(options.sockets);
@@ -83,7 +82,7 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
 
 // ---- A round ---------------------------------------------------------------------------------
 
-/// Door of the driver: whatever goes wrong inside fails the engine, and every operation with it.
+/// Entry of the driver: any error inside fails the engine, and every operation with it.
 template <class Body>
 bool Core::protect(Body body) noexcept {
   try {
@@ -106,8 +105,8 @@ bool Core::step(Work work) noexcept {
 }
 
 bool Core::move(Work work) {
-  // What others have told before this rank's own submissions: a join must not be passed by an answer to
-  // them that does without what its rank submitted before.
+  // The others' frames come before this rank's own submissions: an answer must not overtake a join and
+  // exclude earlier submissions of the joined rank.
   bool moved = devices_.hear();
   moved |= !in_flight_.has_failed() && sets_.receive_shared();
   moved |= take_requests();
@@ -116,13 +115,13 @@ bool Core::move(Work work) {
     return peers_.poll(0, interrupted) || moved;
   }
   if (work == Work::kAll) {
-    // Peers begin as soon as this rank, which may be about to copy for a while.
+    // Peers begin at once, because this rank may copy for a while now.
     if (sets_.tell(true)) peers_.flush(false);
     moved |= move_operations();
     if (in_flight_.has_failed()) return true;
   }
-  // A submission writes frames only: a peer that reads on could hold it, and Python's lock, for a whole
-  // tensor.
+  // A submission writes frames only: a reading peer could otherwise hold it, and Python's lock, for a
+  // whole tensor.
   sets_.tell(work == Work::kAll);
   moved |= peers_.flush(work == Work::kAll);
   moved |= check_time();
@@ -137,10 +136,10 @@ bool Core::move_operations() {
     moved |= messages_.step();
   }
   moved |= sets_.run();
-  // On one host the shared memory matters, not the sockets: looking at them costs a system call.
+  // On one host the shared memory matters, not the sockets: polling them costs a system call.
   const bool must_look = peers_.take_look();
   moved |= must_look;
-  // Orders for devices come on a connection, if there is another rank.
+  // Orders for devices arrive on a connection, if there is another rank.
   const bool takes_orders = devices_.is_open() && world_.size() > 1;
   if (must_look || takes_orders || !sets_.is_all_shared() || ++steps_ % 8 == 0) {
     bool interrupted = false;
@@ -170,7 +169,7 @@ void Core::submit(std::shared_ptr<Operation> operation) {
   }
   const Group* group = groups_.find_open(operation->process_set);
   if (group == nullptr) return sets_.refuse_removed(*operation);
-  receive_messages();  // one that has been withdrawn is no match any more
+  receive_messages();  // a withdrawn message no longer matches
   if (in_flight_.has_failed()) return in_flight_.finish_failed(*operation);
   messages_.post(std::move(operation), group->team.ranks());
 }
@@ -183,7 +182,7 @@ bool Core::receive_messages() {
 // ---- Waiting ---------------------------------------------------------------------------------
 
 void Core::look() noexcept {
-  peers_.look_soon();  // what woke this thread may be a connection
+  peers_.look_soon();  // a connection may have woken this thread
   protect([this] { return peers_.look_for_ended(); });
 }
 
@@ -195,7 +194,7 @@ bool Core::sleep(TimePoint deadline, bool& interrupted) noexcept {
       moved = peers_.poll(milliseconds_until(std::min(end, next_look())), interrupted);
       if (!in_flight_.has_failed()) moved |= peers_.look_for_ended();
     } while (!moved && !interrupted && !in_flight_.has_failed() && Clock::now() < end);
-    // The caller may have got what it waits for, and not step again.
+    // The caller's wait may be over, so that it does not step again.
     if (!in_flight_.has_failed()) {
       sets_.tell(true);
       peers_.flush(true);
@@ -211,14 +210,14 @@ bool Core::expects_bell() const {
 TimePoint Core::wake_up() const { return std::min(next_deadline(), next_look()); }
 
 TimePoint Core::next_deadline() const {
-  // After a failure only the device has yet to end: all other deadlines are past, and would keep a thread awake.
+  // After a failure only the device is pending: all other deadlines are past, and would keep a thread awake.
   if (in_flight_.has_failed()) return devices_.next_deadline();
   return std::min({devices_.next_deadline(), peers_.next_deadline(), messages_.next_deadline(),
                    sets_.next_deadline()});
 }
 
-/// When a rank that sleeps looks for ended processes: soon while an operation is in flight, else never, for an
-/// idle engine costs nothing and learns of it when the connection closes.
+/// Next poll of a sleeping rank for ended processes: soon while an operation is in flight, else never, because an
+/// idle engine costs nothing and detects it when the connection closes.
 TimePoint Core::next_look() const {
   if (in_flight_.has_failed() || !world_.memory() || in_flight_.is_idle()) return kNever;
   return Clock::now() + kLookPeriod;
@@ -312,7 +311,7 @@ void Core::spread(std::int32_t status, const std::string& message) {
 }
 
 void Core::let_go() noexcept {
-  // What is closed reads and writes nothing that was lent to it.
+  // Closed connections do not access lent memory.
   world_.close_descriptors();
   messages_.clear();
   sets_.let_go();
@@ -336,13 +335,13 @@ void Core::leave() noexcept {
 
 void Core::say_goodbye() {
   if (!in_flight_.has_failed()) sets_.tell(true);
-  devices_.hear();  // what has ended on the device belongs into the goodbye
+  devices_.hear();  // the goodbye reports the ended operations of the device
   if (!in_flight_.has_failed()) {
     end_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(world_.rank()) +
                                     " was shut down while the operation was in flight.");
     const Bytes goodbye = encode(sets_.goodbye());
     for (auto& link : world_.links()) peers_.send(link.peer(), goodbye);
-    // What has ended here may need this rank's communicators on the others for a moment.
+    // Operations that ended here may need this rank's communicators on the others for a moment.
     if (devices_.has_some()) devices_.abort();
   }
   peers_.leave();

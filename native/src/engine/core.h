@@ -1,10 +1,9 @@
-// What the driver drives: peers, process sets, devices and messages, put together; and what happens to all of them
-// when the engine fails.
+// The parts that the driver drives: peers, process sets, devices and messages; and their behaviour when the engine fails.
 //
-// **Threads.** The driver's, but for what is said to be any thread's.
+// **Threads.** The driver's, unless marked as any thread's.
 //
-// **Shutdown.** `say_goodbye` ends what is in flight and lets the peers read the goodbye before connections close. A
-// failure lets go of everything that lends memory before any caller learns of it.
+// **Shutdown.** `say_goodbye` ends operations in flight and lets the peers read the goodbye before connections close. A
+// failure releases all lent memory before any caller is notified.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +41,8 @@ struct EngineOptions {
 
 class Core final : public Drivable, private PeerEvents, private Failing {
  public:
-  /// Collective; throws TIMEOUT, PEER_LOST or MISMATCH naming the rank. `notify` is called when something may be
-  /// reached that a thread waits for.
+  /// Collective; throws TIMEOUT, PEER_LOST or MISMATCH naming the rank. `notify` is called when a thread's wait condition
+  /// may hold.
   Core(EngineOptions options, const std::function<void()>& notify);
 
   // Any thread.
@@ -54,7 +53,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   Recorder& recorder() noexcept { return recorder_; }
   WakeupEvent& wakeup() noexcept { return wakeup_; }
   const World& world() const noexcept { return world_; }
-  /// An epoll that says when there is something to do.
+  /// An epoll that reports pending work.
   int connections() const noexcept { return peers_.fd(); }
   Spinning spinning() const noexcept { return spinning_; }
 
@@ -67,7 +66,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   bool has_requests() const override { return in_flight_.has_requests(); }
   bool is_idle() const override { return in_flight_.is_idle(); }
 
-  /// Leaves the job, as the last driver; must succeed, else the peers see the connections end.
+  /// Leaves the job, as the last driver; must succeed, else the peers see the connections close.
   void leave() noexcept;
   void after_fork() noexcept;
 
@@ -100,7 +99,7 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   const Kernels& kernels_;
   Recorder recorder_;
   WakeupEvent wakeup_;
-  // Descriptors, made before the ranks meet, as the driver's are.
+  // Descriptors, created before the ranks connect, as the driver's are.
   Poller poller_;
   Stacks stacks_;
   World world_;

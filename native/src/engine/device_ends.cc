@@ -1,4 +1,4 @@
-// News of the device, and the ends of its operations: finished, failed, left by a rank (see device_orders.h).
+// Events of the device, and the ends of its operations: finished, failed, left by a rank (see device_orders.h).
 #include <algorithm>
 
 #include "engine/device_orders.h"
@@ -8,8 +8,8 @@
 namespace sparkhvd {
 namespace {
 
-// How long a failure that NCCL lays to a peer waits for the peer's goodbye, or for its name: a rank that
-// leaves says so before it ends its communicators, and the end of a process closes its connections.
+// Time that a failure which NCCL blames on a peer waits for the peer's goodbye, or for its name: a leaving
+// rank sends its goodbye before it ends its communicators, and the end of a process closes its connections.
 constexpr auto kNamingTime = std::chrono::seconds(1);
 // For the communicator of a set that a rank has left: see kDepartureTime in nccl/plane_end.cc.
 constexpr auto kMarkedTime = std::chrono::seconds(4);
@@ -18,7 +18,7 @@ constexpr auto kMarkedTime = std::chrono::seconds(4);
 
 // ---- From the device -------------------------------------------------------------------------
 
-/// Takes news of the plane. True if there was any.
+/// Processes events of the plane. True if there were any.
 bool DeviceOrders::hear() {
   auto* open = plane();
   if (open == nullptr) return false;
@@ -163,7 +163,7 @@ void DeviceOrders::abort() {
   open->abort();
 }
 
-/// The communicators have ended, or had their time: what was on them ends with the engine's error.
+/// The communicators have ended, or timed out: their operations end with the engine's error.
 void DeviceOrders::end_on_plane(bool is_device_busy) noexcept {
   for (; !on_plane_.empty(); on_plane_.pop_front()) {
     const auto& operation = on_plane_.front().operation;
@@ -174,7 +174,7 @@ void DeviceOrders::end_on_plane(bool is_device_busy) noexcept {
   }
 }
 
-/// At shutdown: nothing of the plane runs afterwards, and every operation has ended.
+/// At shutdown: afterwards the plane has stopped, and every operation has ended.
 void DeviceOrders::stop() {
   abort();
   auto* open = plane();
@@ -187,33 +187,33 @@ void DeviceOrders::stop() {
   end_on_plane(!has_stopped || (open->has_news() && open->take_news().is_busy));
 }
 
-/// Operations that the departing rank has finished end here by themselves; later ones must be ended.
+/// Operations that the departing rank has finished end here on their own; later operations must be ended.
 void DeviceOrders::depart(Group& group, Rank rank, std::uint64_t executed) {
   OnDevices& orders = group.device;
   if (!group.departed) group.departed = rank;
   orders.departure_limit = std::min(orders.departure_limit, executed);
-  // A set that the departing rank's goodbye does not speak of has received its last message.
+  // A set that the departing rank's goodbye does not mention has received its last message.
   if (rank == group.coordinator() && !orders.expected && executed != UINT64_MAX) {
     orders.expected = std::max(executed, orders.received);
   }
   mark_for_abort(group);
 }
 
-/// NCCL has noticed first that a rank is gone.
+/// NCCL has detected first that a rank is gone.
 void DeviceOrders::on_broken(const nccl::News::Broken& broken) {
   Group* group = groups_.find(broken.process_set);
-  if (group == nullptr) return;  // removed: nothing is left that it could keep from ending
+  if (group == nullptr) return;  // removed: it has no pending operation
   broken_.insert_or_assign(broken.process_set,
                            DeviceFailure{broken.error, Clock::now() + kNamingTime});
   if (group->departed) mark_for_abort(*group);
 }
 
-/// Ends what cannot end by itself on the device, of a process set that a rank has left.
+/// Ends the device operations that cannot end on their own, of a process set that a rank has left.
 void DeviceOrders::mark_for_abort(Group& group) {
   OnDevices& orders = group.device;
   const bool is_broken = broken_.erase(group.id) > 0;
   for (const OnPlane& one : on_plane_) {
-    // Then not even what the departing rank has finished.
+    // Then not even the operations that the departing rank has finished.
     if (is_broken && one.process_set == group.id) {
       orders.departure_limit = std::min(orders.departure_limit, one.sequence);
     }
@@ -226,7 +226,7 @@ void DeviceOrders::mark_for_abort(Group& group) {
   plane()->mark_for_abort(group.id, orders.departure_limit);
 }
 
-/// Rank 0 has left, and passes nothing on any more.
+/// Rank 0 has left, and passes on no more orders.
 void DeviceOrders::on_relay_end() {
   for (auto& [id, group] : groups_) {
     if (group->is_coordinator()) refuse_orders(*group);
@@ -234,7 +234,7 @@ void DeviceOrders::on_relay_end() {
   }
 }
 
-/// True if its order may still come although the coordinator orders nothing more.
+/// True if its order may still arrive although the coordinator orders nothing more.
 bool DeviceOrders::may_be_ordered(const Group& group, const Operation& operation) const {
   return operation.on_device && group.device.expected &&
          group.device.received < *group.device.expected && !peers_.has_left(Rank{0});

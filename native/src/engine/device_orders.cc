@@ -1,4 +1,4 @@
-// The order of operations on devices, and their way to the plane. How they end is in device_ends.cc.
+// The order of operations on devices, and their launch by the plane. device_ends.cc ends them.
 #include "engine/device_orders.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace sparkhvd {
 namespace {
 
-// Process sets are made at the speed of people; more than this is nonsense.
+// Users create few process sets; a larger number is invalid.
 constexpr std::size_t kMaxHeldOrders = 4096;
 
 std::string relay_text(Collective collective, const std::string& name) {
@@ -31,7 +31,7 @@ const Descriptor& descriptor_of(const Group& group, const Execute& execute) {
   return mine != group.submitted.end() ? mine->second->descriptor : execute.descriptor.value();
 }
 
-/// True if the result has bytes of some rank: then it needs a place.
+/// True if the result has bytes of some rank, so that it needs a place.
 bool lacks_output(const Operation& operation, const Execute& message, std::size_t members) {
   const Descriptor& descriptor = operation.descriptor;
   if (spec_of(descriptor.collective).result != Result::kAgreed) return false;
@@ -71,7 +71,7 @@ void DeviceOrders::open(const nccl::DeviceOptions& options) {
       options_.has_cpu_for_plane);
   in_flight_.if_usable([&] { plane_.store(plane.get(), std::memory_order_release); });
   if (is_open()) own_plane_ = std::move(plane);
-  wakeup_.ring_self();  // who sleeps has not announced it to the plane
+  wakeup_.ring_self();  // sleepers have not announced their sleep to the plane
 }
 
 std::shared_ptr<nccl::Device> DeviceOrders::device() const {
@@ -125,7 +125,7 @@ void DeviceOrders::send_orders(Group& group) {
   }
 }
 
-/// Rank 0 has left, so these will never come to anybody.
+/// Rank 0 has left, so these will never reach any rank.
 void DeviceOrders::refuse_orders(Group& group) {
   OnDevices& orders = group.device;
   std::vector<Refuse> refused;
@@ -145,7 +145,7 @@ void DeviceOrders::refuse_orders(Group& group) {
   }
 }
 
-/// Rank 0: a new process set, of whose first rank it takes orders.
+/// Rank 0: a new process set, whose first rank sends it orders.
 void DeviceOrders::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
   if (options_.rank != Rank{0}) return;
   relays_[process_set].ranks = std::move(ranks);
@@ -153,12 +153,12 @@ void DeviceOrders::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
   for (auto& [from, execute] : held) on_order(from, std::move(execute));
 }
 
-/// Rank 0: the coordinator of a process set has said what is next there.
+/// Rank 0: the coordinator of a process set has sent the next order.
 void DeviceOrders::on_order(Rank from, Execute execute) {
   if (options_.rank != Rank{0}) throw nonsense("an order to pass on, which only rank 0 does");
   const auto entry = relays_.find(execute.process_set);
   if (entry == relays_.end()) {
-    // The set's ranks may have finished making it before this one has begun.
+    // The set's ranks may have created it before this rank has begun.
     if (groups_.was_made(execute.process_set) || held_.size() >= kMaxHeldOrders) {
       throw nonsense("an order for a process set that does not exist");
     }
@@ -244,7 +244,7 @@ void DeviceOrders::hand_over(Group& group, const Execute& message,
                                  ". On a device the caller gives one with room for all rows.");
     }
     operation->rows = message.rows;
-    // Of an alltoall more than the caller reads.
+    // For an alltoall more than the caller reads.
     operation->rows.resize(
         std::min(message.rows.size(), group.team.size() * descriptor.shapes.size()));
     operation->trace.algorithm = spec.device_algorithm;

@@ -1,11 +1,10 @@
-// Operations on devices: put into one order for all process sets, handed to the plane that launches them, finished
-// when the device has.
+// Operations on devices: one order for all process sets, launched by the plane, finished when the device has finished.
 //
-// Two communicators that launch in different orders on two ranks wait for each other for ever. So there
-// is one order: a process set's coordinator decides what is next there, and rank 0, whom every
-// coordinator tells, passes it on; what a rank gets on rank 0's connection it launches in that order.
+// Two communicators that launch in different orders on two ranks deadlock. So there is one order: a process set's
+// coordinator decides the next operation and sends it to rank 0, which passes it on. A rank launches in the order of
+// rank 0's connection.
 //
-// **Threads.** The driver's, but for `open`, `device` and `is_open`.
+// **Threads.** The driver's, except `open`, `device` and `is_open`.
 #pragma once
 
 #include <atomic>
@@ -34,13 +33,13 @@ class DeviceOrders {
   struct Options {
     Rank rank{};
     double stall_warning_s = 0;
-    bool has_cpu_for_plane = false;  // besides the one of its caller, on a host with as many ranks
+    bool has_cpu_for_plane = false;  // besides the caller's, on a host with this many ranks
   };
-  /// What the orders of a process set mean to its other operations.
+  /// Effects of a process set's orders on its other operations.
   struct Hooks {
-    /// An operation that waits for its order will not get one.
+    /// A waiting operation will not get an order.
     std::function<void(const Refuse&)> refuse;
-    /// An order has come, or none will: what waited for it may end.
+    /// An order has arrived, or will not: operations that waited for it may end.
     std::function<void(Group&)> settle;
     /// A thread may wait for a launch.
     std::function<void()> launched;
@@ -52,7 +51,7 @@ class DeviceOrders {
 
   // Any thread.
 
-  /// Throws UNSUPPORTED if a library or the device is missing; nothing happens if it is open.
+  /// Throws UNSUPPORTED if a library or the device is missing; has no effect if it is open.
   void open(const nccl::DeviceOptions& options);
   /// Null before it is open.
   std::shared_ptr<nccl::Device> device() const;
@@ -61,33 +60,33 @@ class DeviceOrders {
 
   // The driver's.
 
-  /// Takes news of the plane. True if there was any.
+  /// Processes events of the plane. True if there were any.
   bool hear();
   TimePoint next_deadline() const;
   /// The coordinator: all ranks of the set are ready for this.
   void order(Group& group, Execute execute);
-  /// Rank 0: a new process set, of whose first rank it takes orders.
+  /// Rank 0: a new process set, whose first rank sends it orders.
   void relay_to(std::int32_t process_set, std::vector<Rank> ranks);
-  /// Rank 0: the coordinator of a process set has said what is next there.
+  /// Rank 0: the coordinator of a process set has sent the next order.
   void on_order(Rank from, Execute execute);
   void on_execute(Rank from, Execute message);
-  /// A rank has left, which has finished this on the device.
+  /// A rank has left, after finishing these device operations.
   void depart(Group& group, Rank rank, std::uint64_t executed);
-  /// Rank 0 has left, and passes nothing on any more.
+  /// Rank 0 has left, and passes on no more orders.
   void on_relay_end();
-  /// True if the operation's order may still come although the coordinator orders nothing more.
+  /// True if the operation's order may still arrive although the coordinator orders nothing more.
   bool may_be_ordered(const Group& group, const Operation& operation) const;
-  /// True when what was ordered on devices of a removed process set has ended.
+  /// True when the ordered device operations of a removed process set have ended.
   bool is_done(const Group& group) const;
   void remove(const Group& group);
   bool has_some() const noexcept { return !on_plane_.empty(); }
 
   void abort();
-  /// At shutdown: nothing of the plane runs afterwards, and every operation has ended.
+  /// At shutdown: afterwards the plane has stopped, and every operation has ended.
   void stop();
 
  private:
-  // Operations that the plane has, in the order of the device; null: of others, this rank has joined.
+  // Operations of the plane, in the order of the device; null: this rank has joined.
   struct OnPlane {
     std::int32_t process_set = 0;
     std::uint64_t sequence = 0;
@@ -99,12 +98,12 @@ class DeviceOrders {
     TimePoint deadline = kNever;
     TimePoint warn_at = kNever;
   };
-  /// Error of NCCL; becomes the engine's failure then, if nothing explains it by that time.
+  /// Error of NCCL; becomes the engine's failure at its deadline, unless explained by then.
   struct DeviceFailure {
     Error error;
     TimePoint at{};
   };
-  // Rank 0's: process sets by whose coordinator it is told what to pass on, in order.
+  // Rank 0's: process sets by coordinator, whose orders it passes on in sequence.
   struct Relay {
     std::vector<Rank> ranks;
     std::uint64_t next = 0;
@@ -139,11 +138,12 @@ class DeviceOrders {
   std::optional<DeviceFailure> failure_;
   std::map<std::int32_t, DeviceFailure> broken_;  // communicators by process set
   std::map<std::int32_t, Relay> relays_;
-  std::vector<std::pair<Rank, Execute>> held_;  // orders for sets that this rank has yet to make
+  std::vector<std::pair<Rank, Execute>>
+      held_;  // orders for sets that this rank has not created yet
 
   Mutex opening_;
   std::unique_ptr<nccl::DevicePlane> own_plane_ GUARDED_BY(opening_);
-  std::atomic<nccl::DevicePlane*> plane_{nullptr};  // the same, for those who use it
+  std::atomic<nccl::DevicePlane*> plane_{nullptr};  // the same, for its users
 };
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// What ranks must agree on in one operation, and the sentence if they do not. Pure.
+// The facts that must be equal on all ranks of an operation, and the message if they differ. Pure.
 #pragma once
 
 #include <optional>

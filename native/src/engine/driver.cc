@@ -17,18 +17,18 @@
 namespace sparkhvd {
 namespace {
 
-// Once no caller has driven for this long, and at most twice as long, the progress thread takes
-// over. Waking it after every one of a series of calls would cost more than the calls; so does
-// setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
+// After this time without a driving caller, and at most twice as long, the progress thread takes over.
+// Waking it after every call of a series would cost more than the calls. So would setting a timer each
+// time (5 us in a virtual machine), so a running timer is kept.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
-// Where ranks share CPUs a wake-up takes a CPU from one that works, and a caller is away for longer.
+// If ranks share CPUs, a wakeup takes a CPU from a working rank, and a caller is away for longer.
 constexpr auto kCrowdedTakeOverTime = std::chrono::milliseconds(1);
 // The same while nothing is in flight here: peers get their answers, and no rank waits for bytes.
 constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
 
-// What the progress thread waits for.
+// Wait conditions of the progress thread.
 constexpr std::uint64_t kConnectionsKey = 0;
 constexpr std::uint64_t kControlKey = 1;
 constexpr std::uint64_t kTimerKey = 2;
@@ -167,7 +167,7 @@ void Driver::run_progress_thread() {
     Lock lock(mutex_);
     if (is_stopping_) return;
     if (is_timer) is_timer_running_ = false;
-    // A caller that drives starts the timer when it stops.
+    // A driving caller starts the timer when it stops.
     if (has_driver_) continue;
     if (is_timer && std::exchange(drives_seen, drives_) != drives_) {
       start_timer();
@@ -191,8 +191,8 @@ void Driver::run_progress_thread() {
   }
 }
 
-/// Drives until there is nothing to do (true) or a caller wants to drive (false). `is_called`: something
-/// has happened.
+/// Drives until there is no work (true) or a caller wants to drive (false). `is_called`: an event has
+/// occurred.
 bool Driver::progress_until_idle(bool is_called) {
   TimePoint spin_end = Clock::now() + (is_called ? spinning_.time : Clock::duration::zero());
   driven_.look();
@@ -201,8 +201,7 @@ bool Driver::progress_until_idle(bool is_called) {
       spin_end = Clock::now() + spinning_.time;
       continue;
     }
-    // A thread without waiters spins only in the middle of an operation that all ranks are
-    // in.
+    // A thread without waiters spins only in the middle of an operation that all ranks have started.
     if (driven_.is_running() && Clock::now() < spin_end) {
       relax(spinning_.is_crowded);
       continue;
@@ -237,7 +236,7 @@ void Driver::wait(const WaitCondition& goal, TimePoint deadline, bool has_reques
   if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
 }
 
-/// True if the deadline, a signal or the end came before the goal.
+/// True if the deadline, a signal or the end came before the condition held.
 bool Driver::drive_to(const WaitCondition& goal, TimePoint deadline) {
   bool is_spinning = false;
   TimePoint spin_end = Clock::now() + patience(goal);
@@ -273,18 +272,18 @@ bool Driver::drive_to(const WaitCondition& goal, TimePoint deadline) {
   return false;
 }
 
-/// Between hosts the CPU that spins may be the one that the network's work needs: after a few
-/// fruitless spins in a row, waiters sleep at once. On one host it takes many: who sleeps makes the
-/// others wait for its wake-up, so that they sleep too, and small operations would cost a wake-up each
-/// from then on. They try again in the first of every 16 ms, by a clock that the processes of a host
-/// share, because a spin meets an answer in time only if the peer spins too.
+/// Between hosts the network's work may need the spinning CPU, so waiters sleep at once after a few
+/// consecutive fruitless spins. On one host many are needed: a sleeping rank makes the others wait for its
+/// wakeup, so that they sleep too, and from then on small operations would cost a wakeup each. Waiters retry
+/// in the first of every 16 ms, by a clock that the processes of a host share, because a spin succeeds
+/// only if the peer spins too.
 Clock::duration Driver::patience(const WaitCondition& goal) const {
   if (failed_spins_ < spinning_.max_failed || goal.is_imminent()) return spinning_.time;
   const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
   return is_trial ? spinning_.time : Clock::duration::zero();
 }
 
-/// Sleeps until something happens. True if a signal, the deadline or the end ended it.
+/// Sleeps until an event. True if a signal, the deadline or the end ended it.
 bool Driver::sleep_until(TimePoint deadline) {
   if (!announce_sleep()) return false;
   {
@@ -307,8 +306,8 @@ bool Driver::sleep_until(TimePoint deadline) {
   return interrupted || (!moved && Clock::now() >= deadline);
 }
 
-/// Tells the peers of this host and the plane to ring, if they matter at all. False if there is
-/// something to do after all.
+/// Announces the sleep to the peers of this host and the plane, if they matter. False if there is work
+/// meanwhile.
 bool Driver::announce_sleep() {
   if (!driven_.is_running() && !driven_.expects_bell()) return true;
   wakeup_.set_sleeping();

@@ -64,10 +64,10 @@ void Engine::shutdown() {
   const Lock once(shutdown_mutex_);
   if (is_shut_down_) return;
   driver_.take_for_good();
-  // The reason for an abort must not be lost to a shutdown right behind it.
+  // The reason for an abort must not be lost to an immediate shutdown.
   if (core_.in_flight().is_abort_requested()) core_.step(Work::kControl);
   core_.leave();
-  // Nothing may keep the thread from being joined, least of all what has no memory to say so.
+  // No exception may prevent the join of the thread, not even for lack of memory.
   const auto attempt = [this](auto body) noexcept {
     try {
       body();

@@ -1,17 +1,17 @@
-// The engine of one rank: takes submissions, agrees on them with the other ranks, and drives the
+// The engine of one rank: accepts submissions, negotiates them with the other ranks, and drives the
 // collectives. Its parts:
 //
-//     Driver        which thread works for all, and how it waits
-//     Core          all that the driver drives: what follows, put together
+//     Driver        the driving thread, and how threads wait
+//     Core          all parts that the driver drives:
 //       InFlight      operations of callers, and the engine's failure
 //       Peers         connections, and ranks that leave or are lost
 //       ProcessSets   the life of collective operations
-//       DeviceOrders  those of them that a device runs
+//       DeviceOrders  collective operations on a device
 //       PointToPoint  messages
 //
-// **Threads.** Any number of callers and one progress thread, which the driver explains.
+// **Threads.** Any number of callers and one progress thread, see the driver.
 //
-// **Shutdown.** The last driver says goodbye on every connection, lets the peers read it, and closes;
+// **Shutdown.** The last driver sends a goodbye on every connection, lets the peers read it, and closes;
 // then the progress thread is joined.
 #pragma once
 
@@ -51,16 +51,16 @@ class Engine {
   }
   double stall_shutdown_s() const noexcept { return stall_shutdown_s_; }
 
-  /// Throws UNSUPPORTED if a library or the device is missing; nothing happens if it is open.
+  /// Throws UNSUPPORTED if a library or the device is missing; has no effect if it is open.
   void open_device(const nccl::DeviceOptions& options);
   /// Null before it is open.
   std::shared_ptr<nccl::Device> device() const { return core_.devices().device(); }
 
-  /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
+  /// Throws InvalidArgument for a name in flight, else the error that made the engine unusable.
   void submit(std::shared_ptr<Operation> operation);
   /// Drives until the operation is finished, `deadline`, or a signal.
   void wait(const Operation& operation, TimePoint deadline);
-  /// The same until it has been handed to the device, or has ended.
+  /// The same until it is launched on the device, or has ended.
   void wait_launched(const Operation& operation, TimePoint deadline);
   /// Submits and waits, without a change of drivers in between.
   void run(const std::shared_ptr<Operation>& operation, TimePoint deadline);
@@ -68,7 +68,7 @@ class Engine {
   Recorder& recorder() noexcept { return core_.recorder(); }
   void shutdown() EXCLUDES(shutdown_mutex_);
   void abort(const std::string& reason);
-  /// Throws why the engine is not usable.
+  /// Throws the error that made the engine unusable.
   void check() const;
   void after_fork() noexcept;
   bool is_forked_copy() const noexcept { return is_forked_copy_.load(std::memory_order_relaxed); }

@@ -12,13 +12,13 @@ namespace sparkhvd {
 namespace {
 
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
-// Of it in the caller's thread. Live hosts take microseconds, and 40 ms where a kernel delays its last acknowledgement.
+// Time in the caller's thread. Live hosts take microseconds, or 40 ms if a kernel delays its last acknowledgement.
 constexpr auto kGoodbyeHere = std::chrono::milliseconds(100);
 constexpr auto kGoodbyePause = std::chrono::microseconds(200);
-// From one connection in one round.
+// Bytes from one connection in one round.
 constexpr std::size_t kReadBudget = 1 << 20;
 
-// Those in the background. A process may be forked at any moment, so no lock guards it.
+// Closes in the background. A process may be forked at any moment, so no lock guards it.
 std::atomic<std::size_t> background = 0;
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
@@ -42,13 +42,13 @@ void GracefulClose::say(GracefulClose graceful_close) {
   };
   try {
     std::thread(go_on, std::move(graceful_close)).detach();
-  } catch (const std::system_error&) {  // no thread to be had
+  } catch (const std::system_error&) {  // no thread available
     go_on(std::move(graceful_close));
   }
 }
 
 void GracefulClose::finish() {
-  // In a forked child nobody ends them.
+  // In a forked child they never end.
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
   while (background > 0 && Clock::now() < deadline) std::this_thread::sleep_for(kGoodbyePause);
 }
@@ -61,7 +61,7 @@ bool GracefulClose::close_until(TimePoint deadline) {
   return true;
 }
 
-/// Closes every connection whose bytes have reached the peer's host. True if none is left.
+/// Closes every connection whose bytes have reached the peer's host. True if all are closed.
 bool GracefulClose::close_delivered() {
   bool is_done = true;
   const auto part = [&](Link& link) {

@@ -1,8 +1,8 @@
-// The end of an engine's connections: they stay until their last bytes have reached the peers' hosts.
+// The end of an engine's connections: they stay open until their last bytes have reached the peers' hosts.
 //
-// A peer whose process is stopped, or starved, may need long to make room. Closing earlier could destroy what it has not
-// read, be it tensors, the goodbye or the cause of a failure; waiting in `shutdown` would keep a program that has others to
-// meet. So what is left after a moment goes to a thread of its own, for at most a second.
+// A stopped or starved peer may need long to make room. An earlier close could destroy unread bytes: tensors, the goodbye
+// or the cause of a failure. Waiting in `shutdown` would delay a program that joins another job. So connections that
+// remain after a moment move to a background thread, for at most a second.
 #pragma once
 
 #include <vector>
@@ -17,9 +17,9 @@ class GracefulClose {
  public:
   GracefulClose(std::vector<ControlLink> links, std::vector<DataLink> data_links);
 
-  /// Closes what is delivered, for a moment here and then in the background.
+  /// Closes delivered connections, for a moment here and then in the background.
   static void say(GracefulClose graceful_close);
-  /// Waits for those in the background, before the process ends.
+  /// Waits for closes in the background, before the process ends.
   static void finish();
 
  private:

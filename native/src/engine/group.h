@@ -1,4 +1,4 @@
-// One process set as a rank of it sees it: what was submitted, what is agreed on, what runs.
+// A rank's state of one process set: submitted, negotiated and running operations.
 #pragma once
 
 #include <cstdint>
@@ -19,31 +19,31 @@
 
 namespace sparkhvd {
 
-/// An operation that all ranks have agreed to run.
+/// A negotiated operation.
 struct Running {
-  std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts along
+  std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts
   std::unique_ptr<Context> context;
   Task task;
   std::uint64_t sequence = 0;
-  std::unique_ptr<Execute> passed_over;  // what a rank that has joined counts along with
+  std::unique_ptr<Execute> passed_over;  // the order that a joined rank counts
   bool is_started = false;
   std::optional<OperationFailed> failure;  // then it has ended
-  bool has_looked = false;  // removal of a process set: at everything that has come for it
-  ProgressTimeout timeout;  // begins anew with every step
+  bool has_looked = false;  // removal of a process set: has processed its received frames
+  ProgressTimeout timeout;  // restarts with every step
 };
 
-/// Operations that a process set has agreed to run on its ranks' devices, beside `running`.
+/// Negotiated operations on the ranks' devices, beside `running`.
 struct OnDevices {
   std::uint64_t received = 0;
   std::uint64_t finished = 0;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
-  /// So many come, once the coordinator has said its last word or has left: rank 0 passes them on,
-  /// so they may come after it.
+  /// Number of operations, after the coordinator has sent its last message or has left: rank 0 passes them
+  /// on, so they may arrive later.
   std::optional<std::uint64_t> expected;
 
   // The coordinator's.
   bool has_id = false;
-  TimePoint id_deadline = kNever;  // of what makes the communicator's id
+  TimePoint id_deadline = kNever;  // of the creation of the communicator's id
   std::deque<Execute> waiting;     // for the id
   struct Sent {
     std::string name;
@@ -62,41 +62,41 @@ struct Group {
 
   std::int32_t id;
   Team team;
-  std::optional<Communicator> communicator;  // once the members share what memory they can
+  std::optional<Communicator> communicator;  // after the members share their memory
   std::optional<Negotiation> negotiation;    // on the coordinator
-  std::map<std::string, std::shared_ptr<Operation>> submitted;  // not agreed on yet
+  std::map<std::string, std::shared_ptr<Operation>> submitted;  // not negotiated yet
   TimePoint give_up_at = kNever;                                // of these, or earlier
   Plan plan;
-  ReadyAgain untold;            // submitted, and the coordinator has yet to be told
-  ExecuteAgain untold_orders;   // the coordinator's: decided, and the members have yet to be told
-  std::deque<Running> running;  // in the agreed order
+  ReadyAgain untold;            // submitted, and not sent to the coordinator yet
+  ExecuteAgain untold_orders;   // the coordinator's: decided, and not sent to the members yet
+  std::deque<Running> running;  // in the negotiated order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;
   OnDevices device;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
-  std::optional<Rank> departed;                // the first that has left in order
+  std::optional<Rank> departed;                // the first that has left gracefully
   bool is_closed = false;                      // the coordinator orders nothing more, and why
   std::int32_t why_closed = SPARKHVD_OK;
   std::string closing_text;
-  bool is_removed = false;  // goes when nothing runs any more
+  bool is_removed = false;  // deleted when nothing runs any more
 };
 
-/// The process sets that a rank is in, by number.
+/// The process sets of a rank, by number.
 class Groups {
  public:
   using Map = std::map<std::int32_t, std::unique_ptr<Group>>;
 
-  /// Null if there is none.
+  /// Null if it does not exist.
   Group* find(std::int32_t id) const {
     const auto entry = groups_.find(id);
     return entry == groups_.end() ? nullptr : entry->second.get();
   }
-  /// The same; null also if it was removed, and only finishes what was agreed on.
+  /// The same; null also if it was removed, and only finishes negotiated operations.
   Group* find_open(std::int32_t id) const {
     Group* group = find(id);
     return group == nullptr || group->is_removed ? nullptr : group;
   }
-  /// True if it was made, whether this rank is in it or not, and is no more.
+  /// True if it was created, with or without this rank, and removed.
   bool is_gone(std::int32_t id) const { return id < next_ && !groups_.contains(id); }
   bool was_made(std::int32_t id) const { return id < next_; }
   std::int32_t take_number() { return next_++; }

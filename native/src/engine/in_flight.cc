@@ -35,19 +35,19 @@ InFlight::InFlight(const Membership& membership, Recorder& recorder, Failing& fa
 void InFlight::submit(std::shared_ptr<Operation> operation) {
   const Lock lock(mutex_);
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
-  // The driver may have yet to take the abort, and would tell peers of this operation first.
+  // The driver may not have taken the abort yet, and would announce this operation to peers first.
   if (abort_reason_) throw Error(SPARKHVD_SHUT_DOWN, operation->label() + ": " + *abort_reason_);
   const auto members = members_.find(operation->process_set);
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
   for (const auto& [rank, kind] : losses_) {
-    // Any other loss is noted just before the engine fails: with that, and its cause, this operation will end.
+    // Any other loss is recorded just before the engine fails, which will end this operation with its cause.
     if (!needs_all || kind != LossKind::kLeft) continue;
     if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
   }
   auto& of_this_name = operations_[{operation->process_set, operation->name}];
-  // What is on the device already needs its name no more: the host may be many steps ahead of a GPU.
+  // An operation on the device no longer needs its name: the host may be many steps ahead of a GPU.
   if (of_this_name && !nccl::is_launched(*of_this_name)) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
                 operation->label() +
@@ -141,7 +141,7 @@ void InFlight::finish(Operation& operation, std::int32_t status, std::string mes
   {
     const Lock lock(mutex_);
     const auto entry = operations_.find({operation.process_set, operation.name});
-    // The caller may let go of it once it has ended; a later operation may have taken the name.
+    // The caller may release it after its end; a later operation may have the name.
     std::shared_ptr<Operation> kept;
     if (entry != operations_.end() && entry->second.get() == &operation) {
       kept = std::move(entry->second);
@@ -164,7 +164,7 @@ void InFlight::finish_failed(Operation& operation) noexcept {
 }
 
 void InFlight::finish_all(std::int32_t status, const std::string& message) {
-  // All that is in flight, in any state: no caller may wait for ever.
+  // All operations in flight, in any state: no caller may wait forever.
   std::vector<std::shared_ptr<Operation>> operations;
   {
     const Lock lock(mutex_);
@@ -188,7 +188,7 @@ void InFlight::fail(std::int32_t status, const std::string& message) noexcept {
   }
 }
 
-/// Every operation ends without a new byte of memory, and the peers see the connections end.
+/// Every operation ends without allocating memory, and the peers see the connections close.
 void InFlight::fail_without_memory() noexcept {
   has_failed_ = true;
   failing_.let_go();
@@ -208,7 +208,7 @@ void InFlight::fail_without_memory() noexcept {
 
 Error InFlight::failure() const {
   const Lock lock(mutex_);
-  // Before a failure only the end of an engine that never worked asks.
+  // Before a failure this is called only at the end of an engine that never worked.
   if (!failure_)
     return {SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(membership_.self) + " has ended."};
   return *failure_;

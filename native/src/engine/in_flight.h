@@ -1,10 +1,10 @@
-// Operations of this rank that have not ended, and why no more are taken: what callers and the driver share.
+// Unfinished operations of this rank, and the failure that stops new ones: the state shared by callers and the driver.
 //
-// **Threads.** Callers submit, ask and abort; the driver takes, ends and fails. An Operation's result is written
-// before its status is.
+// **Threads.** Callers submit, query and abort; the driver takes, ends and fails. An Operation's result is written
+// before its status.
 //
-// **Failure** is final: the first one counts. Whoever notices it calls `fail`, and the engine's parts hear of it
-// by `Failing` before any caller does, so that nothing writes to a tensor whose operation has ended.
+// **Failure** is final: the first one counts. Any part that detects it calls `fail`, and the engine's parts are notified
+// by `Failing` before any caller, so that no part writes to a tensor whose operation has ended.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@
 
 namespace sparkhvd {
 
-/// What the engine's parts do when it fails.
+/// Reactions of the engine's parts to a failure.
 class Failing {
  public:
   virtual ~Failing() = default;
-  /// Lets go of all tensors, ends all operations, tells the peers.
+  /// Releases all tensors, ends all operations, notifies the peers.
   virtual void spread(std::int32_t status, const std::string& message) = 0;
-  /// The last resort, when `spread` itself fails: lets go of all tensors, without a new byte of memory.
+  /// The last resort, when `spread` itself fails: releases all tensors, without allocating memory.
   virtual void let_go() noexcept = 0;
 };
 
@@ -45,13 +45,13 @@ class InFlight {
 
   // Any thread.
 
-  /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
+  /// Throws InvalidArgument for a name in flight, else the error that made the engine unusable.
   void submit(std::shared_ptr<Operation> operation);
   /// False if the engine has failed already.
   bool request_abort(const std::string& reason);
-  /// Throws why the engine is not usable.
+  /// Throws the error that made the engine unusable.
   void check() const;
-  /// Runs `body` unless the engine has failed, and not while it fails. Throws why it is not usable.
+  /// Runs `body` unless the engine has failed, and not while it fails. Throws the error that made it unusable.
   template <class Body>
   void if_usable(Body body) const {
     const Lock lock(mutex_);
@@ -61,12 +61,12 @@ class InFlight {
   /// The ranks of a process set, ascending. Throws InvalidArgument if it does not exist or this rank
   /// is not in it.
   std::shared_ptr<const std::vector<Rank>> members(std::int32_t process_set) const;
-  /// True if something was submitted, or an abort asked for, that the driver has not taken.
+  /// True if the driver has not taken a submission or an abort.
   bool has_requests() const;
   bool is_abort_requested() const;
-  /// True if no operation is in flight, and no abort asked for.
+  /// True if no operation is in flight, and no abort requested.
   bool is_idle() const;
-  /// Ranks that are lost, ascending, as far as this rank knows.
+  /// Lost ranks that this rank knows of, ascending.
   std::vector<Loss> losses() const;
 
   // The driver's.
@@ -79,15 +79,15 @@ class InFlight {
   Requests take();
   void announce(std::int32_t process_set, std::vector<Rank> members);
   void withdraw(std::int32_t process_set);
-  /// A rank has left in order: operations that need it are refused from now on.
+  /// A rank has left gracefully: operations that need it are refused from now on.
   void depart(Rank rank);
-  /// Notes that a rank is lost; the first loss of a rank counts. Unless it has left, the engine fails next.
+  /// Records that a rank is lost; the first loss of a rank counts. Unless it has left, the engine fails next.
   void note(Loss loss);
   /// Ends an operation.
   void finish(Operation& operation, std::int32_t status, std::string message);
   /// Ends an operation because the engine has failed.
   void finish_failed(Operation& operation) noexcept;
-  /// Ends all, but for those that a device may still write to, and takes no more.
+  /// Ends all operations, except those whose tensors a device may still write, and accepts no more.
   void finish_all(std::int32_t status, const std::string& message);
   /// Fails the engine, unless it has failed.
   void fail(std::int32_t status, const std::string& message) noexcept;
@@ -107,15 +107,14 @@ class InFlight {
 
   mutable Mutex mutex_;
   std::vector<std::shared_ptr<Operation>> submitted_
-      GUARDED_BY(mutex_);  // the driver has yet to take
+      GUARDED_BY(mutex_);  // not taken by the driver yet
   std::optional<std::string> abort_reason_ GUARDED_BY(mutex_);
-  // Every operation that is not finished; but of those that the device has been given, at most the last of
-  // a name.
+  // Every unfinished operation; for launched device operations at most the last of a name.
   std::map<Key, std::shared_ptr<Operation>> operations_ GUARDED_BY(mutex_);
   std::map<std::int32_t, std::shared_ptr<const std::vector<Rank>>> members_ GUARDED_BY(mutex_);
   std::map<Rank, LossKind> losses_ GUARDED_BY(mutex_);
   std::optional<Error> failure_ GUARDED_BY(mutex_);
-  Error out_of_memory_ GUARDED_BY(mutex_);  // there when nothing can be made any more
+  Error out_of_memory_ GUARDED_BY(mutex_);  // preallocated for a lack of memory
 };
 
 }  // namespace sparkhvd

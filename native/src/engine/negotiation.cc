@@ -71,7 +71,7 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
       return text;
   }
   if (pending.num_arrived == options_.members.size()) return std::nullopt;
-  // The missing ones have joined: they add nothing, which only a sum is indifferent to.
+  // The missing ranks have joined: they add nothing, which is correct only for a sum.
   const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
   const bool goes_on = spec_of(first.collective).goes_on_without_joined;
   if (goes_on && is_sum) return std::nullopt;
@@ -97,7 +97,7 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   if (const auto write_rows = spec_of(first.collective).write_rows) {
     write_rows(contributors, execute);
   }
-  // Only if all lie in the same registered memory: a mailbox is read, a buffer is written too.
+  // Only if all are in the same registered memory: a mailbox is only read, a buffer is also written.
   const auto is_same = [&](const Descriptor* each) {
     return each->place && each->place->segment == first.place->segment;
   };
@@ -112,8 +112,8 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   return execute;
 }
 
-/// Checks that the results of an order fit into the ranks' own memory; returns the error, or nothing. Where one is
-/// large the order has every rank say first whether it has memory.
+/// Checks that the results of an order fit into the ranks' own memory; returns the error, if any. For a large result the
+/// order first queries every rank for memory.
 std::string Negotiation::check_results(const std::string& name, const Pending& pending,
                                        Execute& order) const {
   const Descriptor& first = first_of(pending.arrived);
@@ -165,7 +165,7 @@ void Negotiation::conclude(const std::string& name, const Pending& pending, Time
   wait_longer_for_joins(now);
 }
 
-/// Who goes on without those who have joined keeps them waiting for a good reason.
+/// Ranks that continue after others have joined delay these legitimately.
 void Negotiation::wait_longer_for_joins(TimePoint now) {
   if (!join_) return;
   join_->since = now;
@@ -180,7 +180,7 @@ bool Negotiation::is_complete(const Pending& pending) const {
   return true;
 }
 
-/// A pending operation that is pending no more.
+/// A formerly pending operation.
 Negotiation::Pending Negotiation::take(const std::string& name) {
   Pending pending = std::move(pending_.extract(name).mapped());
   if (pending.number) planned_[*pending.number].pending = nullptr;
@@ -250,7 +250,7 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
   next_tick_ = std::min(next_tick_, join_->deadline);
   join_->last = from;
   join_->joined.emplace(from, std::move(message.descriptor));
-  // It will not come late any more: a refusal from before must not meet its next operation.
+  // It will no longer be late: an earlier refusal must not match its next operation.
   for (auto& [name, refused] : refused_) std::erase(refused.unaware, from);
   std::erase_if(refused_, [](const auto& entry) { return entry.second.unaware.empty(); });
   if (!departed_.empty()) {
@@ -258,7 +258,7 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
                 departure_text(Collective::kJoin, join_->name, departed_.front()), outcome);
     return outcome;
   }
-  // What waited for this rank goes on without it.
+  // Operations that waited for this rank continue without it.
   for (auto entry = pending_.begin(); entry != pending_.end();) {
     const auto current = entry++;
     if (!is_complete(current->second)) continue;

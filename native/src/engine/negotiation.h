@@ -1,5 +1,5 @@
-// Which operations are ready on every rank, and in which order they run. Pure on messages: no
-// sockets, no clock; time is an argument. Lives on the coordinator (rank 0).
+// Negotiation: the operations that are ready on every rank, and their order. Pure on messages: no
+// sockets, no clock; time is an argument. Runs on the coordinator (the set's first rank).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace sparkhvd {
 
-/// Why an operation cannot run once `departed` has left in order.
+/// The error of an operation after `departed` has left gracefully.
 std::string departure_text(Collective collective, const std::string& name, Rank departed);
 
 /// An order of the plan.
@@ -35,12 +35,12 @@ struct Decision {
 /// The coordinator's view of one process set.
 ///
 /// **Plan.** An operation that every rank has submitted twice in a row with the same description gets a number with
-/// its order. From then on a rank that submits it unchanged sends the number alone, and where all did the order is
-/// the number, too: nothing is compared or computed again. Whoever submits something else under the name describes it
-/// as ever, and is compared with what the others' numbers mean.
+/// its order. From then on a rank that submits it unchanged sends only the number. If all ranks do, the order is the
+/// number, too: nothing is compared or computed again. A rank that submits something else under the name sends its
+/// description, which is compared with the descriptions of the others' numbers.
 class Negotiation {
  public:
-  /// So many operations have numbers; others are described each time.
+  /// Largest count of numbered operations; others are described each time.
   static constexpr std::size_t kMaxPlanned = 4096;
 
   struct Options {
@@ -51,22 +51,22 @@ class Negotiation {
   struct Outcome {
     std::vector<Decision> decisions;
     std::vector<std::string> warnings;
-    std::vector<Rank> awaited;  // the ranks that the warnings are about, each once
+    std::vector<Rank> awaited;  // the ranks named by the warnings, each once
   };
 
   explicit Negotiation(Options options) : options_(std::move(options)) {}
 
   /// A rank has submitted an operation.
   Outcome ready(Rank from, Ready message, TimePoint now);
-  /// A rank has submitted operation `number` of the plan. Throws Error if there is none.
+  /// A rank has submitted operation `number` of the plan. Throws Error if it does not exist.
   Outcome ready_again(Rank from, std::uint32_t number, TimePoint now);
-  /// A rank has left in order: what needs it cannot happen any more.
+  /// A rank has left gracefully: operations that need it cannot run any more.
   Outcome departed(Rank rank);
   /// Warnings and timeouts that are due.
   Outcome tick(TimePoint now);
   /// Number of operations on devices that have been ordered.
   std::uint64_t device_orders() const noexcept { return next_device_sequence_; }
-  /// When `tick` may have something to say next.
+  /// Next time at which `tick` may report something.
   TimePoint next_deadline() const noexcept { return next_tick_; }
 
  private:
@@ -91,13 +91,13 @@ class Negotiation {
     std::uint64_t digest = 0;  // of all descriptions
     std::optional<std::uint32_t> number;
   };
-  /// A refusal that some members have yet to receive, because they had not submitted.
+  /// A refusal for members that had not submitted yet.
   struct Refused {
     Refuse message;
     std::vector<Rank> unaware;
   };
 
-  /// Ranks that have joined, and wait for the others to do so.
+  /// Ranks that have joined, and wait for the others.
   struct Join {
     Join() : last{}, since{}, deadline(kNever) {}  // clang 16 finds no other one here
     std::string name;
@@ -108,7 +108,7 @@ class Negotiation {
   };
 
   Outcome join(Rank from, Ready message, TimePoint now);
-  /// The refusal that a rank which comes late has yet to receive.
+  /// The pending refusal for a late rank.
   std::optional<Outcome> take_refusal(Rank from, const std::string& name);
   Outcome arrive(Rank from, Pending& pending, const std::string& name,
                  std::shared_ptr<const Descriptor> descriptor, TimePoint now);
@@ -132,7 +132,7 @@ class Negotiation {
 
   Options options_;
   std::uint64_t next_sequence_ = 0;
-  std::uint64_t next_device_sequence_ = 0;  // operations on devices are numbered by themselves
+  std::uint64_t next_device_sequence_ = 0;  // operations on devices are numbered separately
   std::map<std::string, Pending> pending_;
   std::vector<Planned> planned_;  // by number
   std::unordered_map<std::string, Seen> seen_;

@@ -1,4 +1,4 @@
-// Operations that come again (see negotiation.h).
+// Repeated operations (see negotiation.h).
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -9,8 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-/// Sum of everything that the ranks describe. Equal sums of different descriptions would do no harm: what is planned
-/// is what was described last.
+/// Digest of the ranks' descriptions. Equal digests of different descriptions are harmless, because the last description
+/// is planned.
 class Digest {
  public:
   void add(const Descriptor& descriptor) {
@@ -45,12 +45,11 @@ class Digest {
 
 }  // namespace
 
-/// The number of an operation that has come as the last time, if the plan has room; what every rank has
-/// described is remembered.
+/// The number of a repeated operation, if the plan has room; stores the descriptions of all ranks.
 std::optional<std::uint32_t> Negotiation::plan(const std::string& name, const Pending& pending) {
   Digest digest;
   for (const auto& descriptor : pending.arrived) digest.add(*descriptor);
-  // Names that never come again are forgotten now and then.
+  // Names that never repeat are dropped from time to time.
   if (seen_.size() >= 2 * kMaxPlanned && !seen_.contains(name)) {
     std::erase_if(seen_, [](const auto& entry) { return !entry.second.number; });
   }
@@ -64,7 +63,7 @@ std::optional<std::uint32_t> Negotiation::plan(const std::string& name, const Pe
   }
   Planned& planned = planned_[*seen.number];
   planned.descriptors = pending.arrived;
-  // Ranks mostly describe the same: once is enough.
+  // Ranks mostly have equal descriptions, which are stored once.
   for (auto& descriptor : planned.descriptors) {
     if (*descriptor == *planned.descriptors[0]) descriptor = planned.descriptors[0];
   }

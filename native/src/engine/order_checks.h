@@ -1,4 +1,4 @@
-// What an order must say to be possible: its numbers become sizes of memory. Pure: no sockets.
+// Validity checks of an order, whose numbers become sizes of memory. Pure: no sockets.
 #pragma once
 
 #include "message.h"
@@ -7,9 +7,9 @@
 
 namespace sparkhvd {
 
-/// Throws unless those who take part in an operation without the ones that have joined can be.
+/// Throws unless the contributors of an operation, without joined ranks, are possible.
 void check_contributors(const Team& team, const Execute& message);
-/// Throws unless the coordinator's numbers can be.
+/// Throws unless the coordinator's numbers are possible.
 void check_order(const Team& team, const Operation& operation, const Execute& message);
 bool is_contributor(const Execute& message, Rank rank);
 

@@ -1,5 +1,5 @@
-// An order as each rank needs it. The coordinator knows everybody's splits and places; told to all,
-// these would be N^2 numbers in an operation. Pure: no sockets.
+// An order, reduced to each rank's needs. The coordinator has all ranks' splits and places; sent to all,
+// these would be N^2 numbers per operation. Pure: no sockets.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace sparkhvd {
 
-/// The `rows` of an alltoall's order, one after the other: what one rank must know of all splits.
+/// The `rows` of an alltoall's order, concatenated: one rank's part of all splits.
 struct AlltoallRows {
   std::span<const std::int64_t> incoming;  // [member]: to this rank
-  /// [local]: rows that this rank of the island gives to others of it, ahead of this rank's. None on
+  /// [local]: rows that this rank of the island sends to others of it, before this rank's. Empty on
   /// devices.
   std::span<const std::int64_t> before;
-  /// The most that a rank of the island gives to the others of it; on devices: that any rank gives.
+  /// The most rows that a rank of the island sends to the others of it; on devices: that any rank sends.
   std::int64_t longest = 0;
 
   static std::size_t count(std::size_t members, std::size_t local_size) noexcept {
@@ -30,7 +30,7 @@ struct AlltoallRows {
         longest(rows.back()) {}
 };
 
-/// Makes these rows from the splits of an order. Throws Error if the splits cannot be.
+/// Computes these rows from the splits of an order. Throws Error if the splits are impossible.
 std::vector<std::int64_t> alltoall_rows(const Execute& order, const Team& team, Rank rank);
 
 struct OrderPart {
@@ -38,8 +38,8 @@ struct OrderPart {
   Execute order;
 };
 
-/// An order to all ranks of `team`, cut to what each needs: of alltoall's splits those that concern
-/// it, of places those of its island.
+/// Sends an order to all ranks of `team`, reduced to each rank's part of alltoall's splits and its island's
+/// places.
 std::vector<OrderPart> parts_of(Execute order, const Team& team);
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// Ranks that keep others waiting, that leave, or are lost (see peers.h).
+// Stragglers, and ranks that leave or are lost (see peers.h).
 #include <algorithm>
 
 #include "engine/peers.h"
@@ -7,14 +7,14 @@
 namespace sparkhvd {
 namespace {
 
-// Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
+// Number of ranks whose stacks one warning requests, because all usually have the same cause.
 constexpr std::size_t kMaxStacks = 8;
-// What a live peer, or its kernel, needs to tell why it has ended.
+// Time for a live peer, or its kernel, to report the cause of its end.
 constexpr auto kLastWordsTime = std::chrono::seconds(2);
 
 }  // namespace
 
-// ---- Ranks that keep others waiting ----------------------------------------------------------
+// ---- Stragglers ------------------------------------------------------------------------------
 
 void Peers::ask_for_stacks(const std::vector<Rank>& ranks) {
   std::size_t asked = 0;
@@ -57,7 +57,7 @@ void Peers::on_stack(Rank from, const Stack& message) {
     if (requests.empty()) throw nonsense("a stack without request");
     const StackUse use = requests.front();
     requests.pop_front();
-    // A peer may say anything; more than a day is as good as never.
+    // A peer may send any number; more than a day means never.
     const std::chrono::milliseconds still(std::min<std::uint64_t>(message.still_ms, 86'400'000));
     events_.on_life(from, Clock::now() - still);
     if (use == StackUse::kSignOfLife) return;
@@ -78,7 +78,7 @@ LossKind Peers::kind_of(const Link& link) {
 
 void Peers::suspect(const DataLink& link) {
   const LossKind kind = kind_of(link);
-  // A peer that has not ended has no last words.
+  // A live peer has no last frames.
   if (kind == LossKind::kSilent) return lose(link.peer(), kind, link.trouble());
   suspects_.try_emplace(link.peer(), Suspect{Clock::now() + kLastWordsTime, kind, link.trouble()});
 }

@@ -1,9 +1,9 @@
-// The other ranks' connections: what is read and written when, who has left, and who is lost.
+// The other ranks' connections: reading, writing, and ranks that have left or are lost.
 //
 // **Threads.** The driver's.
 //
-// **Ends.** A rank that leaves says goodbye; a connection for control frames that ends without one is the loss of its
-// rank, which fails the engine. A connection for tensors that ends alone gets a moment in which the rank may say why.
+// **Ends.** A rank that leaves sends a goodbye. A connection for control frames that closes without one is the loss of its
+// rank, which fails the engine. If only a connection for tensors closes, the rank has a moment to report the cause.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +26,15 @@
 
 namespace sparkhvd {
 
-/// What others make of what peers say.
+/// Receiver of the peers' frames.
 class PeerEvents {
  public:
   virtual ~PeerEvents() = default;
-  /// A frame that is not about the connection itself. Throws Error if the peer cannot have sent it.
+  /// Handles frames, except about the connection itself. Throws Error if the peer cannot have sent it.
   virtual void on_frame(Rank from, FrameType type, std::span<const std::byte> body) = 0;
-  /// A rank has answered a question for a sign of life, and when it moved tensor bytes on a connection last.
+  /// A rank has answered a request for a sign of life, with the time of its last tensor bytes on a connection.
   virtual void on_life(Rank rank, TimePoint moved_at) = 0;
-  /// The first connection for tensors has ended.
+  /// The first connection for tensors has closed.
   virtual void on_data_end(Rank rank) = 0;
 };
 
@@ -45,51 +45,51 @@ class Peers {
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
-  /// An epoll of the connections and the wakeup.
+  /// An epoll of the connections and the wakeup event.
   int fd() const noexcept { return poller_.fd(); }
   /// Watches all connections, before the first driver.
   void start();
 
-  /// Reads and writes what there is, after at most `timeout_ms` (-1: as long as it takes). True if anything moved.
+  /// Reads and writes pending bytes, after at most `timeout_ms` (-1: unlimited). True if anything moved.
   bool poll(int timeout_ms, bool& interrupted);
-  /// Reads connections in the next round, also where shared memory makes up for them.
+  /// Reads connections in the next round, also if shared memory usually replaces them.
   void look_soon() noexcept { must_look_ = true; }
   bool take_look() noexcept { return std::exchange(must_look_, false); }
-  /// Writes what the connections take: frames alone, or tensors as well.
+  /// Writes to writable connections: only frames, or tensors as well.
   bool flush(bool with_tensors);
-  /// Finds processes of this host that have ended; what they said last is read first. True if there was any.
+  /// Finds ended processes of this host; their last frames are read first. True if there were any.
   bool look_for_ended();
   /// Fails the engine if a rank is lost.
   void check_time(TimePoint now);
   TimePoint next_deadline() const;
 
-  /// True if the rank has said goodbye.
+  /// True if the rank has sent a goodbye.
   bool has_left(Rank rank) const { return has_left_[static_cast<std::size_t>(index_of(rank))]; }
   void note_goodbye(Rank rank);
-  /// Fails the engine: how and `why` a rank is lost.
+  /// Fails the engine, with the kind and `why` of a rank's loss.
   void lose(Rank peer, LossKind kind, const std::string& why);
 
   void send(Rank to, const Bytes& frame);
-  /// Sends a frame to the other ranks among `to`. True if this one is among them.
+  /// Sends a frame to the other ranks among `to`. True if this rank is among them.
   bool send_to(std::span<const Rank> to, const Bytes& frame);
-  /// Sends every other rank of the team what it needs of the order; returns what this one needs.
+  /// Sends every other rank of the team its part of the order; returns this rank's.
   std::optional<Execute> send_order(Execute order, const Team& team);
 
-  /// Ranks that keep others waiting show their stacks, as long as their engines are alive.
+  /// Requests the stacks of stragglers, as long as their engines are alive.
   void ask_for_stacks(const std::vector<Rank>& ranks);
-  /// Asks for a sign of life: `on_life` follows. False if the rank has left.
+  /// Requests a sign of life: `on_life` follows. False if the rank has left.
   bool ask_for_life(Rank rank);
   void answer_stack(Rank to, const StackRequest& request);
   void on_stack(Rank from, const Stack& message);
 
-  /// After a failure: tells every peer, and ends the connections for tensors.
+  /// After a failure: notifies every peer, and closes the connections for tensors.
   void part_with_all(const Bytes& last_words);
-  /// Hands the connections over to a GracefulClose; there are none any more.
+  /// Moves all connections to a GracefulClose.
   void leave();
   void after_fork() noexcept;
 
  private:
-  /// A peer whose connection for tensors has ended, and that must say why until then.
+  /// A peer with a closed connection for tensors, and its deadline to report the cause.
   struct Suspect {
     TimePoint until;
     LossKind kind;
@@ -115,8 +115,8 @@ class Peers {
   std::size_t index_of_link(const DataLink& link) const;
 
   World& world_;
-  // Tells of the wakeup, or of a connection by its index: those for control frames by rank, then those
-  // for tensors.
+  // Reports the wakeup event, or a connection by its index: connections for control frames by rank, then
+  // connections for tensors.
   Poller& poller_;
   WakeupEvent& wakeup_;
   InFlight& in_flight_;
@@ -125,7 +125,7 @@ class Peers {
   Stacks& stacks_;
   std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
   std::vector<Link*> with_frames_;   // links for control frames with something to write
-  std::vector<Link*> with_tensors_;  // those for tensors
+  std::vector<Link*> with_tensors_;  // links for tensors
   std::vector<bool> has_left_;
   std::map<Rank, Suspect> suspects_;
   LossWatch loss_watch_;

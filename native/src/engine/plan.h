@@ -1,5 +1,5 @@
-// The plan of a process set as one of its ranks knows it: operations that come again, by number. Their coordinator
-// numbers them (see negotiation.h). Pure: no sockets.
+// A rank's copy of the plan of a process set: repeated operations, by number. The coordinator numbers them (see
+// negotiation.h). Pure: no sockets.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,10 @@ class Plan {
   struct Entry {
     std::string name;
     Descriptor descriptor;  // as this rank has submitted it
-    Execute order;          // and what this rank was told to run
+    Execute order;          // as this rank has received it
   };
 
-  /// Returns the number of an operation that is submitted as the last time.
+  /// Returns the number of an operation with an unchanged description.
   std::optional<std::uint32_t> find(const Operation& operation) const {
     const auto entry = numbers_.find(operation.name);
     if (entry == numbers_.end() || entries_[entry->second].descriptor != operation.descriptor) {
@@ -31,13 +31,13 @@ class Plan {
     return entry->second;
   }
 
-  /// Throws Error if there is no such operation.
+  /// Throws Error if it does not exist.
   const Entry& at(std::uint32_t number) const {
     if (number >= entries_.size()) throw nonsense("an operation that no plan has");
     return entries_[number];
   }
 
-  /// Remembers an order with a number. Throws Error if it cannot have this one.
+  /// Stores an order with a number. Throws Error if the number is impossible.
   void remember(const Operation& operation, const Execute& order) {
     const std::uint32_t number = *order.number;
     if (number == entries_.size()) {

@@ -32,7 +32,7 @@ bool ProcessSets::check_running(Group& group, TimePoint now) {
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
   std::vector<Rank> ranks;
   if (waiting != nullptr) {
-    // Any rank's bytes count, for those that this one waits for may wait themselves.
+    // Any rank's bytes count, because the ranks that this one waits for may wait themselves.
     if (running.timeout.extend(waiting->moved_at(), running.operation->descriptor.timeout_s,
                                group.team.ranks(), ask_for_life_)) {
       return true;
@@ -68,8 +68,8 @@ bool ProcessSets::check_submitted(Group& group, TimePoint now) {
   return true;
 }
 
-/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time; once in a while it is
-/// asked for a sign of life.
+/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time. From time to time a sign
+/// of life is requested.
 bool ProcessSets::may_wait_longer(const Group& group, Operation& operation) {
   if (operation.descriptor.collective != Collective::kJoin) return false;
   const Rank coordinator = group.coordinator();
@@ -84,7 +84,7 @@ void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
     if (!group->running.empty()) group->running.front().timeout.note_life(rank, moved_at);
     if (group->coordinator() != rank) continue;
     for (auto& [name, operation] : group->submitted) {
-      // What counts is that it lives.
+      // Any sign of life counts.
       if (operation->timeout.note_life(rank, Clock::now())) group->give_up_at = Clock::now();
     }
   }
@@ -95,7 +95,7 @@ void ProcessSets::note_life(Rank rank, TimePoint moved_at) {
 void ProcessSets::depart(Rank rank, const Goodbye& goodbye) {
   for (auto& [id, group] : groups_) {
     if (!group->team.includes(rank)) continue;
-    // A peer that does not mention a process set has removed it, after all that was agreed on there.
+    // A peer that does not mention a process set has removed it, after all of its negotiated operations.
     std::uint64_t executed = UINT64_MAX;
     std::uint64_t executed_on_device = UINT64_MAX;
     for (const auto& entry : goodbye.sets) {
@@ -133,7 +133,7 @@ void ProcessSets::depart(Group& group, Rank rank, std::uint64_t executed) {
   refuse_after_coordinator(group);
 }
 
-/// A process set whose making ends half-way: other members may have finished it, and must not wait for a
+/// A process set with an interrupted creation: other members may have finished it, and must not wait for a
 /// coordinator that never works.
 void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
   if (operation.rows.empty()) return;  // not begun
@@ -144,7 +144,7 @@ void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
                    " shut down while it was added.");
 }
 
-/// The coordinator's last word on a process set.
+/// The coordinator's last message on a process set.
 void ProcessSets::announce_end(Group& group, std::int32_t status, const std::string& text) {
   tell(group);
   const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
@@ -163,7 +163,7 @@ void ProcessSets::close_group(Group& group, std::int32_t status, const std::stri
   messages_.close(group.id, status, text);
 }
 
-/// What was submitted on a closed set, but for what may still be ordered on a device.
+/// Submissions on a closed set, except operations that may still be ordered on a device.
 void ProcessSets::end_closed(Group& group) {
   std::erase_if(group.submitted, [&](const auto& entry) {
     Operation& operation = *entry.second;
@@ -178,8 +178,8 @@ void ProcessSets::settle(Group& group) {
   refuse_after_coordinator(group);
 }
 
-/// The coordinator answers for every operation, also after another rank has left. When it has left
-/// itself, everything that it had to say has come before.
+/// The coordinator decides every operation, also after another rank has left. After its own goodbye all of its
+/// messages have arrived.
 void ProcessSets::refuse_after_coordinator(Group& group) {
   const Rank coordinator = group.coordinator();
   if (!peers_.has_left(coordinator)) return;

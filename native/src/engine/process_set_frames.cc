@@ -1,4 +1,4 @@
-// Frames about process sets: how they come, and from whom (see process_sets.h).
+// Frames about process sets: their routes and permitted senders (see process_sets.h).
 #include <algorithm>
 #include <type_traits>
 
@@ -16,7 +16,7 @@ Group& ProcessSets::coordinated(std::int32_t process_set, Rank from) {
   return *found;
 }
 
-/// A submitter may have missed the end of the process set, which came before it had the set.
+/// A submitter may have missed the end of the process set, if it arrived before the set's creation.
 void ProcessSets::refuse_closed(Rank to, const Group& group, Collective collective,
                                 const std::string& name) {
   const std::string text = operation_label(collective, name) + ": " + group.closing_text;
@@ -62,7 +62,7 @@ bool ProcessSets::hear_next(Group& group, ControlReader& reader) {
       if (message.is_on_device) throw nonsense("an order for devices in shared memory");
     }
     if constexpr (requires { message.sequence; }) {
-      // An order before this one was too large, and comes on the connection.
+      // An earlier order was too large, and arrives on the connection.
       if (message.sequence > group.executes_received) return false;
     }
     reader.pop();
@@ -107,8 +107,8 @@ void ProcessSets::on_credit(Rank from, const Credit& message) {
   world_.data_link(from, message.connection).grant(message.process_set, message.bytes);
 }
 
-/// Throws unless a rank may have sent this about new memory by now: a process set makes one piece at a
-/// time, and goes on only when all have answered.
+/// Throws unless a rank may have sent this about new memory by now: a process set allocates one piece at a
+/// time, and continues only when all have answered.
 void ProcessSets::check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
                                std::size_t limit) const {
   const Group* group = groups_.find(key.process_set);
@@ -124,7 +124,7 @@ void ProcessSets::on_offer(Rank from, const SegmentOffer& message) {
 
 void ProcessSets::on_mapped(Rank from, const SegmentMapped& message) {
   world_.arrived(from, message);
-  // Who has everybody's answer to one piece may answer for the next while others still collect.
+  // A rank with all answers to one piece may answer for the next while others still collect.
   check_shares(from, message.key, world_.num_mapped(from, message.key.process_set), 2);
 }
 

@@ -1,4 +1,4 @@
-// Operations of the plan: told to the coordinator and by it as numbers, many in a frame (see process_sets.h).
+// Operations of the plan: sent to and by the coordinator as numbers, many in a frame (see process_sets.h).
 #include <algorithm>
 
 #include "engine/process_sets.h"
@@ -6,7 +6,7 @@
 namespace sparkhvd {
 namespace {
 
-// Over connections numbers wait for a thread that drives on, or for so many of them.
+// Over connections numbers wait for a driving thread, or for this many of them.
 constexpr std::size_t kToldAtOnce = 32;
 
 }  // namespace

@@ -1,5 +1,4 @@
-// Operations that the ranks have agreed on: begun in their order, run, and what they leave behind (see
-// process_sets.h).
+// Negotiated operations: started in their order, run, and their effects (see process_sets.h).
 #include <algorithm>
 
 #include "collectives/spec.h"
@@ -13,7 +12,7 @@ namespace {
 
 constexpr const char* kRemoved = "its process set was removed before every rank had submitted it.";
 
-/// The coordinator of a process set that is removed has said its last word.
+/// The coordinator of a removed process set has sent its last message.
 class Closed final : public Condition {
  public:
   explicit Closed(const Group& group) : group_(&group) {}
@@ -24,7 +23,7 @@ class Closed final : public Condition {
   const Group* group_;
 };
 
-/// A removed process set: what its coordinator has ordered must arrive before the set goes.
+/// A removed process set: its coordinator's orders must arrive before the set is deleted.
 Task wait_until_closed(Context& context, const Group& group) {
   context.algorithm = "remove_process_set";
   co_await Closed(group);
@@ -62,7 +61,7 @@ bool ProcessSets::is_running() const {
                              [](const auto& entry) { return !entry.second->running.empty(); });
 }
 
-/// Lets the first agreed operation of a process set go on. False if it has to wait.
+/// Advances the first negotiated operation of a process set. False if it has to wait.
 bool ProcessSets::run_first(Group& group) {
   Running& running = group.running.front();
   if (!running.operation) {
@@ -76,7 +75,7 @@ bool ProcessSets::run_first(Group& group) {
     if (!running.is_started) {
       if (running.operation->descriptor.collective == Collective::kRemoveProcessSet &&
           !std::exchange(running.has_looked, true)) {
-        // What was submitted on the set before comes first, whichever way it takes.
+        // Earlier submissions on the set come first, on any route.
         peers_.look_soon();
         return false;
       }
@@ -134,7 +133,7 @@ void ProcessSets::begin(Group& group, Running& running) {
   running.task = run(*running.context);
 }
 
-/// The operation has run: what it leaves behind.
+/// Effects of an operation after its run.
 void ProcessSets::conclude(Group& group, Running& running) {
   Operation& operation = *running.operation;
   Context& context = *running.context;
@@ -160,7 +159,7 @@ void ProcessSets::conclude(Group& group, Running& running) {
                                      " was never added. Give the id that adding it returned.");
       }
       if (Group* removed = groups_.find_open(static_cast<std::int32_t>(operation.rows.at(0)))) {
-        removed->is_removed = true;  // what all ranks have agreed on still runs
+        removed->is_removed = true;  // negotiated operations still run
       }
       break;
     default:
@@ -176,10 +175,10 @@ void ProcessSets::conclude(Group& group, Running& running) {
 void ProcessSets::keep_buffer(Operation& operation, std::shared_ptr<Segment> segment) {
   operation.segment = std::move(segment);
   if (!operation.segment || !operation.segment->has(world_.rank())) {
-    operation.segment = nullptr;  // sparkhvd_work_buffer says so
+    operation.segment = nullptr;  // reported by sparkhvd_work_buffer
     return;
   }
-  // One piece for all is no place where every rank has a tensor of its own.
+  // A common piece is not a place with a separate tensor per rank.
   if (operation.segment->is_one_piece()) return;
   std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
   buffers_.push_back(operation.segment);
@@ -196,8 +195,8 @@ void ProcessSets::complete_group(Group& group, const Operation& operation, Conte
   announce(group.team.restricted(ranks_of(operation)), id);
 }
 
-/// The process set exists from here on, so that its coordinator receives the first operation; it
-/// works when its ranks have shared their memory.
+/// The process set exists from here on, so that its coordinator receives the first operation. It runs
+/// operations after its ranks have shared their memory.
 void ProcessSets::add_group(Group& group, Running& running) {
   const std::int32_t id = groups_.take_number();
   running.operation->rows = {id};
@@ -210,12 +209,11 @@ void ProcessSets::add_group(Group& group, Running& running) {
                               Segment::Kind::kWorkspace);
 }
 
-/// Ranks that have left out each other's orders would disagree on what still runs, so the set's
-/// coordinator decides: after its last order it says that nothing follows, and until a member has received
-/// this, the set stays.
+/// Ranks could disagree on the remaining operations, so the set's coordinator decides: after its last order it
+/// sends a final message, and the set stays until a member has received it.
 void ProcessSets::remove_group(Running& running) {
   const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
-  if (!groups_.was_made(id)) return;  // conclude() says so
+  if (!groups_.was_made(id)) return;  // reported by conclude()
   running.operation->rows = {id};
   in_flight_.withdraw(id);
   Group* group = groups_.find_open(id);

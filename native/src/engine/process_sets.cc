@@ -1,4 +1,4 @@
-// Submission of operations, and the frames by which the ranks agree on them (see process_sets.h).
+// Submission of operations, and the frames of their negotiation (see process_sets.h).
 #include "engine/process_sets.h"
 
 #include <algorithm>
@@ -78,15 +78,15 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
   }
   group.submitted.emplace(operation->name, operation);
   if (const auto number = group.plan.find(*operation)) return submit_again(group, *number);
-  tell(true);  // what was submitted before comes first
+  tell(true);  // earlier submissions come first
   Ready ready{operation->process_set, operation->name, operation->descriptor};
   if (group.is_coordinator()) {
     recorder_.arrived(group.id, operation->name, world_.rank());
     apply(group, group.negotiation->ready(world_.rank(), std::move(ready), Clock::now()));
   } else {
     const Bytes frame = encode(ready);
-    // A join tells that nothing follows, so it must not overtake what took the connection. Other
-    // operations may overtake each other: the coordinator decides their order anyway.
+    // A join means that nothing follows, so it must not overtake frames on the connection. Other operations
+    // may overtake each other, because the coordinator decides their order anyway.
     const bool may_overtake = operation->descriptor.collective != Collective::kJoin;
     if (may_overtake && group.has_control_rings() && group.communicator->tell_coordinator(frame)) {
       return;
@@ -100,7 +100,7 @@ void ProcessSets::refuse_removed(Operation& operation) {
                     operation.label() + ": its process set was removed.");
 }
 
-/// Where the others of this host can read the operation's input without this rank's help: in
+/// Place of the operation's input where the others of this host can read it without this rank's help: in
 /// registered memory, or, if it is small, in a mailbox.
 void ProcessSets::place(Group& group, Operation& operation) {
   if (operation.descriptor.collective != Collective::kAllreduce || operation.pieces.bytes() == 0 ||
@@ -173,7 +173,7 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
       give_order_again(group, *again);
     } else {
       auto& refuse = std::get<Refuse>(decision.message);
-      // Who hears of an end by the coordinator knows then why, although the goodbye may come later.
+      // The coordinator's message includes the cause, because the goodbye may arrive later.
       if (refuse.status == SPARKHVD_SHUT_DOWN) refuse.losses = in_flight_.losses();
       if (peers_.send_to(decision.to, encode(refuse))) on_refuse(group.coordinator(), refuse);
     }
@@ -181,9 +181,9 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
 }
 
 /// The coordinator: all ranks of the set run this next. Through shared memory all read one message, if
-/// it fits; an order's number keeps those that take different ways in order.
+/// it fits; an order's number keeps orders on different routes in sequence.
 void ProcessSets::give_order(Group& group, Execute order) {
-  tell(group);  // orders before this one
+  tell(group);  // earlier orders
   const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
   if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
     return on_execute(world_.rank(), std::move(order));
@@ -206,7 +206,7 @@ void ProcessSets::count_order(Group& group, std::uint64_t sequence) {
   ++group.executes_received;
 }
 
-/// All ranks have agreed on an operation that this one has submitted.
+/// An operation of this rank has been negotiated.
 void ProcessSets::agree(Group& group, Execute message) {
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end()) {
@@ -244,7 +244,7 @@ void ProcessSets::start_later(Group& group, const std::shared_ptr<Operation>& op
   group.running.push_back(std::move(running));
 }
 
-/// An operation that goes on without this rank, because it has joined.
+/// An operation that runs without this rank, because it has joined.
 void ProcessSets::pass_over(Group& group, Execute message) {
   if (!message.descriptor) throw nonsense("an order without a description");
   Running running;
@@ -292,7 +292,7 @@ void ProcessSets::on_refuse(Rank from, const Refuse& message) {
     return close_group(group, status_of(message), message.message);
   }
   const auto entry = group.submitted.find(message.name);
-  if (entry == group.submitted.end()) return;  // given up here already
+  if (entry == group.submitted.end()) return;  // already timed out here
   const auto operation = entry->second;
   group.submitted.erase(entry);
   if (operation->mailbox) group.communicator->free_mailbox(*operation->mailbox);

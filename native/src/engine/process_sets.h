@@ -1,5 +1,5 @@
-// The life of collective operations, by process set: told to the coordinator, agreed on, run in the agreed order,
-// finished; and process sets' own beginnings and ends.
+// The life of collective operations, by process set: sent to the coordinator, negotiated, run in the negotiated order,
+// finished; and the creation and removal of process sets.
 //
 // **Threads.** The driver's.
 #pragma once
@@ -25,7 +25,7 @@ namespace sparkhvd {
 
 class ProcessSets {
  public:
-  /// The parts of the engine that operations need.
+  /// The parts of the engine that operations use.
   struct Parts {
     World& world;
     const Kernels& kernels;
@@ -48,10 +48,10 @@ class ProcessSets {
 
   /// Receives frames through shared memory. True if there were any.
   bool receive_shared();
-  /// Tells the other ranks what was held back so that one frame says it: what goes through shared memory at once,
-  /// the rest if it is much or `waits_for_no_more`. False if there was nothing.
+  /// Sends batched numbers to the other ranks: through shared memory at once, else if they are many or
+  /// `waits_for_no_more`. False if there were none to send.
   bool tell(bool waits_for_no_more);
-  // Frames that came on a connection. Throw Error if the peer cannot have sent them.
+  // Frames received on a connection. Throw Error if the peer cannot have sent them.
   void on_ready(Rank from, Ready message);
   void on_execute(Rank from, Execute message);
   void on_ready_again(Rank from, const ReadyAgain& message);
@@ -61,27 +61,27 @@ class ProcessSets {
   void on_offer(Rank from, const SegmentOffer& message);
   void on_mapped(Rank from, const SegmentMapped& message);
 
-  /// Lets operations that are agreed on go on. True if any did.
+  /// Advances negotiated operations. True if any moved.
   bool run();
   bool is_running() const;
-  /// True if all ordinary frames between the ranks go through shared memory.
+  /// True if all ordinary frames between the ranks use shared memory.
   bool is_all_shared() const;
   /// True if a peer may send frames through shared memory.
   bool listens() const;
   TimePoint next_deadline() const;
   void check_time(TimePoint now);
 
-  /// The rank lives, and moved tensor bytes last then: what has asked it goes on waiting.
+  /// The rank lives, and moved its last tensor bytes then: the operations that asked continue to wait.
   void note_life(Rank rank, TimePoint moved_at);
   /// A rank has left, with this goodbye.
   void depart(Rank rank, const Goodbye& goodbye);
-  /// Refuses what waited for orders behind the coordinator's last word, when these have come.
+  /// Refuses operations that waited for orders, after the coordinator's last orders have arrived.
   void settle(Group& group);
-  /// What this rank has finished.
+  /// Operations that this rank has finished.
   Goodbye goodbye() const;
-  /// Lets go of everything: the engine has failed or leaves, and ends the operations itself.
+  /// Releases everything: the engine has failed or leaves, and ends the operations itself.
   void let_go() noexcept;
-  /// Also no longer decides anything for others.
+  /// Also stops deciding for others.
   void stop_deciding() noexcept;
 
  private:
@@ -138,7 +138,7 @@ class ProcessSets {
   const double stall_warning_s_;
   const AskForLife ask_for_life_;
   std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
-  bool has_untold_ = false;                      // a process set holds something back
+  bool has_untold_ = false;                      // a process set has batched numbers
 };
 
 }  // namespace sparkhvd

@@ -1,4 +1,4 @@
-// What callers wait for.
+// Wait conditions of callers.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace sparkhvd {
 
-/// Time that a thread that waits for a launch looks at nothing else.
+/// Time for which a thread polls only for its launch.
 inline constexpr auto kLaunchTime = std::chrono::microseconds(20);
 
 /// The operation has ended.
@@ -23,8 +23,7 @@ class Ended final : public WaitCondition {
   const Operation& operation_;
 };
 
-/// Ended, or on its way on the device. A launch that the ranks have agreed on needs a few microseconds of the
-/// plane's thread.
+/// Ended, or launched on the device. A negotiated launch needs a few microseconds of the plane's thread.
 class Launched final : public WaitCondition {
  public:
   Launched(const Operation& operation, bool has_cpu_for_plane)
@@ -35,8 +34,8 @@ class Launched final : public WaitCondition {
   bool is_imminent() const override {
     return has_cpu_for_plane_ && operation_.on_device->is_with_plane;
   }
-  /// The plane's thread has a CPU of its own, unless other programs take that: so it is let run here, too. A CPU
-  /// that they have taken may come back milliseconds later, and then everything else comes first.
+  /// The plane's thread has its own CPU, unless other programs take it, so this thread also yields. A CPU that they
+  /// have taken may return milliseconds later, and then everything else comes first.
   bool await() const override {
     const TimePoint end = Clock::now() + kLaunchTime;
     do {

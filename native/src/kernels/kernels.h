@@ -1,9 +1,9 @@
 // Elementwise reduction of several buffers into one: the only arithmetic of the engine.
 //
 // One table of functions per instruction set; all tables give equal bits. For every element the
-// addends are taken in the order of `srcs`, in the accumulation type (float32 for halves, else the
-// type itself), scaled once and rounded once; vectors go across elements only. What makes the bits
-// equal where hardware and compilers are free to differ:
+// addends are taken in the order of `srcs`, in the accumulation type (float32 for 16-bit floats, else the
+// type itself), scaled once and rounded once; vectors span elements only. Rules for equal bits where
+// hardware and compilers may differ:
 //   - a NaN result is always the canonical quiet NaN (payloads of operands depend on operand
 //   order);
 //   - Min and Max give NaN if any addend is NaN; of equal addends (-0 and +0) the last one wins;
@@ -81,14 +81,14 @@ const Table* neon_table() noexcept;
 }  // namespace kernels_detail
 
 /// The reductions of one instruction set. Stateless; may be used by any number of threads at once.
-/// Throws std::invalid_argument for Adasum, for bits of floating point, for no sources and for a
-/// division of bool: callers check before.
+/// Throws std::invalid_argument for Adasum, for bitwise operations on floating point, without sources and
+/// for a division of bool: callers check before.
 class Kernels {
  public:
   explicit constexpr Kernels(const kernels_detail::Table& table) noexcept : table_(&table) {}
 
   /// dst[i] = scaled and narrowed (srcs[0][i] op srcs[1][i] ...). `dst` may be one of `srcs`;
-  /// buffers that overlap otherwise give garbage. No alignment is needed.
+  /// other overlaps give undefined results. No alignment is needed.
   void reduce(DType dtype, ReduceOp op, void* dst, std::span<const void* const> srcs,
               std::size_t count, const Scaling& scaling) const;
 

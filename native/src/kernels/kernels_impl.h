@@ -19,7 +19,7 @@ namespace {
 
 #define SPARKHVD_INLINE __attribute__((always_inline)) inline
 
-// Halves are accumulated as float32, so one step handles as many halves as there are float32 in a
+// 16-bit floats are accumulated as float32, so one step handles as many of them as there are float32 in a
 // vector.
 template <typename T>
 struct VectorOf {
@@ -71,7 +71,7 @@ SPARKHVD_INLINE void store_vector(void* to, const V& value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-// A storage type: how its elements become a vector of the accumulation type and back.
+// A storage type: conversion of its elements to a vector of the accumulation type and back.
 template <typename T>
 struct Plain {
   using Element = T;
@@ -114,8 +114,7 @@ struct Bfloat16 {
     const auto wide = __builtin_convertvector(load_vector<HalfVector>(from), Vector<std::uint32_t>);
     return reinterpret_cast<Vector<float>>(wide << 16);
   }
-  // Round to nearest even. The only NaN that comes here is the canonical one, which does not carry
-  // over.
+  // Round to nearest even. The only NaN here is the canonical one, which does not carry over.
   static SPARKHVD_INLINE void store(std::uint16_t* to, Vector<float> value) {
     const auto bits = reinterpret_cast<Vector<std::uint32_t>>(value);
     const auto rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
@@ -254,7 +253,7 @@ struct Loop {
     }
   }
 
-  // What does not fill a vector goes through a padded one.
+  // The rest uses a padded vector.
   static void tail(Out* dst, const Buffers& b, std::size_t at, const Factors& f) {
     const std::size_t rest = b.count - at;
     Vector<Accum> sum{};

@@ -97,7 +97,7 @@ const Table* scalar_table() noexcept { return &kTable; }
 namespace {
 
 #if defined(__x86_64__)
-// Asked of the CPU itself: __builtin_cpu_supports says no to everything in what zig compiles.
+// Queried from the CPU itself: __builtin_cpu_supports returns false for everything in zig's builds.
 struct Features {
   bool avx2 = false;
   bool avx512 = false;
@@ -124,7 +124,7 @@ Features cpu_features() noexcept {
           .avx512 = all_set(saved, kZmm) && all_set(sets, bit_AVX2 | kAvx512)};
 }
 
-// Asked once: a virtual machine answers CPUID through its host, which takes microseconds.
+// Queried once: a virtual machine answers CPUID through its host, which takes microseconds.
 const Features& features() noexcept {
   static const Features found = cpu_features();
   return found;

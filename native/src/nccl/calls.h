@@ -1,4 +1,4 @@
-// The calls of NCCL for one operation, which collectives make in their own words. They only enqueue.
+// The calls of NCCL for one operation, in terms of collectives. They only enqueue.
 #pragma once
 
 #include <cstddef>
@@ -10,18 +10,18 @@
 
 namespace sparkhvd::nccl {
 
-/// NCCL's type for reductions; nothing if it has none.
+/// NCCL's type for reductions, if any.
 std::optional<NcclDataType> nccl_type(DType dtype) noexcept;
-/// NCCL's operation on it; nothing if it has none (Average, Adasum).
+/// NCCL's operation on it, if any (not Average, Adasum).
 std::optional<NcclOp> nccl_op(ReduceOp op, DType dtype) noexcept;
 
-/// Memory for a rank that has joined: it brings zeros, and its results are not read.
+/// Memory for a rank that has joined: it contributes zeros, and its results are not read.
 struct Scratch {
   const std::byte* zeros = nullptr;
   std::byte* results = nullptr;
 };
 
-/// The rows of a tensor that members have: in elements of a row.
+/// The members' rows of a tensor, in elements of a row.
 struct Rows {
   std::size_t row_bytes = 0;
   std::size_t row_elements = 0;
@@ -58,18 +58,18 @@ class Calls {
   /// The first dimension divided: the first ranks get one more.
   Rows divided_rows(std::size_t tensor) const;
 
-  // Nothing is enqueued for no bytes.
+  // Zero bytes enqueue nothing.
   void allreduce(const void* input, void* output, std::size_t count) const;
   void reduce(const void* input, void* output, std::size_t count, std::size_t root) const;
   void reduce_scatter(const void* input, void* output, std::size_t count) const;
   void broadcast(const void* input, void* output, std::size_t bytes, std::size_t root) const;
   void send(const void* input, std::size_t bytes, std::size_t to) const;
   void receive(void* output, std::size_t bytes, std::size_t from) const;
-  /// Every member's bytes to all: `own` where this rank has its own, `output` of all.
+  /// Every member's bytes to all: `own` has this rank's, `output` all.
   void gather_to_all(const Rows& rows, const std::byte* own, std::byte* output) const;
 
  private:
-  /// In a group errors are the group's, but for those of a call's own arguments.
+  /// In a group errors belong to the group, except errors of a call's own arguments.
   void check(NcclResult result, const char* call) const;
   NcclDataType type() const { return nccl_type(descriptor_.dtype).value(); }
   NcclOp op() const { return nccl_op(descriptor_.reduce_op, descriptor_.dtype).value(); }

@@ -28,7 +28,7 @@ struct CUuuid {
   std::array<unsigned char, 16> bytes;
 };
 
-// Results that are asked for by name; the driver tells the text of all of them.
+// Results that the code checks by name; the driver provides the text of all.
 inline constexpr CUresult kCudaSuccess = 0;
 inline constexpr CUresult kCudaErrorInvalidValue = 1;
 inline constexpr CUresult kCudaErrorOutOfMemory = 2;
@@ -94,8 +94,8 @@ struct CudaApi {
   CUresult (*cuPointerGetAttribute)(void* value, CUpointerAttribute, CUdeviceptr) = nullptr;
 
   /// Loads the driver and calls cuInit. `library`: a path or soname; empty: libcuda.so.1.
-  /// Throws Error(SPARKHVD_UNSUPPORTED) where there is no driver, no device, or an older driver
-  /// without one of the functions.
+  /// Throws Error(SPARKHVD_UNSUPPORTED) without a driver or device, or if an older driver lacks one of
+  /// the functions.
   static std::shared_ptr<const CudaApi> load(const std::string& library = {});
 
   /// "CUDA_ERROR_NOT_READY (600: device not ready)".
@@ -107,7 +107,7 @@ struct CudaApi {
   Library library;
 };
 
-/// Makes `context` the thread's current one for a scope, and gives back the one before.
+/// Makes `context` the thread's current one for a scope, and restores the previous one.
 class CurrentContext {
  public:
   CurrentContext(const CudaApi& cuda, CUcontext context);

@@ -12,8 +12,8 @@ namespace {
 
 std::atomic<unsigned> forks{0};
 
-/// By how many forks this process comes from the one that loaded the library. Asked several times per
-/// operation: getpid() would be a system call each.
+/// Number of forks between the process that loaded the library and this one. Read several times per
+/// operation, where getpid() would be a system call each.
 unsigned generation() {
   static const int registered =
       ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
@@ -51,7 +51,7 @@ void Device::start() {
   int greatest = 0;
   cuda_->check(cuda_->cuCtxGetStreamPriorityRange(&least, &greatest),
                "cuCtxGetStreamPriorityRange");
-  // Others wait for what a rank sends, and its own computing can be caught up.
+  // Others wait for a rank's data, and its own computation can catch up.
   cuda_->check(cuda_->cuStreamCreateWithPriority(&stream_, kCudaStreamNonBlocking, greatest),
                "cuStreamCreateWithPriority");
 }
@@ -66,7 +66,7 @@ Device::~Device() {
       cuda_->cuStreamDestroy(stream_);
     }
     cuda_->cuDevicePrimaryCtxRelease(device_);
-  } catch (const Error&) {  // the driver has ended before us, with all that was its own
+  } catch (const Error&) {  // the driver has ended earlier, with all of its resources
   }
 }
 
@@ -102,7 +102,7 @@ void Device::give_event(CUevent event) noexcept {
 void Device::refuse_capture(CUstream stream, const std::string& label) const {
   CUstreamCaptureStatus status = CUstreamCaptureStatus::kNone;
   const CUresult result = cuda_->cuStreamIsCapturing(stream, &status);
-  // The legacy stream cannot say, while another one that waits for it is captured.
+  // The legacy stream cannot report it while another stream that waits for it is captured.
   constexpr CUresult kCaptureImplicit = 906;
   if (result != kCaptureImplicit) {
     cuda_->check(result, "cuStreamIsCapturing");
@@ -150,7 +150,7 @@ DeviceMemory::~DeviceMemory() {
     } else {
       device_->cuda().cuMemFree(reinterpret_cast<CUdeviceptr>(data_));
     }
-  } catch (const Error&) {  // the driver has ended before us, with its memory
+  } catch (const Error&) {  // the driver has ended earlier, with its memory
   }
 }
 

@@ -1,11 +1,11 @@
-// One GPU of this process: the primary context, a stream of our own, events and memory.
+// One GPU of this process: the primary context, a private stream, events and memory.
 //
-// **Threads.** Any. The pool of events has a lock of its own; everything else is set once.
+// **Threads.** Any. The pool of events has its own lock; everything else is set once.
 //
 // **Ownership.** Shared by the plane, by operations (their events) and by memory, which may all
-// outlive the engine; the last one gives the context back.
+// outlive the engine; the last one releases the context.
 //
-// **Fork.** A forked child calls nothing of CUDA: what it drops is lost with its process.
+// **Fork.** A forked child never calls CUDA: resources that it drops are lost with its process.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ class Device {
   const CudaApi& cuda() const noexcept { return *cuda_; }
   const NcclApi& nccl() const noexcept { return *nccl_; }
   CUcontext context() const noexcept { return context_; }
-  /// All that NCCL does on this device is enqueued here, in one order.
+  /// All NCCL work on this device is enqueued here, in one order.
   CUstream stream() const noexcept { return stream_; }
   /// False in a forked child.
   bool is_mine() const noexcept;

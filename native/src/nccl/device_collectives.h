@@ -1,4 +1,4 @@
-// What the plane asks of an operation on the device.
+// The plane's interface to an operation on the device.
 #pragma once
 
 #include "nccl/calls.h"
@@ -6,13 +6,13 @@
 
 namespace sparkhvd::nccl {
 
-/// Bytes that a rank which has joined needs of zeros and of room for results.
+/// Bytes of zeros and of room for results that a joined rank needs.
 std::size_t scratch_bytes(const Descriptor& descriptor);
 
 /// True if any rank moves a byte; nothing is enqueued otherwise.
 bool has_work(const Launch& launch);
 
-/// The calls of one operation, inside of a group that the caller has begun.
+/// The calls of one operation, inside of the caller's group.
 void enqueue(const Calls& calls);
 
 }  // namespace sparkhvd::nccl

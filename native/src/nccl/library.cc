@@ -40,7 +40,7 @@ Library Library::find_loaded(const std::string& soname) noexcept {
   if (library.handle_ != nullptr) {
     library.name_ = soname;
   } else {
-    ::dlerror();  // Forgotten here, so that a later failure is not told with these words.
+    ::dlerror();  // Cleared, so that a later failure does not report this text.
   }
   return library;
 }

@@ -1,4 +1,4 @@
-// Shared libraries that are looked for at run time: nothing of CUDA or NCCL is linked.
+// Shared libraries found at run time: neither CUDA nor NCCL is linked.
 #pragma once
 
 #include <span>
@@ -6,8 +6,8 @@
 
 namespace sparkhvd::nccl {
 
-/// One opened shared library. It stays in the process for good, because libnccl and libcuda keep
-/// threads and exit handlers of their own; destruction only gives back the handle.
+/// One opened shared library. It stays loaded permanently, because libnccl and libcuda have threads and
+/// exit handlers; destruction only releases the handle.
 class Library {
  public:
   Library() noexcept = default;
@@ -17,10 +17,10 @@ class Library {
   Library& operator=(const Library&) = delete;
   ~Library();
 
-  /// Opens `name` (a path, or a soname that the loader searches); throws with the loader's words.
+  /// Opens `name` (a path, or a soname that the loader searches); throws with the loader's message.
   static Library open(const std::string& name);
 
-  /// The library of this soname that the process has loaded already; empty if there is none.
+  /// The loaded library of this soname in the process, if any.
   static Library find_loaded(const std::string& soname) noexcept;
 
   explicit operator bool() const noexcept { return handle_ != nullptr; }
@@ -31,7 +31,7 @@ class Library {
   /// Name by which it was opened.
   const std::string& name() const noexcept { return name_; }
 
-  /// The file that `address`, one of its symbols, lies in; its name where the loader cannot tell.
+  /// The file of `address`, one of its symbols; its name if the loader does not know.
   std::string file_of(const void* address) const;
 
  private:
@@ -39,7 +39,7 @@ class Library {
   std::string name_;
 };
 
-/// Fills the function pointer `function` with `library`'s `symbol`; returns whether it is there.
+/// Sets the function pointer `function` to `library`'s `symbol`; returns whether it exists.
 template <class Function>
 bool bind(const Library& library, const char* symbol, Function*& function) noexcept {
   function = reinterpret_cast<Function*>(library.find(symbol));

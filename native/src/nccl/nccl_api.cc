@@ -16,8 +16,8 @@ std::string text_of_version(int version) {
          std::to_string(version % 100);
 }
 
-/// Returns the names that the library lacks. Each function is also there as pncclX, for tools that
-/// put themselves in between; the plain name is the one to call.
+/// Returns the names that the library lacks. Each function also exists as pncclX, for tools that intercept
+/// calls; the plain name must be called.
 std::vector<std::string> bind_all(NcclApi& api) {
   std::vector<std::string> missing;
   const auto require = [&](const char* symbol, auto*& function) {
@@ -50,7 +50,7 @@ std::vector<std::string> bind_all(NcclApi& api) {
   return missing;
 }
 
-/// The functions of `library`; throws with the reason why it cannot be used.
+/// The functions of `library`; throws if it is unusable.
 std::shared_ptr<const NcclApi> adopt(Library library) {
   auto api = std::make_shared<NcclApi>();
   api->library = std::move(library);
@@ -98,8 +98,8 @@ std::shared_ptr<const NcclApi> NcclApi::load(const NcclSearch& search) {
       throw_not_found({error.what()});
     }
   }
-  // The copy that is there must win, even where it is too old to be used: two NCCLs in one process
-  // take the GPU memory and the threads twice.
+  // A loaded copy must win, even if it is too old: two NCCLs in one process need the GPU memory and the
+  // threads twice.
   if (Library loaded = Library::find_loaded(kSoname)) {
     try {
       return adopt(std::move(loaded));

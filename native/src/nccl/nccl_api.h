@@ -1,5 +1,5 @@
 // The functions of libnccl.so.2 that the engine calls, found at run time, and the parts of nccl.h
-// that they need. Versions 2.18 to 2.32 are known; a newer one is taken, because NCCL only adds.
+// that they need. Versions 2.18 to 2.32 are known; newer versions are accepted, because NCCL only adds.
 #pragma once
 
 #include <array>
@@ -124,8 +124,8 @@ inline NcclConfig non_blocking_config() {
 
 /// Where to look for libnccl.
 struct NcclSearch {
-  /// This one and no other. Empty: the copy that the process has loaded, then the candidates,
-  /// then whatever the loader finds as libnccl.so.2.
+  /// The only path to try. Empty: the copy that the process has loaded, then the candidates,
+  /// then the loader's libnccl.so.2.
   std::string library;
   std::vector<std::string> candidates;
 };
@@ -164,15 +164,15 @@ struct NcclApi {
   NcclResult (*ncclRecv)(void* recv, std::size_t count, NcclDataType, int peer, ncclComm_t,
                          NcclStream) = nullptr;
 
-  // Null where the version has none.
+  // Null if the version lacks it.
   NcclResult (*ncclMemAlloc)(void** memory, std::size_t bytes) = nullptr;  // 2.19
   NcclResult (*ncclMemFree)(void* memory) = nullptr;                       // 2.19
   NcclResult (*ncclCommRegister)(ncclComm_t, void* memory, std::size_t bytes,
                                  void** handle) = nullptr;               // 2.19
   NcclResult (*ncclCommDeregister)(ncclComm_t, void* handle) = nullptr;  // 2.19
 
-  /// Loads libnccl. Throws Error(SPARKHVD_UNSUPPORTED) with every place that was looked at and why
-  /// it did not do.
+  /// Loads libnccl. Throws Error(SPARKHVD_UNSUPPORTED) with every searched place and the reason of its
+  /// failure.
   static std::shared_ptr<const NcclApi> load(const NcclSearch& search = {});
 
   /// "2.28.9".

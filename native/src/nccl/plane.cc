@@ -56,7 +56,7 @@ bool OnDevice::let_wait(std::uint64_t stream, const std::string& label) const {
 DeviceBuffer::~DeviceBuffer() {
   if (!memory_->is_mine()) return;  // a forked child: the lock may be another process's
   try {
-    plane_->push(FreeMemory{memory_});  // a plane that has ended drops it, which frees it here
+    plane_->push(FreeMemory{memory_});  // an ended plane drops it, which frees it here
   } catch (const std::exception&) {     // no memory for the request: freed here
   }
 }

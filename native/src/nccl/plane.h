@@ -1,17 +1,17 @@
-// The device's side of the engine: makes communicators, launches operations in the order in which
-// the driver hands them over, and finds out when they have ended.
+// The device's side of the engine: creates communicators, launches operations in the driver's order, and
+// detects their ends.
 //
 // **Threads.** One thread, "sparkhvd-nccl", makes every call of NCCL, because neither a communicator
-// nor two of one device may be used by two threads at a time. The driver hands over requests and
-// takes news; a ring of its wakeup says that there are some. A second thread runs only to abort:
-// ncclCommAbort may block, and no caller waits for it longer than kAbortTime.
+// nor two of one device may be used by two threads at a time. The driver sends requests and receives
+// events; the plane wakes it by its wakeup event. A second thread runs only to abort: ncclCommAbort may
+// block, and no caller waits for it longer than kAbortTime.
 //
-// **Ownership.** Requests and news are queues with locks of their own. Communicators and operations
-// in flight belong to the plane's thread; when it has parked, to the one that aborts.
+// **Ownership.** Requests and events are queues with their own locks. Communicators and operations in
+// flight belong to the plane's thread, and after it has parked to the aborting thread.
 //
-// **Shutdown.** Failure and shutdown alike: `abort`, then `stop`. A thread that a library does not give
-// back is left behind, with everything that it may touch: it can be neither joined nor ended, and
-// waiting for it would hang the process.
+// **Shutdown.** Failure and shutdown alike: `abort`, then `stop`. A thread that never returns from a library
+// is abandoned, with everything that it may use: it can be neither joined nor ended, and waiting for it
+// would hang the process.
 #pragma once
 
 #include <atomic>
@@ -51,12 +51,12 @@ using Request = std::variant<std::unique_ptr<Launch>, MakeUniqueId, RemoveCommun
 /// Requests to the plane's thread, in order.
 class Requests {
  public:
-  /// False once closed: then it will never be read.
+  /// False after `close`: it will never be read.
   bool push(Request request);
-  /// The next one; nothing after `longest`, or when woken.
+  /// The next request; nothing after `longest`, or when woken.
   std::optional<Request> next(Clock::duration longest);
   void wake();
-  /// Takes nothing more; returns what is left.
+  /// Accepts no more requests; returns the remaining ones.
   std::deque<Request> close();
 
  private:
@@ -68,7 +68,7 @@ class Requests {
   bool is_closed_ GUARDED_BY(mutex_) = false;
 };
 
-/// News of the device since the driver last asked.
+/// Events of the device since the driver's last call.
 struct News {
   struct Done {
     std::int32_t process_set = 0;
@@ -86,16 +86,16 @@ struct News {
   };
   std::vector<Done> done;  // in the order of their end
   std::vector<Id> ids;
-  std::vector<Broken> broken;    // communicators that have lost a peer, by what NCCL says
-  std::optional<Error> failure;  // of NCCL or CUDA: nothing can be launched any more
-  bool is_aborted = false;       // every communicator has ended, or had its time
-  bool is_busy = false;          // then: the device still runs what was on them
+  std::vector<Broken> broken;    // communicators that have lost a peer, according to NCCL
+  std::optional<Error> failure;  // of NCCL or CUDA: launches are no longer possible
+  bool is_aborted = false;       // every communicator has ended, or timed out
+  bool is_busy = false;          // then: the device still runs their operations
 };
 
 class DevicePlane {
  public:
-  /// `ring` wakes the driver; called by any thread until `stop`. `awaits_next`: its thread has a CPU on
-  /// which it may look for what comes next, for a moment.
+  /// `ring` wakes the driver; called by any thread until `stop`. `awaits_next`: its thread has a CPU to
+  /// poll for the next request for a moment.
   DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring, bool awaits_next);
   DevicePlane(const DevicePlane&) = delete;
   DevicePlane& operator=(const DevicePlane&) = delete;
@@ -108,16 +108,16 @@ class DevicePlane {
   void make_unique_id(std::int32_t process_set);
   /// All of its operations have ended on this rank.
   void remove(std::int32_t process_set);
-  /// Operations of the set from this number on end without result: a rank has left that they need.
+  /// Operations of the set from this number on end without result, because a needed rank has left.
   void mark_for_abort(std::int32_t process_set, std::uint64_t limit);
-  /// Something may be in `take_news`.
+  /// True if `take_news` may return events.
   bool has_news() const noexcept;
   News take_news();
-  /// Activity of the plane's thread: "the GPU", or the function of NCCL that it is in.
+  /// Activity of the plane's thread: "the GPU", or its current NCCL function.
   const char* whereabouts() const noexcept;
-  /// Ends every communicator and what runs on them; news follow. Again: nothing happens.
+  /// Ends every communicator and its operations; events follow. Idempotent.
   void abort();
-  /// After `abort`: waits for its end until `deadline`. False if a thread had to be left behind.
+  /// After `abort`: waits for its end until `deadline`. False if a thread was abandoned.
   bool stop(TimePoint deadline);
 
  private:

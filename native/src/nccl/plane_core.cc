@@ -9,10 +9,10 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// What comes next is noticed at once for so long after something happened.
+// Time after an event in which the next one is noticed at once.
 constexpr auto kSpinTime = std::chrono::microseconds(100);
 
-/// A rank that the operation needs has left.
+/// A needed rank has left.
 struct Condemned {};
 
 std::int32_t status_of(NcclResult result) noexcept {
@@ -32,7 +32,7 @@ std::int32_t status_of(NcclResult result) noexcept {
 void DevicePlane::Core::run() noexcept {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-nccl");
   try {
-    // For the whole life of this thread: it disturbs no thread's capture of a graph, and none
+    // For the whole life of this thread: it disturbs no thread's capture of a graph, and no capture
     // disturbs it.
     CUstreamCaptureMode mode = CUstreamCaptureMode::kRelaxed;
     cuda().check(cuda().cuThreadExchangeStreamCaptureMode(&mode),
@@ -63,7 +63,7 @@ void DevicePlane::Core::work() {
   }
 }
 
-/// Nothing of this thread is inside NCCL from here on.
+/// This thread is outside of NCCL from here on.
 void DevicePlane::Core::park() {
   std::vector<ncclComm_t> late;
   {
@@ -78,7 +78,7 @@ void DevicePlane::Core::park() {
 
 Clock::duration DevicePlane::Core::sleep_time() {
   const bool waits = !in_flight_.empty() || !retired_.empty();
-  // Also for the next launch, if it may: waking this thread takes longer than everything that it does.
+  // Also for the next launch, if permitted: waking this thread takes longer than all of its work.
   if ((waits || awaits_next_) && Clock::now() < spin_until_) {
     sleep_ = kShortestSleep;
     std::this_thread::yield();
@@ -113,7 +113,7 @@ void DevicePlane::Core::serve(RemoveCommunicator& request) {
   }
   const Doing doing(*this, "ncclCommFinalize");
   const auto result = nccl().ncclCommFinalize(communicator.handle);
-  // What cannot end in order ends with the plane.
+  // Operations that cannot end gracefully end with the plane.
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) {
     retired_.push_back(communicator.handle);
   }
@@ -144,7 +144,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
     } catch (const Condemned&) {
       is_marked_now = true;
       poll_marked();
-      // What the departing rank has finished may be on the same communicator: it ends with these.
+      // Operations that the departing rank has finished may be on the same communicator, and end with these.
       while (has_marked_communicator(launch.process_set) && !is_aborting.load()) {
         pause(kLongestSleep);
         poll_finished();
@@ -156,7 +156,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
         stuck_.push_back(std::move(entry));
         return;
       }
-      // Memory that one rank has not got is its own trouble; everything else is everybody's.
+      // A lack of memory concerns one rank; other errors concern all.
       if (launch.descriptor().collective != Collective::kRegister ||
           error.status() != SPARKHVD_UNSUPPORTED) {
         throw;
@@ -181,7 +181,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
   in_flight_.push_back(std::move(entry));
   if (!launch.operation) return;
   launch.operation->on_device->is_launched.store(true, std::memory_order_release);
-  tell([](News&) {});  // a thread may wait for just this
+  tell([](News&) {});  // a thread may wait for this event
 }
 
 // ---- Communicators ---------------------------------------------------------------------------
@@ -200,7 +200,7 @@ void DevicePlane::Core::fail(NcclResult result, const char* call, ncclComm_t com
   throw Error(status_of(result), nccl().describe(result, call, communicator));
 }
 
-/// Everybody in the process set does this at the same place of the one order.
+/// All ranks of the process set do this at the same position of the common order.
 void DevicePlane::Core::make_communicator(const Launch& launch) {
   const Doing doing(*this, "ncclCommInitRankConfig");
   NcclConfig config = non_blocking_config();
@@ -222,8 +222,8 @@ DevicePlane::Core::Communicator& DevicePlane::Core::communicator_of(const Launch
                                      " has no communicator, and none was ordered.");
 }
 
-/// Waits until the communicator has done what was called, as non-blocking communicators want it before
-/// anything else is enqueued.
+/// Waits until the communicator has finished the call, as non-blocking communicators require before the next
+/// call.
 void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const char* call,
                                const Launch* launch) {
   if (result != NcclResult::kSuccess && result != NcclResult::kInProgress) {
@@ -251,7 +251,7 @@ void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const
   }
 }
 
-/// NCCL has nothing to sleep on; an abort ends it.
+/// Polls, because NCCL offers no wait; an abort ends it.
 void DevicePlane::Core::pause(Clock::duration longest) {
   const TimePoint deadline = Clock::now() + longest;
   Lock lock(mutex_);
@@ -303,7 +303,7 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
     settle(communicator.handle, result, "ncclCommRegister", &launch);
     if (handle != nullptr) communicator.registered.emplace(memory.get(), handle);
   }
-  // Last: what fails before frees the memory, and ncclMemFree does not wait for the stream.
+  // Last: earlier failures free the memory, and ncclMemFree does not wait for the stream.
   const auto address = reinterpret_cast<CUdeviceptr>(memory->data());
   cuda().check(cuda().cuMemsetD8Async(address, 0, bytes, device->stream()), "cuMemsetD8Async");
   launch.operation->on_device->buffer = std::make_shared<DeviceBuffer>(memory, requests);
@@ -311,8 +311,8 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
 
 const Scratch& DevicePlane::Core::scratch_of(std::size_t bytes) {
   if (bytes <= scratch_bytes_) return scratch_;
-  // The memory before stays until nothing is in flight: freeing would wait for the device. Twice as
-  // much each time, so that there are few.
+  // The previous memory stays while anything is in flight, because freeing would wait for the device. Twice
+  // as much each time, so that there are few pieces.
   scratch_bytes_ = std::max(bytes, 2 * scratch_bytes_);
   auto zeros = std::make_unique<DeviceMemory>(device, scratch_bytes_);
   auto results = std::make_unique<DeviceMemory>(device, scratch_bytes_);

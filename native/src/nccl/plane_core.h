@@ -1,4 +1,4 @@
-// Inside the plane: what its thread does, and the end of it. See plane.h for who may touch what.
+// Inside the plane: the work of its thread, and its end. See plane.h for ownership.
 #pragma once
 
 #include <map>
@@ -10,11 +10,11 @@
 
 namespace sparkhvd::nccl {
 
-// Looks at what has no way to wake a thread become rarer, from the first to the second.
+// Polls for events that cannot wake a thread become rarer, from the first interval to the second.
 inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
 inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
-// How many operations the host may be ahead of the GPU; then a thread that waits for a launch waits for an end.
-// CUDA's own queue of launches has about as many places, and blocks the thread that finds it full.
+// Number of operations that the host may be ahead of the GPU; then a thread that waits for a launch waits for an end.
+// CUDA's own queue of launches has about this size, and blocks a thread when it is full.
 inline constexpr std::size_t kMaxInFlight = 1024;
 inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
 
@@ -51,7 +51,7 @@ class DevicePlane::Core {
  private:
   struct Communicator {
     ncclComm_t handle = nullptr;
-    bool is_broken = false;  // it has lost a peer: what is on it ends when the driver says how
+    bool is_broken = false;  // it has lost a peer: its operations end by the driver's decision
     std::map<const DeviceMemory*, void*> registered;
   };
   struct InFlight {
@@ -94,8 +94,8 @@ class DevicePlane::Core {
 
   void work();
   void park();
-  /// To be called between what may have blocked and the next use of a communicator: who aborts waits for
-  /// this thread only so long, and then they are gone.
+  /// Call it between a call that may have blocked and the next use of a communicator: the aborting thread waits
+  /// for this thread only for a while, and then destroys communicators.
   void check_abort() const {
     if (is_aborting.load()) throw Interrupted{};
   }
@@ -128,7 +128,7 @@ class DevicePlane::Core {
   void end_marked(std::int32_t process_set);
   void end_without_result(const InFlight& operation);
   void add_live(ncclComm_t communicator);
-  /// False if it is the one's who aborts.
+  /// False if it belongs to the aborting thread.
   bool remove_live(ncclComm_t communicator);
 
   // The plane's thread's.
@@ -136,7 +136,7 @@ class DevicePlane::Core {
   std::map<std::int32_t, Communicator> communicators_;
   std::vector<ncclComm_t> retired_;  // of removed process sets: finalized, and then destroyed
   std::deque<InFlight> in_flight_;   // in the order of the stream
-  std::vector<InFlight> stuck_;      // on communicators that are broken, and not on the stream
+  std::vector<InFlight> stuck_;      // on broken communicators, and not on the stream
   std::vector<std::unique_ptr<DeviceMemory>> scratch_memory_;
   Scratch scratch_;
   std::size_t scratch_bytes_ = 0;
@@ -152,7 +152,7 @@ class DevicePlane::Core {
   std::map<std::int32_t, AbortMark> marked_ GUARDED_BY(mutex_);
   bool is_parked_ GUARDED_BY(mutex_) = false;
   bool is_aborter_running_ GUARDED_BY(mutex_) = false;
-  // By the one who aborts: what comes later is the plane's to abort.
+  // By the aborting thread: the plane aborts later communicators.
   bool is_live_taken_ GUARDED_BY(mutex_) = false;
 
   std::atomic<bool> has_marked_{false};

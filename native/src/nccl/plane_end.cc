@@ -8,9 +8,9 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// What the departing rank has finished can be finished here, soon; then its communicator ends.
+// Time to finish the operations that the departing rank has finished, before its communicator ends.
 constexpr auto kDepartureTime = std::chrono::seconds(1);
-// Time of the plane's thread to come out of NCCL before its communicators are aborted under it.
+// Time for the plane's thread to return from NCCL before its communicators are aborted during the call.
 constexpr auto kParkTime = std::chrono::milliseconds(500);
 
 }  // namespace
@@ -24,7 +24,7 @@ bool DevicePlane::Core::poll_finished() {
     const CUresult result = cuda().cuEventQuery(first.done);
     if (result == kCudaErrorNotReady) break;
     cuda().check(result, "cuEventQuery");
-    // An operation that a failed communicator has let go of is not done.
+    // An operation dropped by a failed communicator is not done.
     const auto used = communicators_.find(first.process_set);
     if (used != communicators_.end() && !is_sound(used->first, used->second)) break;
     if (first.is_lost) {
@@ -49,7 +49,7 @@ void DevicePlane::Core::poll_errors() {
   for (auto& [id, communicator] : communicators_) is_sound(id, communicator);
 }
 
-/// False if it has lost a peer, which the driver is told; every other error is everybody's.
+/// False if it has lost a peer, after notifying the driver; other errors concern all.
 bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communicator) {
   if (communicator.is_broken) return false;
   check_abort();
@@ -67,7 +67,7 @@ bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communi
   }
 }
 
-/// The driver finds out by its connections whether the peer has died or only left.
+/// The driver's connections show whether the peer has died or only left.
 void DevicePlane::Core::break_communicator(std::int32_t process_set, const Error& error) {
   communicators_[process_set].is_broken = true;
   tell([&](News& news) { news.broken.push_back({process_set, error}); });
@@ -112,7 +112,7 @@ bool DevicePlane::Core::is_marked_for_abort(std::int32_t process_set, std::uint6
   return entry != marked_.end() && sequence >= entry->second.limit;
 }
 
-/// Communicators that a rank has left, once what it has finished is finished here.
+/// Communicators that a rank has left, after its finished operations are finished here.
 void DevicePlane::Core::poll_marked() {
   std::map<std::int32_t, AbortMark> marked;
   {
@@ -135,7 +135,7 @@ bool DevicePlane::Core::has_earlier(std::int32_t process_set, std::uint64_t limi
   });
 }
 
-/// What is still on it ends without result, also what the departing rank has finished: the data is not there.
+/// Its remaining operations end without result, also those that the departing rank has finished: the data is missing.
 void DevicePlane::Core::end_marked(std::int32_t process_set) {
   const auto entry = communicators_.find(process_set);
   if (entry == communicators_.end()) return;
@@ -184,23 +184,23 @@ void DevicePlane::Core::abort_all() noexcept {
     const CurrentContext current(cuda(), device->context());
     const RelaxedCapture relaxed(cuda());
     if (!live.empty()) {
-      // In one group: one after the other, each may wait for a kernel of the next.
+      // In one group, because single aborts may wait for each other's kernels.
       nccl().ncclGroupStart();
       for (const ncclComm_t communicator : live) nccl().ncclCommAbort(communicator);
       nccl().ncclGroupEnd();
     }
-    // The kernels have been told to end; until they have, they may write.
+    // The kernels were asked to end; until they do, they may write.
     while ((is_busy = cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady) &&
            Clock::now() < deadline) {
       std::this_thread::sleep_for(kLongestSleep);
     }
-  } catch (const std::exception&) {  // the driver's deadline ends what is left
+  } catch (const std::exception&) {  // the driver's deadline ends the rest
   }
-  // Memory that callers have let go of is freed here, behind the communicators.
+  // Memory that callers have released is freed here, after the communicators.
   requests->close().clear();
   {
     const Lock lock(mutex_);
-    is_busy |= !is_parked_;  // a call that comes back may launch yet
+    is_busy |= !is_parked_;  // a returning call may still launch
   }
   tell([is_busy](News& news) {
     news.is_aborted = true;

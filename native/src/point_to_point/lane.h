@@ -1,8 +1,8 @@
-// The way of messages from one rank of a host to another: a ring of records in shared memory. The writer's
-// piece has the ring, the reader's how far it has read.
+// The path of messages from one rank of a host to another: a ring of records in shared memory. The writer's
+// piece has the ring, the reader's piece its read position.
 //
-// **Why nothing is overwritten.** The writer looks at how far the reader is. Neither trusts the other: a
-// position or a length that cannot be is an error, never an address.
+// **Why nothing is overwritten.** The writer checks the reader's position. Neither trusts the other: an
+// impossible position or length is an error, never an address.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@
 
 namespace sparkhvd {
 
-/// What a rank's piece of memory has for one other rank of its host; the bytes of the ring follow.
+/// Header of a rank's memory for one other rank of its host; the bytes of the ring follow.
 struct Lane {
   SharedWord taken;    // of the other's ring by this rank
   SharedWord written;  // to this rank's ring for the other
 
-  /// Bytes of a ring, of one lane in a piece, and of all of them, on a host of so many ranks.
+  /// Bytes of a ring, of one lane in a piece, and of all lanes, by the number of ranks of the host.
   static constexpr std::size_t ring_bytes(std::size_t ranks) noexcept {
     std::size_t bytes = 512 << 10;
     while (bytes > (16 << 10) && bytes * ranks > (2 << 20)) bytes /= 2;
@@ -39,7 +39,7 @@ constexpr std::size_t Lane::bytes(std::size_t ranks) noexcept {
   return sizeof(Lane) + ring_bytes(ranks);
 }
 
-/// Before every record: its length, and what it is.
+/// Before every record: its length and kind.
 struct LaneRecord {
   std::uint32_t bytes = 0;
   std::uint32_t kind = 0;
@@ -51,10 +51,10 @@ class LaneWriter {
   LaneWriter(Lane& own, const Lane& theirs, std::size_t ring_bytes)
       : own_(&own), theirs_(&theirs), size_(ring_bytes) {}
 
-  /// The most that one record may have: several fit, so that one is read while the next is written.
+  /// Largest record: several fit, so that one is read while the next is written.
   std::size_t max_record() const noexcept { return size_ / 4 - sizeof(LaneRecord); }
 
-  /// False, and nothing happens, if there is no room. Throws Error if the reader is where it cannot be.
+  /// False, without any effect, if there is no room. Throws Error if the reader's position is impossible.
   bool write(std::uint32_t kind, std::span<const std::byte> head,
              std::span<const std::byte> body = {}) {
     const std::uint64_t taken = theirs_->taken.value.load(std::memory_order_acquire);
@@ -97,7 +97,7 @@ class LaneReader {
   LaneReader(Lane& own, const Lane& theirs, std::size_t ring_bytes)
       : own_(&own), theirs_(&theirs), size_(ring_bytes) {}
 
-  /// The next record; nothing if there is none. Throws Error if there cannot be such a record.
+  /// The next record, if any. Throws Error if the record is impossible.
   std::optional<LaneRecord> next() const {
     const std::uint64_t written = theirs_->written.value.load(std::memory_order_seq_cst);
     if (written == position_) return std::nullopt;
@@ -110,7 +110,7 @@ class LaneReader {
     }
     return record;
   }
-  /// Copies what lies in the body of the next record from `begin` on.
+  /// Copies from the body of the next record, from `begin` on.
   void read(std::span<std::byte> target, std::size_t begin = 0) const noexcept {
     get(position_ + sizeof(LaneRecord) + begin, target);
   }

@@ -1,4 +1,4 @@
-// Which message a receive gets: the first that was sent of those from its sender, with its tag, on its process set.
+// Matching of receives with messages: the first message from its sender, with its tag, on its process set.
 // Pure: no sockets, no clock.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace sparkhvd {
 
-/// What tells messages apart.
+/// The matching key of a message.
 struct Address {
   std::int32_t process_set = 0;
   Rank from{};
@@ -35,7 +35,7 @@ class Matching {
     Message message;
   };
 
-  /// The message that a receive gets; nothing: it waits, before those of larger places: one may have been in line before.
+  /// The message of a receive. Without one it waits, before receives of larger places, because it may have been in line before.
   std::optional<Arrived> post(const Address& address, Receive receive,
                               std::uint64_t place = ~std::uint64_t{0}) {
     for (auto entry = arrived_.begin(); entry != arrived_.end(); ++entry) {
@@ -50,14 +50,14 @@ class Matching {
     return std::nullopt;
   }
 
-  /// The receive that a new message meets; nothing: it is kept, which moves it.
+  /// The receive of a new message. Without one the message is kept, which moves it.
   std::optional<Posted> arrive(const Address& address, Message&& message) {
     auto found = take_posted(address);
     if (!found) arrived_.push_back({address, std::move(message)});
     return found;
   }
 
-  /// The receive that a message of this address would meet; nothing: it would be kept.
+  /// The receive that would match a message of this address, if any.
   std::optional<Posted> take_posted(const Address& address) {
     for (auto entry = posted_.begin(); entry != posted_.end(); ++entry) {
       if (!fits(entry->address, address)) continue;

@@ -1,4 +1,4 @@
-// The bytes of messages on their way: through lanes inside a host, on connections between hosts.
+// The bytes of messages in flight: through lanes inside a host, on connections between hosts.
 #include <algorithm>
 #include <utility>
 
@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint32_t kFrameRecord = 0;
 constexpr std::uint32_t kChunkRecord = 1;
 constexpr std::uint32_t kSmallRecord = 2;  // a SmallHead and the bytes of the message
-// Records of one lane before the others get their turn.
+// Records of one lane before the others are served.
 constexpr int kRecordsAtOnce = 64;
 
 /// Before the bytes of a small message in a lane.
@@ -31,7 +31,7 @@ Bytes small_head(const Point& message) {
 
 }  // namespace
 
-/// `send`: the small message that this is; it is sent once its bytes are out of the caller's memory and on the way.
+/// `send`: the small message of this record; it is sent when its bytes have left the caller's memory.
 void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation> send) {
   Peer& target = peer(to);
   if (target.writer) {

@@ -1,4 +1,4 @@
-// How messages end that nobody meets, or whose ranks leave.
+// Ends of messages without a match, or whose ranks leave.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -83,8 +83,8 @@ void PointToPoint::check_time(TimePoint now) {
            tag_text(operation) + " within " + seconds(operation) +
            ". Look at what it does, or raise the timeout.";
   });
-  // A message may last, and so may those ahead of it: what counts is how long nothing has moved, here or, where a whole
-  // buffer lies between, there.
+  // A message may last, and so may earlier ones: the timeout counts from the last movement, here or, with a whole
+  // buffer between, there.
   const auto check = [&](Operation& operation, Rank other, TimePoint moved_at) {
     if (now < operation.timeout.deadline() ||
         operation.timeout.extend(moved_at, operation.descriptor.timeout_s, std::span(&other, 1),
@@ -122,7 +122,7 @@ void PointToPoint::note_life(Rank rank, TimePoint moved_at) {
 
 void PointToPoint::depart(Rank rank) {
   Peer& left = peer(rank);
-  // What it has said last may still lie in shared memory.
+  // Its last frames may still be in shared memory.
   if (left.reader) {
     while (receive_records(rank, left)) {
     }
@@ -140,14 +140,14 @@ void PointToPoint::depart(Rank rank) {
                                 });
         return has_sender ? "" : "every other rank has shut down.";
       });
-  // Of an announced message nothing comes any more.
+  // An announced message will not arrive any more.
   std::erase_if(matching_.arrived(), [&](const auto& entry) {
     return entry.address.from == rank && entry.message.is_announced;
   });
   left.frames.clear();
   left.withdrawn.clear();
   if (left.reader) return end_transfers(left);
-  // Bytes that were sent before the goodbye are still on their way.
+  // Bytes that were sent before the goodbye are still in flight.
   if (!data_link(rank).is_open()) on_data_end(rank);
 }
 

@@ -1,4 +1,4 @@
-// What messages need of an operation.
+// Accessors of an operation for messages.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline bool is_send(const Operation& operation) {
   return operation.descriptor.collective == Collective::kSend;
 }
 
-/// Of a receive: shorter messages fit, too.
+/// For a receive: shorter messages fit, too.
 inline bool takes_shorter(const Operation& operation) {
   const auto& numbers = operation.descriptor.numbers;
   return numbers.size() > 1 && numbers[1] == 1;

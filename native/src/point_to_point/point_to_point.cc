@@ -11,7 +11,7 @@
 namespace sparkhvd {
 namespace {
 
-// The sender learns of so many bytes at once.
+// Bytes per acknowledgement to the sender.
 constexpr std::uint64_t kTakenStep = PointToPoint::kEagerInFlight / 4;
 
 std::string kind_text(std::uint64_t bytes, DType dtype) {
@@ -54,7 +54,7 @@ Rank PointToPoint::rank_of(const Peer& peer) const {
   return Rank{static_cast<std::int32_t>(&peer - peers_.data())};
 }
 
-/// Must be called when something of a peer begins to wait.
+/// Call it when work for a peer becomes pending.
 void PointToPoint::make_busy(Rank rank) {
   if (!std::exchange(peer(rank).is_busy, true)) busy_.push_back(rank);
 }
@@ -79,8 +79,8 @@ bool PointToPoint::goes_at_once(const Peer& peer, const Operation& send) const n
   if (bytes > most || peer.eager_sent - peer.eager_taken + bytes + kMessageCost > kEagerInFlight) {
     return false;
   }
-  // One that is announced before it may be withdrawn while its receive accepts it: the next message is for that
-  // receive, and must not have ended a later one.
+  // An earlier announced message may be withdrawn while its receive accepts it. Then the next message is for that receive,
+  // and must not have ended a later one.
   return std::ranges::none_of(peer.announced, [&](const auto& entry) {
     return entry.second->process_set == send.process_set && tag_of(*entry.second) == tag_of(send);
   });
@@ -123,7 +123,7 @@ void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
   put_in_line(std::move(receive));
 }
 
-/// A new receive, or one whose message does not come.
+/// A new receive, or a receive whose message was withdrawn.
 void PointToPoint::put_in_line(Receive receive) {
   const auto operation = receive.operation;
   const Rank from = operation->descriptor.root;
@@ -152,7 +152,7 @@ void PointToPoint::arrive(const Address& address, Message message) {
   }
 }
 
-/// Its bytes go straight into the tensor that waits for them, if there is one.
+/// Its bytes are copied directly into the waiting tensor, if any.
 void PointToPoint::arrive_small(const Address& address, Message message,
                                 const std::function<void(std::span<std::byte>)>& read) {
   auto found = matching_.take_posted(address);
@@ -173,7 +173,7 @@ bool PointToPoint::fits(DType dtype, std::uint64_t bytes, const Operation& recei
          (bytes == room || (bytes < room && takes_shorter(receive)));
 }
 
-/// A message and the receive that it is for.
+/// A message and its receive.
 void PointToPoint::meet(Rank from, Message& message, Receive receive) {
   if (!message.is_announced) consume(from, message.bytes);
   Operation& operation = *receive.operation;
@@ -219,7 +219,7 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   operation.timeout.start(operation.descriptor.timeout_s);
   watch(operation);
   const auto target = output_of(operation).first(message.bytes);
-  // The mark is lent from where it stays.
+  // The mark is lent in place.
   Incoming& incoming =
       source.incoming.emplace_back(Incoming{std::move(receive), message.number, message.bytes});
   if (source.reader) {
@@ -235,7 +235,7 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   make_busy(from);
 }
 
-/// A message of a process set that has ended. Its sender ends a large one by itself.
+/// A message of an ended process set. Its sender ends a large message itself.
 void PointToPoint::drop(Rank from, const Message& message) {
   if (!message.is_announced) consume(from, message.bytes);
 }
@@ -305,8 +305,8 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
   make_busy(from);
 }
 
-/// A message that was withdrawn before its receiver's answer came has a place in the stream. The withdrawal takes another
-/// connection, so the stream itself says that this is no message.
+/// A message that was withdrawn before its receiver's answer arrived has a place in the stream. The withdrawal uses another
+/// connection, so the stream itself marks this place as filler.
 void PointToPoint::fill(Rank to, std::uint64_t bytes) {
   static constexpr std::array<std::byte, 64 << 10> kZeros{};
   for (std::uint64_t done = 0; done < bytes; done += kZeros.size()) {
@@ -316,7 +316,7 @@ void PointToPoint::fill(Rank to, std::uint64_t bytes) {
   data_link(to).send_data(kStream, std::span(&kFiller, 1));
 }
 
-/// The sender has given a message up.
+/// The sender has withdrawn a message.
 void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   const auto is_meant = [&](const auto& entry) {
     return entry.address.from == from && entry.message.is_announced &&
@@ -341,8 +341,8 @@ void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
   if (receive.operation) take_next(from, std::move(receive));
 }
 
-/// A receive whose message was withdrawn: it gets the next message of this sender. A later receive may have got that
-/// already, and gets the next in turn.
+/// A receive whose message was withdrawn: it gets the next message of this sender. If a later receive has got that
+/// already, it gets the following one.
 void PointToPoint::take_next(Rank from, Receive receive) {
   for (Incoming& next : peer(from).incoming) {
     if (!next.receive.operation) continue;
@@ -360,7 +360,7 @@ void PointToPoint::take_next(Rank from, Receive receive) {
   put_in_line(std::move(receive));
 }
 
-/// The bytes of a message go to another receive, also those that have come: its tensor is free at once, for the next.
+/// Moves the bytes of a message to another receive, also received bytes: its tensor is free at once, for the next.
 void PointToPoint::redirect(Rank from, Incoming& incoming, const Operation& receive) {
   DataLink* const link = peer(from).reader ? nullptr : &data_link(from);
   const std::size_t missing = link == nullptr ? incoming.left.size() : link->missing(incoming.body);

@@ -1,18 +1,18 @@
-// Messages from one rank to another. Unlike collectives nobody else agrees on them: they run in any order beside
-// those, and no third rank touches the bytes.
+// Messages from one rank to another. Unlike collectives they are not negotiated: they run in any order beside
+// collectives, and no third rank handles the bytes.
 //
-// A small message goes at once, with its bytes. Of a larger one the sender announces the size; when it meets a
-// receive, the receiver accepts, and the bytes go from tensor to tensor, in the order of acceptance. Inside a host
-// all of this passes through lanes in shared memory; else frames go on the connection for control frames and bytes
-// on one for tensors, as a stream of their own.
+// A small message is sent at once, with its bytes. The sender of a larger message announces the size. After the match
+// with a receive the receiver accepts, and the bytes move from tensor to tensor, in the order of acceptance. Inside a
+// host everything passes through lanes in shared memory. Else frames use the connection for control frames and bytes
+// a connection for tensors, as a separate stream.
 //
 // **Threads.** The driver's.
 //
-// **Ownership.** A tensor is lent until its operation is finished. Small messages that nobody has asked for yet are
-// kept by their receiver, up to kEagerInFlight bytes from each sender; of large ones only the announcement is.
+// **Ownership.** A tensor is lent until its operation is finished. The receiver keeps unmatched small messages, up to
+// kEagerInFlight bytes from each sender, but only the announcements of large messages.
 //
-// **Ends.** A message that meets no receive in time is withdrawn, and only its operation ends. Bytes that have begun
-// to move and stop in the middle fail the engine, as in a collective.
+// **Ends.** A message without a receive in time is withdrawn, and only its operation ends. Bytes that stop in the middle
+// of a message fail the engine, as in a collective.
 #pragma once
 
 #include <cstdint>
@@ -37,11 +37,11 @@ namespace sparkhvd {
 
 class PointToPoint {
  public:
-  /// The stream of its bytes on connections for tensors, and what CREDIT calls it.
+  /// The stream of its bytes on connections for tensors, and its number in CREDIT.
   static constexpr std::int32_t kStream = -1;
-  /// Messages of up to so many bytes go at once, inside a host if a record has room for them.
+  /// Messages of up to this size are sent at once, inside a host if a record has room for them.
   static constexpr std::size_t kEagerBytes = 64 << 10;
-  /// Of these, what the receiver has not taken yet.
+  /// Largest number of these bytes that the receiver has not taken yet.
   static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
   using Finish = std::function<void(Operation&, std::int32_t status, std::string message)>;
@@ -51,34 +51,34 @@ class PointToPoint {
   void post(std::shared_ptr<Operation> operation, std::span<const Rank> members);
   /// Throws Error with a sentence fragment if the peer cannot have sent this.
   void on_frame(Rank from, const Point& message);
-  /// Takes what has come through shared memory. True if anything has. `lose`: whose memory has nonsense, and which.
+  /// Reads shared memory. True if there was anything. `lose`: reports a rank with invalid memory, and the error.
   bool receive(const std::function<void(Rank, const std::string&)>& lose);
-  /// The connection for tensors has ended, after the goodbye: nothing more comes.
+  /// The connection for tensors has closed, after the goodbye: nothing more arrives.
   void on_data_end(Rank rank);
-  /// Sends what there is room for, and finishes what has been sent. True if anything moved.
+  /// Sends as far as there is room, and finishes sent operations. True if anything moved.
   bool step();
-  /// True while anything waits: then shared memory is worth a look.
+  /// True while anything waits, so that shared memory must be polled.
   bool is_waiting() const noexcept { return !matching_.posted().empty() || !busy_.empty(); }
   TimePoint next_deadline() const noexcept { return next_deadline_; }
-  /// Ends what has met nothing in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
+  /// Ends operations without a match in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
   void check_time(TimePoint now);
-  /// The rank lives, and moved tensor bytes on a connection last then.
+  /// The rank lives, with the time of its last tensor bytes on a connection.
   void note_life(Rank rank, TimePoint moved_at);
-  /// A rank has left in order.
+  /// A rank has left gracefully.
   void depart(Rank rank);
   /// A process set ends.
   void close(std::int32_t process_set, std::int32_t status, const std::string& text);
-  /// Forgets everything without a word: the engine has failed, and ends the operations itself.
+  /// Drops everything silently: the engine has failed, and ends the operations itself.
   void clear() noexcept;
 
  private:
-  /// A message counts for so many bytes more than it has, so that empty ones are no way around the limit.
+  /// Overhead of a message in the limit, so that empty messages count, too.
   static constexpr std::uint64_t kMessageCost = 256;
-  /// Behind the bytes of a message between hosts, in their stream: only there it cannot come too late.
+  /// Behind the bytes of a message between hosts, in their stream, where it cannot be late.
   static constexpr std::byte kFiller{0};
   static constexpr std::byte kWhole{1};
 
-  /// A message that has come, or its announcement.
+  /// A received message, or its announcement.
   struct Message {
     DType dtype{};
     std::uint64_t bytes = 0;
@@ -89,17 +89,17 @@ class PointToPoint {
   };
   struct Receive {
     std::shared_ptr<Operation> operation;
-    std::vector<Rank> senders;  // of one from any rank
+    std::vector<Rank> senders;  // of a receive from any rank
     std::uint64_t place = 0;    // among receives, in the order in which they were submitted
   };
   struct Incoming {
-    Receive receive;  // without its operation: the message was withdrawn, and filler comes
+    Receive receive;  // without its operation: the message was withdrawn, and filler follows
     std::uint64_t number = 0;
     std::uint64_t bytes = 0;
     std::span<std::byte> left = {};  // through shared memory
     DataLink::Ticket body = 0;       // between hosts
     DataLink::Ticket end = 0;
-    std::byte mark{};  // behind the bytes: what they are
+    std::byte mark{};  // behind the bytes: their kind
   };
   struct Outgoing {
     std::shared_ptr<Operation> operation;
@@ -109,17 +109,17 @@ class PointToPoint {
   struct Frame {
     Bytes head;
     std::shared_ptr<Operation>
-        send;  // a small message, whose bytes follow: sent once they are in the lane
+        send;  // a small message, whose bytes follow: sent when they are in the lane
   };
-  /// All that is under way with one other rank.
+  /// Pending work with one other rank.
   struct Peer {
     std::optional<LaneWriter> writer;  // inside a host
     std::optional<LaneReader> reader;
     std::deque<Frame> frames;  // for the lane
     std::uint64_t next_number = 0;
-    std::uint64_t eager_sent = 0;  // bytes, and what the peer has taken of them
+    std::uint64_t eager_sent = 0;  // bytes, and the bytes that the peer has taken
     std::uint64_t eager_taken = 0;
-    std::uint64_t eager_consumed = 0;  // of the peer's, and what it has been told
+    std::uint64_t eager_consumed = 0;  // of the peer's, and the acknowledged bytes
     std::uint64_t eager_told = 0;
     std::map<std::uint64_t, std::shared_ptr<Operation>> announced;
     std::map<std::uint64_t, std::uint64_t>
@@ -168,7 +168,7 @@ class PointToPoint {
   void end_transfers(Peer& left);
   void complete(Operation& receive, Rank from, std::uint64_t bytes);
   void end(Operation& operation, std::int32_t status, const std::string& text);
-  /// Ends receives and announced sends by `why(operation)`, which is empty for those that go on.
+  /// Ends receives and announced sends by `why(operation)`, which is empty for operations that continue.
   using Why = std::function<std::string(const Operation& operation, const Receive* receive)>;
   void end_unmatched(std::int32_t status, const Why& why);
 
@@ -177,7 +177,7 @@ class PointToPoint {
   AskForLife ask_for_life_;
   std::vector<Peer> peers_;        // by rank
   std::vector<Rank> local_peers_;  // those of this rank's island
-  std::vector<Rank> busy_;         // those of whom `step` has something to do
+  std::vector<Rank> busy_;         // ranks with work for `step`
   Matching<Receive, Message> matching_;
   std::uint64_t receives_ = 0;                                   // submitted so far
   std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // announced, by number

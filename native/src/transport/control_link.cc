@@ -79,7 +79,7 @@ std::vector<Fd> ControlLink::take_fds(std::size_t count) {
   return taken;
 }
 
-/// False to stop reading, which the handler wanted.
+/// False if the handler stops reading.
 bool ControlLink::parse(const Handler& handler) {
   while (end_ - begin_ >= kFrameHeaderBytes) {
     const auto bytes = std::span<const std::byte>(buffer_).subspan(begin_, end_ - begin_);
@@ -109,7 +109,7 @@ bool ControlLink::read(const Handler& handler, std::size_t budget) {
     static_cast<ControlLink&>(link).fds_.emplace_back(fd);
   };
   try {
-    // Level-triggered: what is beyond the budget is reported again.
+    // Level-triggered: bytes beyond the budget are reported again.
     while (state() == State::kOpen && parse(handler) && total < budget) {
       std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
       end_ -= std::exchange(begin_, 0);
@@ -117,8 +117,7 @@ bool ControlLink::read(const Handler& handler, std::size_t budget) {
       const auto count = read_some(std::span(&room, 1), accept_fds_ ? +take : nullptr);
       if (fds_.size() > kMaxFds) throw nonsense("more descriptors than it should");
       if (!count) break;
-      // Less than there was room for means that the socket is empty; asking again would cost a
-      // call.
+      // Less than the room means that the socket is empty; another call would be wasted.
       total = *count < room.iov_len ? budget : total + *count;
       end_ += *count;
       moved = true;

@@ -1,5 +1,5 @@
-// The connection for the control frames of two ranks: always read, so that nothing waits behind
-// tensor bytes, and where the loss of a peer is seen.
+// The connection for the control frames of two ranks: always read, so that nothing waits behind tensor
+// bytes. It shows the loss of a peer.
 //
 // **Ownership.** Frames are copied in. Descriptors that come with frames belong to the link until they
 // are taken.
@@ -26,22 +26,22 @@ class ControlLink : public Link {
 
   /// Queues a frame; `flush` writes it.
   void send(Bytes frame);
-  /// Sends a frame in two parts. What the socket takes at once goes straight from `payload`; the rest is queued.
+  /// Sends a frame in two parts. The socket accepts bytes directly from `payload`; the rest is queued.
   void send(Bytes head, std::span<const std::byte> payload);
   /// True if `send` has written anything since the last call.
   bool take_has_written() noexcept { return std::exchange(has_written_, false); }
   /// Queues a frame whose first byte carries descriptors (AF_UNIX only); they are copied.
   void send_with_fds(Bytes frame, std::span<const int> fds);
-  /// Writes what the socket takes. True if bytes moved.
+  /// Writes as much as the socket accepts. True if bytes moved.
   bool flush();
   bool wants_write() const noexcept { return !outgoing_.empty() && can_write(); }
 
-  /// Reads what is there, at most about `budget` bytes. True if bytes moved.
+  /// Reads available bytes, at most about `budget`. True if bytes moved.
   bool read(const Handler& handler, std::size_t budget);
-  /// True if `read` has something to do although the socket may have nothing new.
+  /// True if `read` has work although the socket may be empty.
   bool has_buffered() const noexcept { return resume_; }
-  /// The next `count` descriptors that came, in the order of the frames that carried them; fewer if
-  /// the peer sent fewer. Call it from the handler of such a frame.
+  /// The next `count` received descriptors, in the order of their frames; fewer if the peer sent fewer. Call it
+  /// from the handler of such a frame.
   std::vector<Fd> take_fds(std::size_t count);
   /// From now on descriptors are neither expected nor accepted.
   void refuse_fds() noexcept { accept_fds_ = false; }

@@ -1,10 +1,10 @@
 // Small control frames through shared memory, where a connection would cost a system call at each end.
 //
-// One rank writes, and every reader copies each frame out before it looks at it: the memory stays the
-// writer's. Positions count bytes since the start. Larger frames take the connection instead.
+// One rank writes, and every reader copies each frame out before it parses it, because the memory stays the
+// writer's. Positions count bytes since the start. Larger frames use the connection instead.
 //
-// **Why nothing is overwritten.** The writer is told how far the slowest reader is. A reader trusts
-// neither the position nor a length: a peer that has lost its mind must not be followed.
+// **Why nothing is overwritten.** The writer gets the position of the slowest reader. A reader trusts
+// neither a position nor a length, because a peer may be corrupt.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class ControlWriter {
  public:
   explicit ControlWriter(ControlRing& ring) : ring_(&ring) {}
 
-  /// False, and nothing happens, if the frame does not fit. `taken`: how far the slowest reader is.
+  /// False, without any effect, if the frame does not fit. `taken`: position of the slowest reader.
   bool write(std::span<const std::byte> frame, std::uint64_t taken) noexcept {
     if (frame.size() > ControlRing::kMaxFrame || taken > position_) return false;
     if (position_ - taken + ControlRing::space(frame.size()) > ControlRing::kBytes) return false;
@@ -63,14 +63,14 @@ class ControlWriter {
 
 class ControlReader {
  public:
-  /// `taken`: where the writer sees how far this reader is.
+  /// `taken`: this reader's position, for the writer.
   ControlReader(Rank from, const ControlRing& ring, SharedWord& taken)
       : from_(from), ring_(&ring), taken_(&taken) {}
 
   Rank from() const noexcept { return from_; }
 
-  /// A copy of the next frame, header included; empty if there is none. Stays the next until `pop`.
-  /// Throws Error with a sentence fragment if there cannot be such a frame.
+  /// A copy of the next frame, header included; empty without a frame. Stays the next until `pop`.
+  /// Throws Error with a sentence fragment if the frame is impossible.
   const Bytes& next() {
     if (!frame_.empty()) return frame_;
     const std::uint64_t written = ring_->written.value.load(std::memory_order_seq_cst);

@@ -100,9 +100,9 @@ DataLink::Ticket DataLink::receive_data(std::int32_t stream, std::span<std::byte
 std::optional<std::uint64_t> DataLink::take_credit(std::int32_t stream) {
   Stream& state = streams_[stream];
   const std::uint64_t wanted = state.posted + unasked_;
-  // Half of the distance: the sender has enough for the time that the news needs.
-  if (wanted - std::max(state.told, unasked_) < unasked_ / 2) return std::nullopt;
-  return state.told = wanted;
+  // Half of the distance, so that the sender has enough until the credit arrives.
+  if (wanted - std::max(state.offered, unasked_) < unasked_ / 2) return std::nullopt;
+  return state.offered = wanted;
 }
 
 void DataLink::discard(Ticket ticket) {
@@ -153,7 +153,7 @@ void DataLink::begin_frame(std::span<const std::byte> header) {
   current_ = &streams_[stream];
   if (streams_.size() > kMaxStreams) throw nonsense("bytes of too many process sets");
   current_->arrived += data_left_;
-  if (!current_->is_cancelled && current_->arrived > std::max(current_->told, unasked_)) {
+  if (!current_->is_cancelled && current_->arrived > std::max(current_->offered, unasked_)) {
     throw nonsense("tensor bytes that nobody asked for");
   }
 }
@@ -195,9 +195,9 @@ bool DataLink::read(std::size_t budget) {
   if (buffer_.empty()) buffer_.resize(kBufferBytes);
   bool moved = false;
   try {
-    // Level-triggered: what is beyond the budget is reported again.
+    // Level-triggered: bytes beyond the budget are reported again.
     for (std::size_t total = 0; state() == State::kOpen && total < budget;) {
-      // In the middle of a tensor straight into its memory, and behind it the next header.
+      // In the middle of a tensor directly into its memory, followed by the next header.
       std::array<iovec, 2> vectors{};
       std::size_t direct = 0;
       if (data_left_ > 0 && !current_->is_cancelled && !current_->receives.empty()) {
@@ -219,8 +219,7 @@ bool DataLink::read(std::size_t budget) {
       }
       end_ += *count - arrived;
       parse();
-      // Less than there was room for means that the socket is empty; asking again would cost a
-      // call.
+      // Less than the room means that the socket is empty; another call would be wasted.
       total = *count < direct + room ? budget : total + *count;
     }
   } catch (const Error& error) {
@@ -248,7 +247,7 @@ void DataLink::cancel_lent(std::int32_t stream) {
   std::erase_if(frames_,
                 [&](const Frame& frame) { return frame.stream == stream && frame.written == 0; });
   if (!frames_.empty() && frames_.front().stream == stream) {
-    // A frame that is partly written must be finished for the ones behind it to be understood.
+    // A partly written frame must be finished, or later frames would be misread.
     Frame& frame = frames_.front();
     frame.owned.assign(frame.payload.begin(), frame.payload.end());
     frame.payload = frame.owned;
@@ -268,7 +267,7 @@ void DataLink::forget(std::int32_t stream) {
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
   if (current_ == &entry->second) {
-    if (data_left_ > 0) return;  // a peer that sends what it should not
+    if (data_left_ > 0) return;  // an invalid peer
     current_ = nullptr;
   }
   streams_.erase(entry);

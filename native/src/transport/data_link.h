@@ -1,12 +1,12 @@
-// A connection for the tensor bytes of two ranks: a stream of bytes per process set, in order; streams
+// A connection for the tensor bytes of two ranks: an ordered stream of bytes per process set; streams may
 // overtake each other.
 //
-// **Credit.** A stream's receiver says how far the sender may go: as far as receives are posted, and
-// some bytes beyond. So a connection is always read, early bytes need little memory, and a large
-// transfer starts when the receiver is there.
+// **Credit.** A stream's receiver grants the sender the bytes of posted receives, and some bytes beyond. So a
+// connection is always read, early bytes need little memory, and a large transfer starts when the receive is
+// posted.
 //
 // **Ownership.** Bytes are sent from, and received into, memory that the caller lends until `sent` or
-// `received` says it is done, or `cancel_lent` is called.
+// `received` is true, or `cancel_lent` is called.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,10 @@ namespace sparkhvd {
 
 class DataLink : public Link {
  public:
-  /// A place in the order of lent sends (or receives) of this link.
+  /// A position in the order of lent sends (or receives) of this link.
   using Ticket = std::uint64_t;
-  /// Bytes by which a stream's sender may run ahead of its receiver among so many ranks. Saying so takes a frame for every
-  /// half of them, and each peer may send as many.
+  /// Bytes by which a stream's sender may run ahead of its receiver, by the number of ranks. Each half of them costs a
+  /// CREDIT frame, and each peer may send this many.
   static constexpr std::uint64_t unasked_among(std::size_t ranks) noexcept {
     return std::clamp<std::uint64_t>((64 << 20) / ranks, 256 << 10, 512 << 10);
   }
@@ -42,43 +42,43 @@ class DataLink : public Link {
   /// Queues bytes of `stream`. `payload` is lent until `sent(ticket)`.
   Ticket send_data(std::int32_t stream, std::span<const std::byte> payload);
   bool sent(Ticket ticket) const noexcept { return sends_.is_done(ticket); }
-  /// The peer takes the first `bytes` of `stream`.
+  /// The peer accepts the first `bytes` of `stream`.
   void grant(std::int32_t stream, std::uint64_t bytes);
 
   /// Receives the next bytes of `stream` into `target`, which is lent until `received(ticket)`.
   Ticket receive_data(std::int32_t stream, std::span<std::byte> target);
   bool received(Ticket ticket) const noexcept { return receives_.is_done(ticket); }
-  /// What is still to come of this receive goes nowhere; its memory is not lent any more.
+  /// Drops the remaining bytes of this receive; its memory is no longer lent.
   void discard(Ticket ticket);
-  /// Bytes of this receive that have not come.
+  /// Missing bytes of this receive.
   std::size_t missing(Ticket ticket) noexcept;
-  /// They go to `target` instead, which has room for them; the former memory is not lent any more.
+  /// Moves this receive to `target`, which has room for it; the former memory is no longer lent.
   void redirect(Ticket ticket, std::span<std::byte> target);
-  /// What the peer has to be told after new receives: how many bytes of `stream` it may send; nothing
-  /// if it can go on for a while.
+  /// The new credit of the peer after new receives: total bytes of `stream` that it may send; nothing if its
+  /// credit lasts for a while.
   std::optional<std::uint64_t> take_credit(std::int32_t stream);
 
-  /// Writes what the socket takes. True if bytes moved.
+  /// Writes as much as the socket accepts. True if bytes moved.
   bool flush();
   bool wants_write() const noexcept { return !frames_.empty() && can_write(); }
-  /// Reads what is there, at most about `budget` bytes. True if bytes moved.
+  /// Reads available bytes, at most about `budget`. True if bytes moved.
   bool read(std::size_t budget);
 
-  /// When bytes of any stream were written, or read, last: what is behind them waits for them.
+  /// Time of the last written, or read, bytes of any stream, because later bytes wait for them.
   TimePoint written_at() const noexcept { return written_at_; }
   TimePoint read_at() const noexcept { return read_at_; }
 
-  /// Forgets all lent memory; nothing is sent or received any more.
+  /// Drops all lent memory; nothing is sent or received any more.
   void cancel_lent();
-  /// The same for one stream. Frames stay whole, and bytes of it that still come are dropped.
+  /// The same for one stream. Frames stay whole, and its later bytes are dropped.
   void cancel_lent(std::int32_t stream);
   /// Forgets a stream whose last byte has been sent and received.
   void forget(std::int32_t stream);
 
  private:
-  // Holds several small frames; large ones go past it.
+  // Holds several small frames; large frames bypass it.
   static constexpr std::size_t kBufferBytes = 64 << 10;
-  // A peer that names more process sets than this is not what it seems.
+  // A peer that names more process sets than this is invalid.
   static constexpr std::size_t kMaxStreams = 1 << 16;
   struct Send {
     std::int32_t stream = 0;
@@ -91,7 +91,7 @@ class DataLink : public Link {
     bool done = false;
     bool is_discarded = false;
   };
-  /// Transfers in the order of their tickets, without those at the head that are done.
+  /// Transfers in the order of their tickets, without finished ones at the head.
   template <class Transfer>
   struct Queue {
     std::deque<Transfer> transfers;
@@ -130,14 +130,14 @@ class DataLink : public Link {
   };
   struct Stream {
     bool is_cancelled = false;
-    std::deque<Ticket> sends;  // that have bytes without a frame
+    std::deque<Ticket> sends;  // with bytes without a frame
     std::uint64_t framed = 0;
     std::uint64_t granted = 0;    // by the peer; at least unasked_
-    std::deque<Ticket> receives;  // that are not full
+    std::deque<Ticket> receives;  // not full
     std::uint64_t posted = 0;
-    std::uint64_t told = 0;  // to the peer, which takes it for unasked_ at least
+    std::uint64_t offered = 0;  // to the peer, at least unasked_
     std::uint64_t arrived = 0;
-    Bytes early;  // bytes that came before they were asked for, from `taken`
+    Bytes early;  // bytes that arrived before their receive, from `taken`
     std::size_t taken = 0;
   };
 
@@ -159,7 +159,7 @@ class DataLink : public Link {
   Bytes buffer_;
   std::size_t begin_ = 0;  // unparsed bytes of buffer_
   std::size_t end_ = 0;
-  Stream* current_ = nullptr;  // of the frame that is being read
+  Stream* current_ = nullptr;  // of the current frame
   TimePoint written_at_{};
   TimePoint read_at_{};
   std::size_t data_left_ = 0;  // its bytes that have not been delivered

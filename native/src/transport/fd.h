@@ -7,7 +7,7 @@
 
 namespace sparkhvd {
 
-/// Owns one file descriptor and closes it. Move-only; -1 is "none".
+/// Owns one file descriptor and closes it. Move-only; -1 is empty.
 class Fd {
  public:
   Fd() noexcept = default;

@@ -21,7 +21,7 @@ bool is_internet(int fd) noexcept {
          (address.ss_family == AF_INET || address.ss_family == AF_INET6);
 }
 
-/// The peer's process is gone, which its kernel tells in one way or another.
+/// The peer's process is gone, as its kernel reports by one of these errors.
 bool is_end(int code) noexcept { return code == 0 || code == EPIPE || code == ECONNRESET; }
 
 }  // namespace

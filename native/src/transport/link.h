@@ -1,10 +1,10 @@
-// A connection to one peer: its socket, and how it ends. Control frames and tensor bytes have
-// connections of their own: see control_link.h and data_link.h.
+// A connection to one peer: its socket, and its end. Control frames and tensor bytes have separate
+// connections: see control_link.h and data_link.h.
 //
-// **Threads.** A Link is used by one thread at a time, the one that drives the engine.
+// **Threads.** The driver's.
 //
-// **Shutdown.** `close_write` says "nothing more from us" and lets the peer read all that was sent;
-// destroying the Link closes the socket.
+// **Shutdown.** `close_write` ends this direction and lets the peer read all sent bytes; destroying the Link
+// closes the socket.
 #pragma once
 
 #include <sys/uio.h>
@@ -27,8 +27,8 @@ class Link {
  public:
   enum class State {
     kOpen,
-    kEnded,   // the peer will send nothing more; everything before that has been handed over
-    kBroken,  // the connection is reset or the peer sent nonsense
+    kEnded,   // the peer will send nothing more; all earlier bytes are delivered
+    kBroken,  // the connection is reset or the peer sent invalid bytes
   };
 
   Link() = default;
@@ -40,16 +40,16 @@ class Link {
   State state() const noexcept { return state_; }
   /// Between hosts.
   bool is_tcp() const noexcept { return is_tcp_; }
-  /// The peer's process has ended, or has closed the connection: its kernel says so.
+  /// The peer's process has ended, or has closed the connection, according to its kernel.
   bool is_ended_by_peer() const noexcept;
-  /// Why it is not open any more, as a clause.
+  /// Why it is no longer open, as a clause.
   std::string trouble() const;
-  /// From now on the link adds itself to this list when it has something to write, once until `unlist`.
+  /// From now on the link adds itself to this list when it has bytes to write, once until `unlist`.
   void list_output(std::vector<Link*>& list) noexcept { list_ = &list; }
   void unlist() noexcept { is_listed_ = false; }
   /// From now on bytes are counted there.
   void count(Traffic& traffic) noexcept { traffic_ = &traffic; }
-  /// Neither is used any more: the engine may end before the link.
+  /// Drops both, because the engine may end before the link.
   void leave_engine() noexcept {
     list_ = nullptr;
     traffic_ = nullptr;
@@ -59,7 +59,7 @@ class Link {
   /// nothing from the peer.
   bool is_delivered() const noexcept;
   void close_write() noexcept;
-  /// Closes the descriptor, also in a forked child, without a word to the peer.
+  /// Closes the descriptor, also in a forked child, without notifying the peer.
   void close() noexcept { socket_.reset(); }
 
  protected:
@@ -67,11 +67,11 @@ class Link {
   /// Of one call that writes.
   static constexpr std::size_t kMaxVectors = 16;
 
-  /// Bytes that the socket took; nothing if it takes none now. An error only stops the writing: the
-  /// peer's last words may still be unread, and they tell the cause.
+  /// Bytes that the socket accepted, if any. An error only stops writing, because the peer's unread last frames
+  /// may contain the cause.
   std::optional<std::size_t> write_some(std::span<iovec> vectors, std::span<const Fd> fds = {});
-  /// Bytes read; nothing if there are none now, or if the connection has ended. Descriptors that come
-  /// with them are handed to `take`, where it is not null.
+  /// Bytes read; nothing if there are no bytes now, or if the connection has ended. Their descriptors are passed
+  /// to `take`, if it is not null.
   std::optional<std::size_t> read_some(std::span<iovec> vectors,
                                        void (*take)(Link&, int) = nullptr);
   void has_output() {
@@ -90,7 +90,7 @@ class Link {
   bool is_listed_ = false;
   std::string trouble_;
   int write_errno_ = 0;  // of the first write that failed
-  int broken_by_ = -1;   // errno that broke it; -1: nonsense
+  int broken_by_ = -1;   // errno that broke it; -1: invalid bytes
 };
 
 }  // namespace sparkhvd

@@ -39,7 +39,7 @@ std::optional<Rank> LossWatch::look(std::span<ControlLink> links, TimePoint now)
     next_ = now + kPeriod;
     auto& heard = heard_.try_emplace(link.peer(), Heard{state->segments}).first->second;
     if (std::exchange(heard.segments, state->segments) != state->segments) {
-      // A segment that acknowledges nothing and brings nothing is a question.
+      // A segment without acknowledgement and data is a probe.
       if (state->since_answer > elapsed + kTick) {
         heard.keepalive_period = std::max(heard.keepalive_period, heard.silence + passed);
       }

@@ -1,16 +1,16 @@
-// Hosts that have vanished: without power or cable nobody says that a connection is over.
+// Detection of lost hosts: without power or cable no packet reports the end of a connection.
 //
-// A kernel answers for its processes, whether they run, are stopped, starved or behind. So a host is gone if nothing
-// has come from its kernel for `host_loss_s` although something would have:
+// A kernel answers for its processes, whether they run, are stopped, starved or slow. So a host is lost if nothing has
+// arrived from its kernel for `host_loss_s` although one of these was due:
 //
-//   - an acknowledgement of bytes that are on their way;
-//   - while bytes wait for room at a process that does not read, an answer to the question for room, or a keepalive of
-//     the peer's kernel. The own kernel asks for room more and more rarely, up to every two minutes, and sends no
-//     keepalive beside bytes that wait; the peer's has nothing to send, so it sends one three times in `host_loss_s`.
-//     They are waited for once one has come: a proxy sends none.
+//   - an acknowledgement of bytes in flight;
+//   - while bytes wait for room at a process that does not read, an answer to a window probe, or a keepalive of the peer's
+//     kernel. The local kernel probes more and more rarely, up to every two minutes, and sends no keepalive beside waiting
+//     bytes. The peer's kernel has nothing to send, so it sends a keepalive three times in `host_loss_s`. Keepalives are
+//     expected after the first one, because a proxy sends none.
 //
-// Idle connections are the own kernel's keepalive's. Only connections for control frames are watched: they are always
-// read, so that what the peer sends always arrives.
+// The local kernel's keepalive covers idle connections. Only connections for control frames are watched: they are always
+// read, so that the peer's bytes always arrive.
 #pragma once
 
 #include <cstdint>
@@ -29,18 +29,18 @@ class LossWatch {
 
   /// After bytes have been written to a connection between hosts.
   void start();
-  /// When to look next; kNever while nothing is on its way.
+  /// Next time to poll; kNever while nothing is in flight.
   TimePoint next() const noexcept { return next_; }
-  /// A peer whose host is gone, if it is time to look.
+  /// A peer with a lost host, if it is time to poll.
   std::optional<Rank> look(std::span<ControlLink> links, TimePoint now);
-  /// How long a host has been silent when it counts as gone, for messages.
+  /// Silence after which a host counts as lost, for messages.
   double limit_s() const noexcept { return limit_s_; }
 
  private:
   struct Heard {
-    std::uint32_t segments = 0;          // at the last look
+    std::uint32_t segments = 0;          // at the last poll
     Clock::duration silence{};           // since the last one, as seen here
-    Clock::duration keepalive_period{};  // longest time until one of the peer's; 0: none has come
+    Clock::duration keepalive_period{};  // longest time until one of the peer's; 0: none received
   };
 
   double limit_s_;

@@ -20,10 +20,10 @@
 namespace sparkhvd {
 namespace {
 
-// Unused addresses behind each mapping. The kernel puts mappings one behind the other, so pieces of
-// 256 MiB lie 2^28 bytes apart; AMD's L1 cache finds lines by a hash of bits 12 to 27 of the address
-// and keeps only one of two lines with equal hashes. To read and write both pieces in step took 3
-// times as long (4 MiB: 175 instead of 70 us). Hardly any size cancels these bits in the hash.
+// Unused addresses behind each mapping. The kernel maps contiguously, so pieces of 256 MiB are 2^28 bytes
+// apart. AMD's L1 cache finds lines by a hash of bits 12 to 27 of the address and keeps only one of two
+// lines with equal hashes. Reading and writing both pieces in step took 3 times as long (4 MiB: 175 instead
+// of 70 us). Hardly any size cancels these bits in the hash.
 constexpr std::size_t kGap = 31 * 4096;
 
 }  // namespace
@@ -94,14 +94,14 @@ void check_memfd(const Fd& memory, std::size_t bytes) {
 
 namespace {
 
-/// The number that the file holds; nothing if there is none ("max", no such file).
+/// The number in the file, if any ("max", no such file).
 std::optional<std::uint64_t> read_number(const std::string& path) {
   const auto text = read_text(path);
   const auto words = split(text);
   return words.empty() ? std::nullopt : number_of(words[0]);
 }
 
-/// The number behind a word that begins a line of the file; nothing if there is none.
+/// The number behind a word at the start of a line of the file, if any.
 std::optional<std::uint64_t> number_behind(const std::string& path, std::string_view word) {
   const auto text = read_text(path);
   for (const auto line : split(text, "\n")) {
@@ -111,7 +111,7 @@ std::optional<std::uint64_t> number_behind(const std::string& path, std::string_
   return std::nullopt;
 }
 
-/// Memory that the machine can give without swapping; nothing if the file does not have it.
+/// Memory that the machine can provide without swapping; nothing if the file lacks it.
 std::optional<std::uint64_t> available_bytes(const std::string& path) {
   const auto kib = number_behind(path, "MemAvailable:");
   return kib ? std::optional(*kib * 1024) : std::nullopt;
@@ -122,8 +122,8 @@ std::optional<std::string> group_shortage(const ControlGroup& group, std::uint64
   const auto limit = read_number(folder + (group.is_v2 ? "memory.max" : "memory.limit_in_bytes"));
   auto usage = read_number(folder + (group.is_v2 ? "memory.current" : "memory.usage_in_bytes"));
   if (!limit || !usage) return std::nullopt;
-  // Cached bytes of files that the kernel gives back before it kills anybody. A group that reads much
-  // is always full of them.
+  // Cached bytes of files, which the kernel reclaims before it kills a process. A group that reads much is
+  // always full of them.
   const char* word = group.is_v2 ? "inactive_file" : "total_inactive_file";
   *usage -= std::min(*usage, number_behind(folder + "memory.stat", word).value_or(0));
   if (*usage <= *limit && *limit - *usage >= need) return std::nullopt;

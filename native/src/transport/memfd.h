@@ -1,5 +1,4 @@
-// Shared memory without a name: a sealed memfd and its mapping. Nothing is left behind after a
-// kill.
+// Anonymous shared memory: a sealed memfd and its mapping. Nothing remains after a kill.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +24,8 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
-  /// Processes that are forked from now on do not have it: a write there ends them with a signal, and
-  /// disturbs nobody else.
+  /// Excludes it from processes forked from now on: a write there ends them with a signal, without effect on
+  /// other processes.
   void hide_from_children() const noexcept;
 
   std::byte* data() const noexcept { return data_; }
@@ -46,15 +45,14 @@ Fd create_memfd(std::size_t bytes);
 /// Throws unless `memory` is sealed against shrinking and holds at least `bytes`.
 void check_memfd(const Fd& memory, std::size_t bytes);
 
-/// Where the kernel tells the limits of memory; a test gives its own.
+/// The kernel's files on the limits of memory; a test passes its own.
 struct MemoryFiles {
   GroupFiles control{.v1_root = "/sys/fs/cgroup/memory"};
   std::string machine = "/proc/meminfo";
 };
 
-/// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be taken; nothing
-/// if they may. Reads RLIMIT_AS, what the machine has left, and the limits of the process's
-/// control group (v1 and v2).
+/// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be used; nothing if they
+/// may. Reads RLIMIT_AS, the machine's free memory, and the limits of the process's control group (v1 and v2).
 std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes,
                                            const MemoryFiles& files = {});
 

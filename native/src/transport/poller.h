@@ -29,8 +29,8 @@ class Poller {
   }
   void remove(int fd) noexcept { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
-  /// The events that are there, after at most `timeout_ms` (-1: as long as it takes). `interrupted`
-  /// tells whether a signal ended the wait.
+  /// The pending events, after at most `timeout_ms` (-1: unlimited). `interrupted` reports whether a signal
+  /// ended the wait.
   std::span<const epoll_event> wait(int timeout_ms, bool& interrupted) {
     const int count =
         ::epoll_wait(epoll_.get(), events_.data(), static_cast<int>(events_.size()), timeout_ms);

@@ -17,10 +17,10 @@ namespace {
 // A round trip below this is one of a local network.
 constexpr std::uint32_t kLocalRoundTrip_us = 1000;
 
-/// On a local network losses are repaired within a round trip, and what counts is CPU time per byte:
-/// BBR costs more than twice as much as Reno (16 MiB each way over veth: 24 against 10 ms of CPU on
-/// both ranks together), and every process may use Reno. Far away the system's choice stands, and so
-/// does any choice but BBR.
+/// On a local network losses are repaired within a round trip, and CPU time per byte counts: BBR costs more
+/// than twice as much as Reno (16 MiB each way over veth: 24 against 10 ms of CPU on both ranks together),
+/// and every process may use Reno. On longer paths the system's choice stays, and so does any choice except
+/// BBR.
 void choose_congestion_control(int fd) {
   char name[16] = {};
   socklen_t size = sizeof(name) - 1;
@@ -63,15 +63,15 @@ void tune_tcp(int fd, std::optional<double> host_loss_s) {
   };
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   choose_congestion_control(fd);
-  // No host vanishes from itself; but the probes of thousands of idle connections of many ranks, all at the same
-  // moment, are more than a loopback device keeps, and two of them lost would be the end of a connection.
+  // A host cannot lose itself. But simultaneous probes of thousands of idle connections of many ranks overflow a loopback
+  // device, and two lost probes would end a connection.
   if (!host_loss_s || host_of(own) == host_of(peer)) return;
   const int loss_s = std::max(3, static_cast<int>(*host_loss_s));
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
   set(IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPCNT, 2);
-  // No TCP_USER_TIMEOUT: it ends connections to processes that live and do not read. See LossWatch.
+  // No TCP_USER_TIMEOUT: it ends connections to live processes that do not read. See LossWatch.
 }
 
 std::optional<TcpState> tcp_state(int fd) {
@@ -90,7 +90,7 @@ std::optional<TcpState> tcp_state(int fd) {
   const auto segs_in = number_at(140);
   const auto notsent_bytes = number_at(144);
   const auto snd_wnd = number_at(228);
-  // Bytes that have room and do not leave have no way: the device is down, or the route is gone.
+  // Bytes that have room and are not sent have no route: the device is down, or the route is gone.
   const bool has_no_way = notsent_bytes > 0 && snd_wnd >= notsent_bytes;
   return TcpState{unacked > 0 || has_no_way || unanswered_probes > 0, notsent_bytes > 0,
                   std::chrono::milliseconds(last_ack_recv_ms), segs_in};

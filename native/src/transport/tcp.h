@@ -7,19 +7,19 @@
 
 namespace sparkhvd {
 
-/// For connections of the engine: bytes leave at once, and on an idle connection another host that is gone is
-/// noticed after `host_loss_s`, if that is given. Nothing happens to
-/// other sockets; errors are ignored, because the connection works without.
+/// For connections of the engine: bytes are sent at once, and a lost host on an idle connection is detected after
+/// `host_loss_s`, if given. Other sockets are not changed. Errors are ignored, because the connection works without
+/// these options.
 void tune_tcp(int fd, std::optional<double> host_loss_s);
 
-/// What a connection's kernel knows of the peer's.
+/// The kernel's information about a connection's peer.
 struct TcpState {
-  /// Bytes, or a question for room, are on their way: the peer's kernel owes an answer.
+  /// Bytes, or a window probe, are in flight: the peer's kernel owes an answer.
   bool is_owed = false;
-  /// Bytes wait for room at the peer: the kernel asks for some, more and more rarely.
+  /// Bytes wait for room at the peer: the kernel probes, more and more rarely.
   bool is_blocked = false;
   std::chrono::milliseconds since_answer{};
-  /// Received so far, with those that answer nothing; always 0 on kernels that do not count (before 4.2).
+  /// Received so far, including segments without an answer; always 0 on kernels before 4.2.
   std::uint32_t segments = 0;
 };
 /// Nothing for other sockets.

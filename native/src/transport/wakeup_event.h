@@ -1,13 +1,12 @@
-// Bells, by which ranks of one host wake each other: an eventfd per rank and a word in shared memory that says
-// whether ringing is worth a system call. With it one epoll_wait waits for sockets and shared
-// memory alike.
+// Wakeup events of the ranks of one host: an eventfd per rank and a word in shared memory that shows whether
+// a signal is worth a system call. So one epoll_wait waits for both sockets and shared memory.
 //
-// **Ownership.** A rank writes its own word only. An odd value means "I sleep, or am about to:
-// ring"; each sleep has its own odd value, so that a peer rings once per sleep.
+// **Ownership.** A rank writes only its own word. An odd value means that it sleeps, or is about to sleep.
+// Each sleep has its own odd value, so that a peer signals once per sleep.
 //
-// **Why no wake-up is lost.** The sleeper stores the odd value and then looks at the counters
-// again; a writer stores its counter and then looks at the word. All four are sequentially
-// consistent, so at least one of the two sees the other.
+// **Why no wakeup is lost.** The sleeper stores the odd value and then reads the counters again; a writer
+// stores its counter and then reads the word. All four are sequentially consistent, so at least one of the
+// two sees the other.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -49,10 +48,10 @@ class WakeupEvent {
     peers_[index] = {&word, std::move(event), 0};
   }
 
-  /// From now on every ring of a peer is counted there.
+  /// From now on every signal to a peer is counted there.
   void count(Counter& rings) noexcept { rings_ = &rings; }
 
-  /// Announces sleep; look at the shared counters again before sleeping.
+  /// Announces sleep; read the shared counters again before sleeping.
   void set_sleeping() noexcept {
     if ((epoch_ & 1) == 0) word_->value.store(++epoch_, std::memory_order_seq_cst);
   }
@@ -60,8 +59,7 @@ class WakeupEvent {
     if ((epoch_ & 1) == 1) word_->value.store(++epoch_, std::memory_order_seq_cst);
   }
 
-  /// Wakes those of the ranks that are peers and sleep. Call after storing (seq_cst) what they wait
-  /// for.
+  /// Wakes the sleeping peers among the ranks. Call after storing (seq_cst) the values that they wait for.
   void ring(std::span<const Rank> ranks) noexcept {
     for (const Rank rank : ranks) {
       const auto index = static_cast<std::size_t>(index_of(rank));
@@ -78,7 +76,7 @@ class WakeupEvent {
   /// Wakes the threads of this process that wait on `fd`. Any thread.
   void ring_self() const noexcept { write_event(event_); }
 
-  /// The same if this rank sleeps, or is about to. Call after storing (seq_cst) what it waits for.
+  /// The same if this rank sleeps, or is about to. Call after storing (seq_cst) the values that it waits for.
   /// Any thread.
   void ring_self_if_asleep() const noexcept {
     if ((word_->value.load(std::memory_order_seq_cst) & 1) == 1) ring_self();
@@ -90,7 +88,7 @@ class WakeupEvent {
     [[maybe_unused]] const auto result = ::read(event_.get(), &count, sizeof(count));
   }
 
-  /// Closes every descriptor without ringing (in a forked child).
+  /// Closes every descriptor without a signal (in a forked child).
   void close() noexcept {
     event_.reset();
     for (auto& peer : peers_) peer.event.reset();
@@ -105,7 +103,7 @@ class WakeupEvent {
 
   static void write_event(const Fd& event) noexcept {
     const std::uint64_t one = 1;
-    // EAGAIN: it is rung already.
+    // EAGAIN: it is signalled already.
     [[maybe_unused]] const auto result = ::write(event.get(), &one, sizeof(one));
   }
 

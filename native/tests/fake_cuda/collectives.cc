@@ -132,7 +132,7 @@ bool advance(Meeting& meeting, Message& message) {
   return true;
 }
 
-/// All messages go on beside each other, those of one pair and direction in their order.
+/// All messages progress concurrently, messages of one pair and direction in order.
 bool run_messages(Meeting& meeting, std::vector<Message> messages, const Stop& stop) {
   const auto advance_all = [&] {
     bool has_moved = false;

@@ -17,7 +17,7 @@ namespace fake {
 namespace {
 
 // How often ncclCommGetAsyncError says "in progress" before a launch is done; 1 would be found by
-// code that asks once and goes on.
+// code that polls once and continues.
 constexpr int kPolls = 3;
 // The first launch connects the ranks, which takes the real one a while; later ones now and then.
 constexpr std::uint64_t kEvery = 3;
@@ -87,7 +87,7 @@ NcclResult Comm::join(const sparkhvd::nccl::NcclUniqueId& id) {
     if (const std::string problem = shared_gpu(*opened); !problem.empty()) {
       return fail(NcclResult::kInvalidUsage, problem);
     }
-    // Nobody goes on before everybody has looked.
+    // No rank continues before all have read.
     if (!opened->barrier(stop())) return NcclResult::kInternalError;
     const std::scoped_lock lock(mutex_);
     meeting = std::move(opened);

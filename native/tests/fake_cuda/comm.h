@@ -61,7 +61,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   /// poll() has been called a few times.
   NcclResult launch(const std::vector<Op>& ops);
 
-  /// What ncclCommGetAsyncError reports; goes on with what is in progress.
+  /// Result of ncclCommGetAsyncError; continues work in progress.
   NcclResult poll();
   NcclResult state();
   /// An error of the communicator, which stays.
@@ -93,7 +93,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   NcclResult state_ = NcclResult::kSuccess;
   std::string last_error_;
   bool has_job_ = false;      // a thread works
-  int polls_left_ = 0;        // until poll() goes on
+  int polls_left_ = 0;        // until poll() continues
   std::vector<Op> deferred_;  // a launch that poll() does
   std::uint64_t launches_ = 0;
   std::uint64_t runs_ = 0;  // of the stream's thread alone

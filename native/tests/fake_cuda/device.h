@@ -2,7 +2,7 @@
 //
 // Threads: each stream has one, started by its first item and detached, because a stream may hang
 // for good, as on a GPU. Callers' threads only queue.
-// Ownership: whoever holds a shared_ptr; the Driver's tables hold one for each handle that the
+// Ownership: holders of a shared_ptr; the Driver's tables hold one for each handle that the
 // program has. Each class guards itself by its own mutex and calls no other class under it.
 // Shutdown: none. Nothing global is destroyed, so a thread that outlives main finds what it needs.
 #pragma once
@@ -160,7 +160,7 @@ struct ThreadState {
 };
 ThreadState& this_thread();
 
-/// The device of the thread's current context; null if there is none.
+/// The device of the thread's current context, or null.
 Device* current_device();
 
 /// Submits with the semantics of the legacy stream: it waits for the streams that sync with it, and

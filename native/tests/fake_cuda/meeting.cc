@@ -102,7 +102,7 @@ Meeting::Meeting(const NcclUniqueId& id, int rank, int size, const Identity& ide
   const auto ranks = static_cast<std::size_t>(size);
   bytes_ = sizeof(Header) + ranks * sizeof(Seat) + ranks * ranks * sizeof(Mailbox);
   struct stat status{};
-  // Only ever grown, and to the same size by all: whoever comes first gives the pages.
+  // Only grown, and to the same size by all: the first rank provides the pages.
   const bool is_sized = ::fstat(descriptor, &status) == 0 &&
                         (static_cast<std::size_t>(status.st_size) >= bytes_ ||
                          ::ftruncate(descriptor, static_cast<off_t>(bytes_)) == 0);

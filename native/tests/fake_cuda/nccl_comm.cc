@@ -220,7 +220,7 @@ NcclResult ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* comm
       return refuse(NcclResult::kInvalidArgument, "ncclConfig_t or the color is not valid");
     }
     *comm = nullptr;
-    // Its rank and size are known when all have told theirs, so this waits for the parent's ranks
+    // Its rank and size are known when all have published theirs, so this waits for the parent's ranks
     // even without blocking.
     if (parent->state() != NcclResult::kSuccess) return parent->state();
     parent->drain();

@@ -12,7 +12,7 @@ namespace fake {
 std::size_t size_of(sparkhvd::nccl::NcclDataType dtype);
 
 /// Combines the inputs element by element, in order; halves in float32. All have the size of `out`,
-/// which is none of them.
+/// which is different from all of them.
 void reduce(std::span<std::byte> out, std::span<const std::byte* const> inputs,
             sparkhvd::nccl::NcclDataType dtype, sparkhvd::nccl::NcclOp op);
 

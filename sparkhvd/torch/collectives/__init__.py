@@ -1,9 +1,9 @@
-"""Collectives on torch tensors, in Horovod's signatures, waiting and asynchronous; one file per family.
+"""Collectives on torch tensors, in Horovod's signatures, blocking and asynchronous; one file per family.
 
-The asynchronous forms return a `Handle` at once; `synchronize(handle)` waits and gives the result,
-`poll(handle)` only looks. A tensor that was handed over must not be changed before that.
+The asynchronous forms return a `Handle` at once. `synchronize(handle)` waits and returns the result, and
+`poll(handle)` never waits. A submitted tensor must not be changed before the operation has finished.
 
-Order: ranks may submit operations in any order; they match by name, or by how many of a kind went before.
+Order: ranks may submit operations in any order; they match by name, or by their number among operations of a kind.
 
 Failure: arguments are checked before anything is sent. Ranks that disagree get a `MismatchError` each; after any other
 `CollectiveError` the contents of tensors in flight are undefined.

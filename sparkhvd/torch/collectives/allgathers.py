@@ -32,7 +32,7 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 # Smaller results are copied: a copy of 16 KiB costs less than keeping the operation alive.
 COPIED_BYTES = 16 << 10
 
-# The joined tensor and the rows received from each rank, for each tensor of an operation.
+# Concatenated tensor and rows received from each rank, for each tensor of an operation.
 Gathered = list[tuple[Tensor, tuple[int, ...]]]
 
 
@@ -74,8 +74,7 @@ def _check(name: str, tensor: Tensor) -> None:
     engine_dtype(name, tensor)
     if tensor.dim() == 0:
         raise InvalidArgumentError(
-            f"{name}: a tensor without dimensions cannot be joined along the first one. "
-            "Give tensor.reshape(1)."
+            f"{name}: a tensor without dimensions cannot be concatenated. Give tensor.reshape(1)."
         )
 
 
@@ -103,7 +102,7 @@ def _start_one_type(
 def start_single_allgather(
     tensor: Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[Handle[Tensor], list[int]]:
-    """Submit one tensor; once the handle has been waited for, the list has every rank's rows.
+    """Submit one tensor; after the handle's wait the list has every rank's rows.
 
     `is_awaited`: the caller waits at once.
     """
@@ -142,7 +141,7 @@ def start_grouped_allgather(
     *,
     is_awaited: bool = False,
 ) -> tuple[Handle[tuple[Tensor, ...]], list[tuple[int, ...]]]:
-    """Submit a group; once the handle has been waited for, the list has every rank's rows of each tensor."""
+    """Submit a group; after the handle's wait the list has every rank's rows of each tensor."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
@@ -178,17 +177,17 @@ def start_grouped_allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Start an `allgather`; `synchronize` gives the joined tensor. No gradient flows through it."""
+    """Start an `allgather`; `synchronize` returns the concatenated tensor. No gradient flows through it."""
     return start_single_allgather(tensor, name, process_set)[0]
 
 
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Join every rank's tensor along the first dimension, in the order of ranks.
+    """Concatenate every rank's tensor along the first dimension, in the order of ranks.
 
-    First dimensions may differ between ranks and may be 0; the others and the dtype may not. The gradient
-    is Horovod's: the *average* of the ranks' gradients, cut to this rank's rows.
+    First dimensions may differ between ranks and may be 0; the other dimensions and the dtype may not. The gradient
+    is Horovod's: this rank's rows of the *average* of the ranks' gradients.
 
     Args:
         tensor: at least one dimension, any supported dtype, not modified.
@@ -211,14 +210,14 @@ def allgather(
 def grouped_allgather_async(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[tuple[Tensor, ...]]:
-    """Start a `grouped_allgather`; `synchronize` gives the tuple of joined tensors. No gradient."""
+    """Start a `grouped_allgather`; `synchronize` returns the tuple of concatenated tensors. No gradient."""
     return start_grouped_allgather(tensors, name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """`allgather` of several tensors as one operation (one per dtype); all of them or none."""
+    """`allgather` of several tensors as one operation (one per dtype); all succeed or all fail."""
     tensors = to_list("grouped_allgather", tensors)
     if any([wants_gradient(tensor) for tensor in tensors]):
         joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's
@@ -233,7 +232,7 @@ class _OwnRows(NamedTuple):
     Attributes:
         name: of its collective.
         process_set: the ranks that take part.
-        rows: of each joined tensor the first of this rank's rows, and their number.
+        rows: for each concatenated tensor the first of this rank's rows, and their number.
     """
 
     name: str | None
@@ -242,7 +241,7 @@ class _OwnRows(NamedTuple):
 
 
 class Allgather(torch.autograd.Function):
-    """The gradient is the average of the ranks' gradients, cut to this rank's rows (as in Horovod)."""
+    """The gradient is this rank's rows of the average of the ranks' gradients (as in Horovod)."""
 
     @staticmethod
     def forward(
@@ -265,7 +264,7 @@ class Allgather(torch.autograd.Function):
 
 
 class GroupedAllgather(torch.autograd.Function):
-    """The gradients are those of `Allgather`, for several tensors."""
+    """`Allgather` for several tensors, with the same gradients."""
 
     @staticmethod
     def forward(

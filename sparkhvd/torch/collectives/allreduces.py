@@ -1,4 +1,4 @@
-"""`allreduce` in all its forms: single and grouped, waiting and asynchronous, in place and into new tensors."""
+"""`allreduce` in all its forms: single and grouped, blocking and asynchronous, in place and into new tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ALLREDUCE = Collective.ALLREDUCE
 def _operands(
     tensor: Tensor, request: ReductionRequest, *, in_place: bool
 ) -> tuple[Context, str, int, DType, Tensor, Tensor, object]:
-    """Check one tensor: every operation's path, in little time.
+    """Check one tensor, fast, because every operation does this.
 
     Returns:
         The context, the operation's name and process set, the element type, the tensors to read and to write, and the
@@ -58,7 +58,7 @@ def _operands(
         return ctx, name, number, dtype, tensor, tensor, tensor.untyped_storage()  # as `lend`
     source = as_sent(tensor)
     target = torch.empty_like(source)
-    return ctx, name, number, dtype, source, target, (source, target)  # nobody else has these
+    return ctx, name, number, dtype, source, target, (source, target)  # private to this call
 
 
 def _run_one(tensor: Tensor, request: ReductionRequest, *, in_place: bool) -> Tensor:
@@ -96,7 +96,7 @@ def _start(
     """Submit tensors as one operation per element type; usually that is one.
 
     Returns:
-        The name, the operations, and the tensors that they write: the caller's if `in_place`.
+        The name, the operations, and their output tensors: the caller's if `in_place`.
     """
     ctx = context()
     number = set_id(request.process_set)
@@ -180,7 +180,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start an `allreduce`; `synchronize` gives a new tensor. No gradient flows through it."""
+    """Start an `allreduce`; `synchronize` returns a new tensor. No gradient flows through it."""
     request = to_request(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
@@ -227,9 +227,9 @@ def allreduce(
         compression: sends floating tensors in 16 bits.
         op: Average (the default), Sum, Min, Max, Product or Adasum (floating types, 1, 2, 4, ... ranks; tensors on a
             GPU are copied to the host for it and back).
-            Average is the sum divided by the number of ranks and rounded once, so equal tensors whose sum is exact
-            average to themselves. Averages of integers are divided in double and truncated.
-        prescale_factor: factor of every rank's tensor, before it is combined.
+            Average is the sum divided by the number of ranks and rounded once, so the average of equal tensors is
+            that tensor, if their sum is exact. Averages of integers are divided in double and truncated.
+        prescale_factor: factor of every rank's tensor, before the reduction.
         postscale_factor: factor of the result.
         process_set: the ranks that take part.
 
@@ -239,7 +239,7 @@ def allreduce(
     Raises:
         InvalidArgumentError: the tensor or an argument is not supported.
         MismatchError: ranks disagree on shape, dtype or op; raised on every rank.
-        CollectiveTimeoutError: a rank did not come in time; the message names it.
+        CollectiveTimeoutError: a rank did not submit in time; the message names it.
         PeerLostError: a rank is gone. The engine is unusable until it is initialised again.
     """
     request = to_request(
@@ -277,7 +277,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_allreduce`; `synchronize` gives the list of results."""
+    """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     request = to_request(
         "grouped_allreduce",
         name,
@@ -320,7 +320,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation (one per dtype), without copying them together; all or none."""
+    """`allreduce` of several tensors as one operation (one per dtype), without a fusion copy; all succeed or all fail."""
     request = to_request(
         "grouped_allreduce",
         name,

@@ -59,7 +59,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Start an `alltoall`; `synchronize` gives `(output, received_splits)`, also without `splits`. No gradient."""
+    """Start an `alltoall`; `synchronize` returns `(output, received_splits)`, also without `splits`. No gradient."""
     return start_alltoall(tensor, splits, name, process_set)
 
 
@@ -112,21 +112,21 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows of `tensor` to every rank and join the rows that every rank sends here, in rank order.
+    """Send rows of `tensor` to every rank and concatenate the received rows, in rank order.
 
-    The first dimensions may differ between ranks, the others and the dtype may not. Gradients travel back the
-    way the rows came.
+    The first dimensions may differ between ranks, the other dimensions and the dtype may not. Gradients return to
+    the senders of the rows.
 
     Args:
         tensor: at least one dimension, any supported dtype, not modified; the first rows are for the first rank
             of the process set, and so on. Rows behind the last split are not sent.
-        splits: rows for each rank of the process set: integers in one dimension. None sends equal parts, which
-            the first dimension must allow.
+        splits: rows for each rank of the process set: integers in one dimension. None sends equal parts, so the
+            first dimension must be divisible.
         name: as for `allreduce`.
         process_set: the ranks that take part.
 
     Returns:
-        The joined rows; with `splits` also the numbers of rows received from each rank (int32).
+        The received rows; with `splits` also the numbers of rows received from each rank (int32).
 
     Raises:
         InvalidArgumentError: the splits do not fit the tensor or the process set; or as for `allreduce`.
@@ -147,8 +147,8 @@ class _Sent(NamedTuple):
     Attributes:
         name: of its collective.
         process_set: the ranks that take part.
-        received: rows that came from each rank.
-        rows: of the tensor that was sent.
+        received: rows from each rank.
+        rows: of the sent tensor.
     """
 
     name: str | None
@@ -158,14 +158,14 @@ class _Sent(NamedTuple):
 
 
 class _Context(Saved[_Sent], Protocol):
-    """Autograd's context, with what `forward` needs of it."""
+    """Autograd's context as `forward` uses it."""
 
     def mark_non_differentiable(self, *args: Tensor) -> None:
         """Declare outputs that have no gradient."""
 
 
 class Alltoall(torch.autograd.Function):
-    """The gradient of rows goes back to the ranks that they came from."""
+    """The gradient of rows returns to their senders."""
 
     @staticmethod
     def forward(  # noqa: D102

@@ -10,7 +10,7 @@ from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank has called this as often as this rank."""
+    """Wait until every rank has called this equally often."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("barrier", None, number)
@@ -20,20 +20,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Announce that this rank has no more work, and wait until every rank has announced it.
 
-    For uneven work: the allreduces (Sum, Average) of the ranks that still work, on all ranks and on every process set
-    that this rank is in, go on as if this rank sent zeros; Average still divides by the set's size. Every other
-    operation that they start meanwhile, and Min, Max, Product and Adasum, raises a `MismatchError` on all of them.
-    Nothing is read from or written to this rank's tensors.
+    For uneven work: the allreduces (Sum, Average) of the working ranks, on all ranks and on every process set
+    of this rank, count zeros for this rank; Average still divides by the set's size. Every other operation that they
+    start meanwhile, and Min, Max, Product and Adasum, raises a `MismatchError` on all of them.
+    This rank's tensors are neither read nor written.
 
     Args:
-        device: this rank's GPU, if the others may reduce tensors on theirs before this rank has had one there; -1 is
-            torch's current device, if CUDA has been used, or none.
+        device: this rank's GPU, if the others may reduce GPU tensors before this rank's first GPU tensor; -1 is torch's
+            current device, if CUDA has been used, or no GPU.
 
     Returns:
         The rank that joined last, whose state is the newest.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: as for `allreduce`; while others work, the wait goes on.
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`; work of the others extends the wait.
     """
     ctx = context()
     _open_device(ctx, device)
@@ -42,11 +42,11 @@ def join(device: int = -1) -> int:
         each for each in list(ctx.part(ProcessSets).by_ranks.values()) if rank in (each.ranks or ())
     ]
     work = ctx.engine.join()
-    # They last as long as the join of all ranks, which work outside of a set keeps alive.
+    # They last as long as the join of all ranks, which work outside of a set extends.
     others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
     work.wait()
     ctx.joins += 1
-    # Now every rank has joined its sets too: what is left is their coordinators' answers.
+    # Now every rank has joined its sets too, and only their coordinators' answers are pending.
     for other in others:
         other.wait(ctx.engine.settings.stall_shutdown_s or None)
     return work.output().rows[0]

@@ -60,7 +60,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start a `broadcast`; `synchronize` gives a new tensor. No gradient flows through it."""
+    """Start a `broadcast`; `synchronize` returns a new tensor. No gradient flows through it."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)

@@ -1,10 +1,10 @@
-"""Reductions and broadcasts of tensors on a GPU, made of what NCCL can do.
+"""Reductions and broadcasts of tensors on a GPU, built on NCCL's operations.
 
-NCCL sums. Factors are torch's: the input is scaled into the output on the caller's stream, which then is reduced in
-place; the steps after the sum (an average's division, a postscale, a type that NCCL lacks) are torch's too, on the
-waiter's stream. Results of integers and bool have the bits that the CPU's have. An average of floats is the
-correctly rounded quotient of NCCL's sum; that sum may differ from the CPU's in its last bits, since NCCL adds in an
-order of its own, and halves as halves.
+NCCL sums, and torch scales: the input is scaled into the output on the caller's stream, and the output is reduced in
+place. The steps after the sum (an average's division, a postscale, a type that NCCL lacks) run in torch on the
+waiter's stream. Results of integers and bool have the same bits as the CPU's. An average of floats is the
+correctly rounded quotient of NCCL's sum. That sum may differ from the CPU's in its last bits, because NCCL adds in
+another order, and adds 16-bit floats in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparkhvd.torch.context import Context, ContextPart
 from sparkhvd.torch.cuda import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
 
-# Types that NCCL does not reduce, and the types in which they travel. Sums of the wider type wrap around to the same bits.
+# Types that NCCL does not reduce, and their types on the wire. Sums of the wider type wrap around to the same bits.
 _WIRES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.uint8}
 _OF_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
@@ -47,8 +47,8 @@ class DeviceWork:
         device: the GPU.
         work: the engine's.
         stream: the current stream of the submission.
-        results: tensors that the operation writes.
-        finish: the last steps, on the stream that waits.
+        results: output tensors of the operation.
+        finish: the last steps, on the waiting stream.
     """
 
     __slots__ = ("_device", "_finish", "_results", "_stream", "_work")
@@ -105,11 +105,11 @@ class Scheme(NamedTuple):
 
     Attributes:
         op: NCCL's operation.
-        wire: the type in which NCCL reduces.
+        wire: NCCL's type of the reduction.
         before: factor of the input.
         after: factor of the result.
         divisor: of the result, after that.
-        digest: of arguments that must be equal on all ranks and that the engine does not see.
+        digest: of arguments that must be equal on all ranks but are unknown to the engine.
     """
 
     op: ReduceOp
@@ -130,7 +130,7 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
     """Return the scheme for tensors of a type on `size` ranks.
 
     Raises:
-        InvalidArgumentError: it cannot be done.
+        InvalidArgumentError: the reduction is not supported.
     """
     op, before, after = reduction
     if op is ReduceOp.ADASUM:
@@ -149,8 +149,8 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
     divisor = 1.0
     if op is ReduceOp.AVERAGE:
         op, divisor = ReduceOp.SUM, float(size)
-        # A power of two is divided out before the sum: it rounds nothing, and copies are scaled on their way. Sums
-        # of halves need it, because they stay halves, whose range they would leave.
+        # A power of two is divided out before the sum, where it rounds nothing and copies are scaled anyway. Sums
+        # of 16-bit floats need it, because they stay in 16 bits and would overflow.
         power = 1 << (size - 1).bit_length()
         if dtype.is_floating_point and (power == size or dtype.itemsize < torch.float32.itemsize):
             before, divisor = before / power, size / power
@@ -163,14 +163,14 @@ def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
         return
     by: float | Tensor = divisor
     if tensors[0].dtype.itemsize >= torch.float32.itemsize:
-        # By a number torch multiplies with its rounded reciprocal on a GPU, by a tensor there it divides. Halves do not
-        # show it: the product is of float32, and quotients of theirs lie further from where rounding changes.
+        # On a GPU torch multiplies by a number's rounded reciprocal, but divides by a tensor. 16-bit floats are not
+        # affected: the product is of float32, and their quotients are further from rounding boundaries.
         by = tensors[0].new_full((), divisor)
     torch._foreach_div_(list(tensors), by)
 
 
 def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> None:
-    """Multiply and divide in place, as the CPU's reductions do it."""
+    """Multiply and divide in place like the CPU's reductions."""
     if (factor, divisor) == (1.0, 1.0) or not tensors:
         return
     if not tensors[0].dtype.is_floating_point:
@@ -183,7 +183,7 @@ def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> N
 
 
 def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
-    """Scale in double, truncate and saturate; NaN gives 0."""
+    """Scale in double, truncate and saturate; NaN becomes 0."""
     limits = torch.iinfo(tensor.dtype)
     values = tensor.to(torch.float64).mul_(factor)
     divide_([values], divisor)
@@ -233,7 +233,7 @@ def start_allreduce(
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the tensors that NCCL reads and those that it writes; autograd sees nothing of what is computed for them."""
+    """Return NCCL's input and output tensors; autograd does not record their computation."""
     if scheme.before == 1.0 and scheme.wire is inputs[0].dtype:
         return inputs, outputs
     ins = [each.detach() for each in inputs]
@@ -262,7 +262,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """Return the steps after the operation; None if there are none."""
+    """Return the steps after the operation, if any."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -338,7 +338,7 @@ def start_broadcast(
 
 
 def _of_all(ctx: Context, name: str, tensors: Sequence[Tensor]) -> Device:
-    """Return the device on which all of these are."""
+    """Return the common device of the tensors."""
     for tensor in tensors:
         device = opened(ctx, name, tensor)
     return device
@@ -354,20 +354,20 @@ def _joined(*digests: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# allgather and alltoall of tensors on a GPU, whose results are as long as the ranks' rows say.
-# First the ranks exchange their numbers of rows over the CPU's plane; then torch allocates the result and the operation
+# allgather and alltoall of tensors on a GPU, with results of any number of rows.
+# First the ranks exchange their numbers of rows over the CPU's plane. Then torch allocates the result and the operation
 # is submitted.
 #
 # **Threads.** A caller that waits does both steps itself. For asynchronous calls one thread per context, which lives as
-# long as gathers are pending, begins the second steps: a rank may go on with other operations, or wait for them, while
-# another rank waits for this one.
+# long as gathers are pending, begins the second steps, because a rank may run or wait for other operations while another
+# rank waits for this one.
 #
 # **Ownership.** A gather's state belongs to the thread that holds its lock.
 
 _INT64 = ctypes.c_int64
-# How long the thread drives the engine for one gather before it looks at the others.
+# Time for which the thread drives the engine for one gather before it polls the others.
 _SLICE_S = 0.002
-# How long a caller does so before it looks at pending signals.
+# The same for a caller, before it checks for pending signals.
 _WAIT_S = 0.05
 
 Outcome = list[tuple[Tensor, tuple[int, ...]]]
@@ -378,8 +378,8 @@ class DeviceGather:
 
     Args:
         rows: the first step.
-        begin: submits the second, once the first has finished; returns it (None if there is nothing to move) and
-            the outcome.
+        begin: submits the second step after the first has finished; returns it (None for an empty result) and the
+            outcome.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class DeviceGather:
         self._error: BaseException | None = None
 
     def advance(self, timeout_s: float) -> bool:
-        """Begin the second step if possible within this time; return True if it has begun, or never will."""
+        """Begin the second step if possible within this time; return True if it has begun or failed."""
         with self._lock:
             if self._has_begun:
                 return True
@@ -413,7 +413,7 @@ class DeviceGather:
 
     def _drive(self, timeout_s: float) -> None:
         if timeout_s > 0:
-            # Of this wait, or of the operation: `done` tells.
+            # Timeout of this wait or of the operation; `done` distinguishes them.
             with contextlib.suppress(CollectiveTimeoutError):
                 self._rows.wait(timeout_s)
 
@@ -433,7 +433,7 @@ class DeviceGather:
             self._work.wait()
 
     def outcome(self) -> Outcome:
-        """Return, after `wait`, each joined tensor and the rows received from every rank."""
+        """Return, after `wait`, each concatenated tensor and the rows received from every rank."""
         return self._outcome
 
     def _raise(self) -> None:
@@ -467,7 +467,7 @@ class GatherThread(ContextPart):
                 if not pending:
                     self._is_running = False
                     return
-            # Any of them may be the one that the others wait for.
+            # The other ranks may wait for any of them.
             waiting = pending[0]
             pending = [each for each in pending[1:] if not each.advance(0)]
             if not waiting.advance(_SLICE_S):
@@ -488,7 +488,7 @@ def start_device_allgather(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit tensors of one type, of one dimension at least; `is_awaited`: the caller waits at once."""
+    """Submit tensors of one type with at least one dimension; `is_awaited`: the caller waits at once."""
     sources = [as_sent(tensor) for tensor in tensors]
     devices = [opened(ctx, name, source) for source in sources]
     device, here, stream = devices[0], devices[0].here(), devices[0].stream()
@@ -538,7 +538,7 @@ def start_device_alltoall(
     *,
     is_awaited: bool = False,
 ) -> DeviceGather:
-    """Submit a tensor of one dimension at least; `is_awaited`: the caller waits at once."""
+    """Submit a tensor with at least one dimension; `is_awaited`: the caller waits at once."""
     source = as_sent(tensor)
     device = opened(ctx, name, source)
     here, stream = device.here(), device.stream()
@@ -577,7 +577,7 @@ def start_device_alltoall(
 def _checked_splits(
     name: str, source: Tensor, splits: Sequence[int] | None, members: int
 ) -> list[int]:
-    """Return the rows for each rank; wrong ones are refused before any rank waits for them."""
+    """Return the rows for each rank; wrong splits are refused before any rank waits for them."""
     if source.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor without dimensions cannot be split. Give tensor.reshape(1)."
@@ -592,7 +592,7 @@ def _checked_splits(
     if len(splits) != members or min(splits) < 0 or sum(splits) > rows:
         raise InvalidArgumentError(
             f"{name}: splits are {list(splits)}; they must be {members} numbers of 0 or more, one per rank of the "
-            f"process set, and together at most the {rows} rows that there are."
+            f"process set, and together at most the {rows} rows of the tensor."
         )
     return list(splits)
 
@@ -602,7 +602,7 @@ def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[in
     output = exchange.output()
     if any(count != each for count in output.rows):
         raise MismatchError(
-            f"{name}: ranks disagree on the number of tensors; it is {list(output.rows)} by rank. Give as many on every "
+            f"{name}: ranks disagree on the number of tensors; it is {list(output.rows)} by rank. Give equally many on every "
             "rank."
         )
     # The engine's memory, which lives as long as `exchange`.
@@ -611,14 +611,14 @@ def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[in
 
 
 def _view(source: Tensor, target: Tensor) -> TensorView:
-    """Return an operand; a tensor without elements has address 0, which would mean that the engine allocates the output."""
+    """Return an operand; the address 0 of an empty tensor would make the engine allocate the output."""
     return TensorView(source.data_ptr(), target.data_ptr() or 1, source.shape)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Adasum of tensors on a GPU, by the CPU's plane: NCCL has no such reduction, and it needs products of whole tensors.
-# The tensors are copied to the host, combined there, and copied back: twice the bytes over PCIe besides what the CPU's
-# plane costs, and the host waits for the GPU when they are submitted. Results have the bits that the CPU's have.
+# The tensors are copied to the host, combined there, and copied back. This adds twice the bytes over PCIe, and the host
+# waits for the GPU at submission. Results have the same bits as the CPU's.
 
 
 class HostWork:
@@ -661,7 +661,7 @@ def start_adasum(
 ) -> HostWork:
     """Submit contiguous tensors of one type on the rank's GPU, which may be their own outputs."""
     for tensor in (*inputs, *outputs):
-        opened(ctx, name, tensor).stream()  # refuses one that is being captured
+        opened(ctx, name, tensor).stream()  # refuses a stream that is being captured
     copies = [each.detach().cpu() for each in inputs]
     views = [view(copy, copy) for copy in copies]
     dtype = engine_dtype(name, copies[0])

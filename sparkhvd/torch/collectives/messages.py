@@ -46,21 +46,21 @@ def send(
 ) -> None:
     """Send a tensor to one rank, which receives it with `recv`.
 
-    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 64 KiB)
-    has been sent when it is on its way, a larger one when the receiver has its bytes. It runs beside collectives, in
-    any order.
+    Messages from one rank to another with one tag arrive in the order in which they were sent. `send` of a small message
+    (up to 64 KiB) returns when it is on its way, of a larger message when the receiver has its bytes. It runs beside
+    collectives, in any order.
 
     Args:
         tensor: on the CPU; not modified.
         dst: the global rank of the receiver; this rank's own is allowed, if it receives asynchronously.
-        tag: from 0 to 2**31 - 1; told apart by the receiver.
-        process_set: both ranks are in it; messages of one set are not those of another.
+        tag: from 0 to 2**31 - 1; must equal the receiver's.
+        process_set: contains both ranks; messages of different sets never match.
         timeout_s: longest wait for the receiver; None is `Settings.stall_shutdown_s`.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or the tensor is on a GPU.
-        MismatchError: the receiver's tensor has another number of elements or dtype (only told of large ones).
-        CollectiveTimeoutError: the receiver did not take it in time; the engine goes on.
+        MismatchError: the receiver's tensor has another number of elements or dtype (reported for large messages only).
+        CollectiveTimeoutError: the receiver did not receive it in time; the engine stays usable.
         PeerLostError: a rank is gone.
         CollectiveError: the receiver has shut down.
     """
@@ -77,7 +77,7 @@ def recv_async(
     process_set: ProcessSet = global_process_set,
     timeout_s: float | None = None,
 ) -> Handle[int]:
-    """Start a `recv` into `tensor`; `synchronize` gives the sender's rank."""
+    """Start a `recv` into `tensor`; `synchronize` returns the sender's rank."""
     ctx = context()
     rank = _ANY_RANK if src is None else src
     call, name = _prepare(ctx, Collective.RECEIVE, "recv", tensor, rank, tag, process_set)
@@ -92,11 +92,11 @@ def recv(
     process_set: ProcessSet = global_process_set,
     timeout_s: float | None = None,
 ) -> int:
-    """Receive a tensor that another rank sends with `send`.
+    """Receive a tensor from another rank's `send`.
 
     Args:
-        tensor: contiguous, on the CPU, with the number of elements and the dtype of the sender's; overwritten.
-        src: the global rank of the sender; None takes the next message of any rank of the process set.
+        tensor: contiguous, on the CPU, with the sender's number of elements and dtype; overwritten.
+        src: the global rank of the sender; None receives the next message of any rank of the process set.
         tag: as for `send`.
         process_set: as for `send`.
         timeout_s: longest wait for the sender; None is `Settings.stall_shutdown_s`.
@@ -131,7 +131,7 @@ def _prepare(
     dtype = engine_dtype(name, tensor)
     if not tensor.is_cpu:
         raise InvalidArgumentError(
-            f"{name}: the tensor is on {tensor.device}, and messages go between tensors on the CPU. Copy it with .cpu()."
+            f"{name}: the tensor is on {tensor.device}, but messages need tensors on the CPU. Copy it with .cpu()."
         )
     if collective is Collective.RECEIVE:
         require_contiguous(name, tensor)

@@ -1,4 +1,4 @@
-"""`reducescatter`: the reduced tensor, of which every rank gets its rows; single and grouped."""
+"""`reducescatter`: each rank's rows of the reduced tensor; single and grouped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """Return the number of rows, of `rows`, for rank `rank` of `size`: the first ranks get one more."""
+    """Return the share of rank `rank` of `size` in `rows`: the first ranks get one more."""
     return rows // size + (rank < rows % size)
 
 
@@ -103,7 +103,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """Start a `reducescatter`; `synchronize` gives this rank's rows. No gradient flows through it."""
+    """Start a `reducescatter`; `synchronize` returns this rank's rows. No gradient flows through it."""
     request = to_request(
         "reducescatter", name, resolve_op(None, op), prescale_factor, postscale_factor, process_set
     )
@@ -122,8 +122,8 @@ def reducescatter(
 ) -> Tensor:
     """Combine `tensor` over all ranks and return this rank's rows of the result.
 
-    Of d rows each of n ranks gets d // n, and the first d % n ranks one more; a rank may get none. The gradient
-    is Horovod's: the ranks' gradients joined, with the same factors, and with Sum times the number of ranks.
+    Each of n ranks gets d // n of d rows, and the first d % n ranks one more; a rank may get 0 rows. The gradient
+    is Horovod's: the ranks' gradients concatenated, with the same factors, and with Sum times the number of ranks.
 
     Args:
         tensor: at least one dimension, same shape and dtype on every rank, not modified; dtypes as for
@@ -132,7 +132,7 @@ def reducescatter(
         compression: as for `allreduce`.
         op: Average (the default), Sum, Min, Max or Product.
         process_set: the ranks that take part.
-        prescale_factor: factor of every rank's tensor, before it is combined.
+        prescale_factor: factor of every rank's tensor, before the reduction.
         postscale_factor: factor of the result.
 
     Returns:
@@ -155,7 +155,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_reducescatter`; `synchronize` gives the list of this rank's rows. No gradient."""
+    """Start a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows. No gradient."""
     request = to_request(
         "grouped_reducescatter",
         name,
@@ -177,7 +177,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation (one per dtype); all of them or none."""
+    """`reducescatter` of several tensors as one operation (one per dtype); all succeed or all fail."""
     request = to_request(
         "grouped_reducescatter",
         name,
@@ -190,7 +190,7 @@ def grouped_reducescatter(
 
 
 class Reducescatter(torch.autograd.Function):
-    """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
+    """The gradient is the ranks' gradients concatenated, with the same factors; with Sum times their number."""
 
     @staticmethod
     def forward(

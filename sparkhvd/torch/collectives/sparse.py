@@ -1,4 +1,4 @@
-"""Sparse tensors: their values and indices, joined."""
+"""Sparse tensors: gathered values and indices."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def sparse_allreduce_async(
         divides each entry.
 
     Raises:
-        InvalidArgumentError: the tensor is not sparse, or another op. Otherwise as `allgather`.
+        InvalidArgumentError: the tensor is not sparse, or `op` is not supported. Otherwise as `allgather`.
     """
     op = resolve_op(None, op)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InvalidArgumentError(
             f"sparse_allreduce_async({name!r}): expected a sparse COO tensor, got {kind}. "
-            "Use allreduce_async for dense ones."
+            "Use allreduce_async for dense tensors."
         )
     if op not in (Sum, Average):
         raise InvalidArgumentError(

@@ -39,16 +39,16 @@ DTYPES: dict[torch.dtype, DType] = {
 
 
 class Saved(Protocol[_Arguments]):
-    """Autograd's context, as far as it carries arguments from `forward` to `backward`."""
+    """Autograd's context with the arguments from `forward` to `backward`."""
 
     arguments: _Arguments
 
 
 def engine_dtype(what: str, tensor: Tensor) -> DType:
-    """Return the engine's name of a tensor's element type.
+    """Return the engine's element type of a tensor.
 
     Raises:
-        InvalidArgumentError: the engine cannot take the tensor.
+        InvalidArgumentError: the engine does not support the tensor.
     """
     if (
         # The usual type first: this is part of every operation.
@@ -63,7 +63,7 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    """Check whether each rank holds a part of the tensor, as with FSDP2; imports nothing for it."""
+    """Check whether each rank holds a part of the tensor, as with FSDP2; needs no import."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
     # torch 2.4 has it in the second place only.
@@ -78,8 +78,8 @@ def _refusal(what: str, tensor: object) -> str:
         return f"{what}: expected a torch.Tensor, got {type(tensor).__name__}. Wrap it with torch.as_tensor()."
     if _is_dtensor(tensor):
         return (
-            f"{what}: the tensor is a DTensor, of which each rank holds a part (FSDP2, tensor parallelism); those reduce "
-            "gradients by themselves. Give the plain model, before fully_shard() or parallelize_module(), or send "
+            f"{what}: the tensor is a DTensor, of which each rank holds a part (FSDP2, tensor parallelism), and which reduces its "
+            "gradients itself. Give the plain model, before fully_shard() or parallelize_module(), or send "
             "tensor.to_local()."
         )
     if not (tensor.is_cpu or tensor.is_cuda):
@@ -94,7 +94,7 @@ def _refusal(what: str, tensor: object) -> str:
         )
     if tensor.is_complex():
         return (
-            f"{what}: dtype {tensor.dtype} is not supported, and neither is any other complex one. Send its pairs of real "
+            f"{what}: dtype {tensor.dtype} is not supported, and no complex dtype is. Send its pairs of real "
             "numbers, torch.view_as_real(tensor)."
         )
     return (
@@ -104,7 +104,7 @@ def _refusal(what: str, tensor: object) -> str:
 
 
 def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[tuple[DType, bool], list[int]]:
-    """Group tensors' indices by element type and plane (True: CPU, False: GPU): an operation takes those of one group."""
+    """Group tensors' indices by element type and plane (True: CPU, False: GPU), because an operation has one of each."""
     parts: dict[tuple[DType, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
         parts.setdefault((engine_dtype(what, tensor), tensor.is_cpu), []).append(index)
@@ -132,15 +132,15 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
 
 
 def paired(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and type in which the engine takes memory of a type: complex numbers are pairs of real ones."""
+    """Return the engine's shape and type of a tensor: complex numbers are pairs of real numbers."""
     return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
 
 
 def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tensor:
-    """Return complex numbers as pairs of real ones, which sums treat alike; other tensors as they are.
+    """Return complex numbers as pairs of real numbers, with the same sums; other tensors unchanged.
 
     Raises:
-        InvalidArgumentError: the reduction has no meaning for complex numbers, or cannot be done in place.
+        InvalidArgumentError: the reduction is undefined for complex numbers, or cannot be done in place.
     """
     if not (isinstance(tensor, Tensor) and tensor.is_complex()):
         return tensor
@@ -157,12 +157,12 @@ def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tens
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """Return the values as the engine reads them: row-major, signs resolved; copied only where they lie otherwise."""
+    """Return the values in the engine's layout: row-major, signs resolved; copied only if necessary."""
     return tensor.detach().contiguous().resolve_neg()
 
 
 def view(source: Tensor, target: Tensor | None) -> TensorView:
-    """Describe contiguous tensors of one shape to the engine; no target where the engine makes the result."""
+    """Describe contiguous tensors of one shape to the engine; without a target the engine allocates the result."""
     address = source.data_ptr()
     output = address if target is source else 0 if target is None else target.data_ptr()
     # A named tuple's own constructor takes twice the time.
@@ -170,9 +170,9 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
 
 
 def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
-    """Return the memory of tensors that the engine reads or writes, to be kept until it has finished.
+    """Return the memory of the engine's tensors, which must live until it has finished.
 
-    Keeping the tensors would not do: `tensor.data = other`, as in `module.to()`, gives a tensor other memory.
+    Keeping the tensors is not enough: `tensor.data = other`, as in `module.to()`, replaces a tensor's memory.
     """
     return [tensor.untyped_storage() for tensor in tensors]
 
@@ -183,14 +183,14 @@ def wants_gradient(tensor: Tensor) -> bool:
 
 
 def written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that the engine wrote into these tensors."""
+    """Notify autograd of the engine's writes into these tensors."""
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Name the collective of the backward pass after that of the forward one."""
+    """Name the collective of the backward pass after the forward pass's."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -211,13 +211,13 @@ class Operation(Protocol):
 
 
 class Handle(Generic[_Result]):
-    """An operation in flight; give it to `poll` and `synchronize`.
+    """An operation in flight, for `poll` and `synchronize`.
 
     Args:
         name: of the operation.
         works: the operations that must finish.
-        finish: makes the result, once they have finished.
-        changed: tensors of the user's that the engine writes.
+        finish: returns the result after they have finished.
+        changed: the user's tensors that the engine writes.
     """
 
     __slots__ = ("_changed", "_finish", "_result", "_works", "name")
@@ -272,7 +272,7 @@ def synchronize(handle: Handle[_Result]) -> _Result:
     Raises:
         InvalidArgumentError: `handle` does not come from an asynchronous call of this module.
         MismatchError: the ranks disagreed on shape, dtype or operation; raised on every rank.
-        CollectiveTimeoutError: a rank did not come in time; the message names it.
+        CollectiveTimeoutError: a rank did not submit in time; the message names it.
         PeerLostError: a rank is gone; the contents of the tensors are undefined.
     """
     return _checked(handle).wait()
@@ -287,9 +287,9 @@ def _checked(handle: Handle[_Result]) -> Handle[_Result]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Groups of tensors of several element types: one operation per type and plane (CPU, GPU), and all of them or none.
-# Each operation carries a digest of the whole group, so where the ranks' groups differ in anything, every operation that
-# all ranks have is refused on all of them. There always is one: the first has the group's own name. An operation that
+# Groups of tensors of several element types: one operation per type and plane (CPU, GPU), which all succeed or all fail.
+# Each operation carries a digest of the whole group. If the ranks' groups differ, every operation that all ranks have is
+# refused on all of them. At least one exists, because the first operation has the group's own name. An operation that
 # only some ranks have never runs, and stays in flight until its timeout.
 
 _FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
@@ -297,7 +297,7 @@ _FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 # Part of the digest: whether a tensor is on a GPU.
 _GPU: tuple[tuple[str, ...], ...] = ((), ("gpu",))
 
-# Submits the tensors at these places, all of one element type and plane, under a name and with a digest.
+# Submits the tensors at these indices, all of one element type and plane, under a name and with a digest.
 Start = Callable[[str, DType, list[int], tuple[int, ...]], Operation]
 
 
@@ -338,7 +338,7 @@ def start_group(
 
 
 def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
-    """Refuse reductions that the engine would refuse for one part only, when the others are in flight."""
+    """Refuse reductions that the engine would refuse for one part only, while the others are in flight."""
     is_plain = reduction == Reduction(reduction.op) and reduction.op != ReduceOp.AVERAGE
     for dtype in dtypes:
         if dtype == DType.BOOL and not is_plain:
@@ -363,15 +363,15 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 _NAMED = (Average, Sum, Adasum, Min, Max, Product)  # the engine has more
 
-# Most reductions have no factors; making these anew for each would cost time.
+# Most reductions have no factors, so these objects are shared to save time.
 _WITHOUT_FACTORS = {op: Reduction(op) for op in ReduceOp}
 
 
 class ReductionRequest(NamedTuple):
-    """A reduction as a caller asked for it.
+    """A reduction as the caller requested it.
 
     Attributes:
-        kind: of operation, as its name begins: "allreduce", "grouped_allreduce", ...
+        kind: of operation, the prefix of its name: "allreduce", "grouped_allreduce", ...
         name: the caller's; None numbers the operation.
         reduction: operation and factors.
         process_set: the ranks that take part.
@@ -395,18 +395,18 @@ def to_request(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> ReductionRequest:
-    """Return the arguments of a public function as one value.
+    """Combine the arguments of a public function.
 
     Raises:
         InvalidArgumentError: a factor is not a number.
     """
-    # Nearly always both are floats, and calls cost time.
+    # Usually both are floats, and calls cost time.
     if type(prescale_factor) is not float or type(postscale_factor) is not float:
         try:
             prescale_factor = to_factor(kind, "prescale_factor", prescale_factor)
             postscale_factor = to_factor(kind, "postscale_factor", postscale_factor)
         except InvalidArgumentError as error:
-            # The refused operation takes its number, or this rank's next ones would meet the others' earlier ones.
+            # The refused operation uses its number, or this rank's next operations would match earlier ones of the others.
             operation = context().name(kind, name, set_id(process_set))
             raise InvalidArgumentError(f"{operation}{str(error).removeprefix(kind)}") from None
     if prescale_factor == postscale_factor == 1.0:
@@ -418,7 +418,7 @@ def to_request(
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """Return the reduction that `op`, or its deprecated predecessor `average`, asks for."""
+    """Return the reduction of `op`, or of its deprecated predecessor `average`."""
     if average is None:
         if op is None:
             return Average
@@ -441,7 +441,7 @@ def to_op(op: ReduceOp | int) -> ReduceOp:
         return ReduceOp(op)
     except ValueError:
         names = ", ".join(f"hvd.{each.name.title()}" for each in _NAMED)
-        raise InvalidArgumentError(f"op={op!r} is no reduction. Give one of {names}.") from None
+        raise InvalidArgumentError(f"op={op!r} is not a reduction. Give one of {names}.") from None
 
 
 def check_linear(operation: str, op: ReduceOp) -> None:

@@ -1,4 +1,4 @@
-"""Training whose ranks change, with Horovod's names; `sparkhvdrun --min-np` starts it (docs/elastic.md).
+"""Elastic training with Horovod's names; `sparkhvdrun --min-np` starts it (docs/elastic.md).
 
     batches = sampler.batches(32)  # of an ElasticSampler
     loader = DataLoader(dataset, batch_sampler=batches)
@@ -14,12 +14,12 @@
 
     train(elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))
 
-**Ownership**: a state owns two copies of what it has, in memory. **Failure**: see `run`.
+**Ownership**: a state owns two copies of its objects, in memory. **Failure**: see `run`.
 
 Each module imports only those above it:
 
-    sampler  rows that are left of an epoch
-    state    what all ranks know alike at a commit
+    sampler  remaining rows of an epoch
+    state    state that all ranks share at a commit
     loop     `run`
 """
 

@@ -1,4 +1,4 @@
-"""The loop around a training whose ranks change."""
+"""The loop around an elastic training function."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ S = TypeVar("S", bound=State)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a training function go on when ranks come, go or fail: a decorator.
+    """Decorate a training function to continue when ranks join, leave or fail.
 
-    The function's first argument is the `State`. It is called with the state of rank 0, which always is one that has it. When another
-    rank is lost (`HorovodInternalError`) this one goes back to its last commit; when the ranks should change at a commit
-    (`HostsUpdatedInterrupt`) it goes on from there. Then the ranks meet again, reset callbacks run, and the function is called anew. Call
-    `hvd.init()` before.
+    The function's first argument is the `State`. It is called with the state of rank 0, which always has the current state. When
+    another rank is lost (`HorovodInternalError`) this rank restores its last commit. When the ranks should change at a commit
+    (`HostsUpdatedInterrupt`) it continues from that commit. Then the ranks rendezvous again, reset callbacks run, and the function is
+    called again. Call `hvd.init()` before.
 
-    In a job whose ranks cannot change (mpirun, `sparkhvd.runner.run`) it goes on after failures that left all ranks alive.
+    In a job whose ranks cannot change (mpirun, `sparkhvd.runner.run`) it continues after failures that left all ranks alive.
 
     Raises:
-        LeftOutError: the others went on without this rank.
-        ElasticError: the job cannot go on.
+        LeftOutError: the others continued without this rank.
+        ElasticError: the job cannot continue.
         SystemExit: this rank should leave, or the others have finished.
         CollectiveError: a rank was lost, and the ranks of this job cannot change.
     """
@@ -41,7 +41,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def run_fn(
     func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], R]:
-    """Make the loop of `run` with another way for the ranks to meet again."""
+    """Create the loop of `run` with another function for the new rendezvous."""
 
     @functools.wraps(func)
     def loop(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,7 +50,7 @@ def run_fn(
         while True:
             try:
                 if must_reset:
-                    # Of several ranks some may have failed and others not: they decide together.
+                    # Some ranks may have failed and others not, so they decide together.
                     must_sync = bool(reset()) or must_sync
                     must_reset = False
                     if not is_new:
@@ -58,7 +58,7 @@ def run_fn(
                     is_new = False
                 if must_sync:
                     state.sync()
-                    _note_synced()
+                    _record_sync()
                 result = func(state, *args, **kwargs)
                 _finish()
             except HostsUpdatedInterrupt as interrupt:
@@ -68,7 +68,7 @@ def run_fn(
                 if isinstance(error, NotInitializedError):  # a wrong call, by Horovod's name
                     raise
                 if must_reset and not isinstance(_former().rendezvous, ElasticRendezvous):
-                    raise  # a rank is lost, and no other set of ranks can be
+                    raise  # a rank is lost, and the ranks cannot change
                 must_sync = True
                 if not must_reset:
                     _stop_reducing()
@@ -82,7 +82,7 @@ def run_fn(
 
 
 def _begin() -> bool:
-    """Return whether this process is new in a job that runs, and joins it now."""
+    """Join a running job if this process is new in it; return whether it joined."""
     if (member := rendezvous()) is None:
         return False
     member.begin()
@@ -90,25 +90,25 @@ def _begin() -> bool:
 
 
 def reset() -> bool:
-    """Meet the other ranks anew; return whether all of them need rank 0's state."""
+    """Rendezvous with the other ranks again; return whether all of them need rank 0's state."""
     former = _former()
     contexts.shut_down()
     assert former.again is not None
     former.again()
     current = contexts.context()
     _left[:] = []
-    # All at once, before one of them communicates: if that fails they follow to the next engine.
+    # All followers before any of them communicates: if that fails they follow to the next engine.
     current.followers[:0] = former.followers
     for reference in former.followers:
         if (follower := reference()) is not None:
             follower.follow(current)
-    # Buckets refer to it in cycles: until the next garbage collection its memory and descriptors would stay.
+    # Buckets refer to it in cycles, which would keep its memory and descriptors until the next garbage collection.
     former.engine.release()
     member = rendezvous()
     return member is None or member.must_sync
 
 
-# The context that was left last, while there is no other: `init()` may fail between two of them.
+# The last context while there is no current one, because `init()` may fail between two contexts.
 _left: list[Context] = []
 
 
@@ -123,14 +123,14 @@ def _former() -> Context:
 
 
 def _stop_reducing() -> None:
-    """Let optimizers forget gradients that are in flight: nobody will ever complete them."""
+    """Reset the optimizers' gradients in flight, because these will never complete."""
     for reference in _former().followers:
         if (follower := reference()) is not None:
             follower.detach()
 
 
 def _record_end(state: State, must_sync: bool, error: CollectiveError | None) -> None:
-    """Prepare what this rank tells the coordinator."""
+    """Prepare this rank's report to the coordinator."""
     member = _former().rendezvous
     if not isinstance(member, ElasticRendezvous):
         return
@@ -139,10 +139,10 @@ def _record_end(state: State, must_sync: bool, error: CollectiveError | None) ->
     if error is not None:
         member.standing.lost = dict(error.lost)
         member.standing.why = str(error)
-        sys.stderr.write(f"sparkhvd: rank {member.rank} goes back to its last commit: {error}\n")
+        sys.stderr.write(f"sparkhvd: rank {member.rank} restores its last commit: {error}\n")
 
 
-def _note_synced() -> None:
+def _record_sync() -> None:
     if (member := rendezvous()) is not None:
         member.note_synced()
 

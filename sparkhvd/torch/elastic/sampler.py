@@ -1,4 +1,4 @@
-"""Rows of an epoch for the ranks of an elastic job: each exactly once, whoever comes and goes."""
+"""Rows of an epoch for the ranks of an elastic job: each exactly once, in spite of changes of the ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparkhvd.torch.context import context
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """How far the ranks of a division are.
+    """Progress of the ranks since the rows were divided.
 
     Attributes:
-        counts: by rank, how many of its rows it has recorded, from the first one on.
-        places: places in `remaining_indices` of rows that were recorded in another order.
+        counts: by rank, the number of its recorded rows, from the first row on.
+        places: indices into `remaining_indices` of rows that were recorded in another order.
     """
 
     counts: tuple[int, ...]
@@ -28,7 +28,7 @@ class EpochProgress:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A sampler as `restore` brings it back; what is shared with it never changes."""
+    """State of a sampler for `restore`; shared objects never change."""
 
     epoch: int
     before: frozenset[int]
@@ -40,26 +40,26 @@ class _Snapshot:
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Sampler that gives each rank its part of the rows that are left of an epoch.
+    """Sampler that divides the remaining rows of an epoch among the ranks.
 
-    Rows are divided anew when ranks come or go: what was committed (`TorchState.commit`) is not given again, and what a lost rank had
-    not committed is. A loader that takes this sampler and a batch size has equally many rows on every rank, up to size - 1 of them twice, as
-    with Horovod. One that takes `batches(...)` has every row once: then ranks may differ by a row, and `num_steps` says how many steps
-    there are. Record every batch behind its step.
+    Rows are divided again when ranks join or leave: committed rows (`TorchState.commit`) are not repeated, and uncommitted rows of a
+    lost rank are. A loader with this sampler and a batch size has equally many rows on every rank, up to size - 1 of them twice, as
+    with Horovod. A loader with `batches(...)` has every row once. Then ranks may differ by a row, and `num_steps` is the number of
+    steps. Record every batch after its step.
 
     Args:
-        dataset: whose length counts.
-        shuffle: whether rows come in a random order, the same on every rank, another one in each epoch.
+        dataset: provides the length.
+        shuffle: whether rows come in a random order, the same on every rank, different in each epoch.
         seed: of that order.
         repeat: whether up to size - 1 rows come twice, so that every rank has equally many; None: until `batches` is called.
 
     Attributes:
-        epoch: the current one.
-        num_replicas: number of ranks among which the rows were divided.
-        rank: this one's.
-        remaining_indices: rows that were left when they were divided.
+        epoch: the current epoch.
+        num_replicas: number of ranks that share the rows.
+        rank: this rank.
+        remaining_indices: remaining rows at the last division.
         num_samples: rows of this rank.
-        total_size: rows of all.
+        total_size: rows of all ranks.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- Horovod's names. ---
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: at the end of the last one, or at its own begin. Naming the current one again changes nothing."""
+        """Begin an epoch, at the end of the last one or at its own start. Repeating the current epoch has no effect."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._divide(frozenset())
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that a batch of this rank is done: the one that a loader with this batch size has given as number `batch_idx`."""
+        """Record batch number `batch_idx` of a loader with this batch size as done."""
         first = batch_idx * batch_size
         last = min(first + batch_size, len(self._share))
         if not 0 <= first <= len(self._share) or batch_size < 1:
@@ -109,7 +109,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.mark(first, last)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that rows of this rank are done; those of other ranks are left to them."""
+        """Record rows of this rank as done; rows of other ranks are ignored."""
         if self._places is None:
             self._places = {row: place for place, row in enumerate(self._share)}
         for row in indices:
@@ -118,7 +118,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """Rows of the epoch that are done, as this rank knows: of others what was so at the last commit."""
+        """Rows of the epoch that are done, as this rank knows; other ranks' rows as of the last commit."""
         done = set(self._before)
         size, rows = self.num_replicas, self.remaining_indices
         if self._agreed is not None:
@@ -130,9 +130,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Number of rows of the epoch that all ranks have done, if each has done as much as this one since the last commit.
+        """Number of done rows of the epoch on all ranks, if each has done as much as this rank since the last commit.
 
-        As with Horovod a batch counts `batch_size * num_replicas` as soon as it is recorded, and a row that is given twice counts twice.
+        As with Horovod a batch counts `batch_size * num_replicas` when it is recorded, and a repeated row counts twice.
         """
         agreed = self._agreed or EpochProgress((0,) * self.num_replicas)
         counts, places = agreed.counts, agreed.places
@@ -141,7 +141,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return len(self._before) + sum(counts) + len(places) + since * self.num_replicas
 
     def state_dict(self) -> dict[str, object]:
-        """Return the epoch, and the rows that are done and their number, for a checkpoint."""
+        """Return the epoch, the done rows and their number, for a checkpoint."""
         done = sorted(self.processed_indices)
         return {
             "epoch": self.epoch,
@@ -150,10 +150,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Go on from `state_dict`, also of Horovod (`processed_num`), with the ranks as they are now.
+        """Resume from a `state_dict`, also of Horovod (`processed_num`), with the current ranks.
 
         Raises:
-            InvalidArgumentError: it is none.
+            InvalidArgumentError: it is not a sampler's state.
         """
         epoch, rows = state_dict.get("epoch"), state_dict.get("processed_indices")
         number = state_dict.get("processed_num")
@@ -173,7 +173,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Return batches for a loader (`batch_sampler=`): equally many steps on every rank.
 
         Raises:
-            InvalidArgumentError: the size is no whole number of at least 1.
+            InvalidArgumentError: the size is not an integer of at least 1.
         """
         made = ElasticBatches(self, batch_size)
         if self._repeat and not self._repeats_always:
@@ -182,7 +182,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return made
 
     def reset(self) -> None:
-        """Divide the rows that are left among the ranks as they are now."""
+        """Divide the remaining rows among the current ranks."""
         self._divide(frozenset(self.processed_indices))
 
     def __iter__(self) -> Iterator[int]:
@@ -191,24 +191,24 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def __len__(self) -> int:
         return len(self._share)
 
-    # --- For batches, and the state that has this sampler. ---
+    # --- For batches, and the state with this sampler. ---
 
     def share(self) -> list[int]:
         """Return the rows of this rank."""
         return list(self._share)
 
     def mark(self, first: int, last: int) -> None:
-        """Record rows of this rank by their places."""
+        """Record rows of this rank by their positions."""
         self._marks[first:last] = b"\1" * (last - first)
 
     def progress(self) -> tuple[int, bool]:
-        """Return how many of its rows this rank has recorded, and whether these are its first ones."""
+        """Return the number of this rank's recorded rows, and whether these are its first rows."""
         count = self._marks.count(1)
         gap = self._marks.find(0)
         return count, gap in (-1, count)
 
     def marks_of_all(self) -> Tensor:
-        """Return a number for each of the remaining rows: 1 where this rank has recorded it."""
+        """Return a number for each of the remaining rows: 1 if this rank has recorded it."""
         marks = torch.zeros(len(self.remaining_indices), dtype=torch.int32)
         own = torch.frombuffer(self._marks, dtype=torch.uint8) if self._marks else torch.empty(0)
         places = torch.arange(self.rank, len(self.remaining_indices), self.num_replicas)
@@ -216,15 +216,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return marks
 
     def share_of(self, rank: int) -> int:
-        """Return the number of rows of a rank, those without that are given twice."""
+        """Return the number of rows of a rank, without repeated rows."""
         return len(range(rank, len(self.remaining_indices), self.num_replicas))
 
     def agree(self, progress: EpochProgress) -> None:
-        """Take over what all ranks have recorded."""
+        """Store the recorded rows of all ranks."""
         self._agreed = progress
 
     def snapshot(self) -> _Snapshot:
-        """Return what `restore` brings back."""
+        """Return the state for `restore`."""
         return _Snapshot(
             self.epoch,
             self._before,
@@ -236,7 +236,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         )
 
     def restore(self, snapshot: _Snapshot) -> None:
-        """Bring back a snapshot; its rows are those of the division at that time until `reset`."""
+        """Restore a snapshot, with the division of its time until `reset`."""
         self.epoch = snapshot.epoch
         self._before, self._agreed = snapshot.before, snapshot.agreed
         self.remaining_indices = snapshot.remaining
@@ -245,7 +245,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._marks = bytearray(snapshot.marks)
 
     def sync(self, epoch: int) -> None:
-        """Take over rank 0's epoch, and the rows of it that any rank knows as done; every rank must call this."""
+        """Adopt rank 0's epoch, and the rows of it that any rank has recorded; every rank must call this."""
         done = torch.zeros(len(self.dataset), dtype=torch.uint8)
         if epoch == self.epoch:
             done[list(self.processed_indices)] = 1
@@ -292,10 +292,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class ElasticBatches(torch.utils.data.Sampler[list[int]]):
-    """Batches of an `ElasticSampler`: rows of a rank in parts of almost equal size, as many as the ranks with the most rows need.
+    """Batches of an `ElasticSampler`: a rank's rows in batches of almost equal size, with the number of steps of the largest rank.
 
-    Where rows are left for some ranks only, the others have a batch less than there are steps. They take part in the last one
-    without rows (`optimizer.zero_grad(); optimizer.step()`), as in
+    If the last step has rows for some ranks only, the others have a batch less. They take part in the last step without rows
+    (`optimizer.zero_grad(); optimizer.step()`), as in
 
         rows = iter(loader)
         for step in range(batches.num_steps):
@@ -307,8 +307,8 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
             state.commit()
 
     Args:
-        sampler: gives the rows.
-        batch_size: the most rows of a batch.
+        sampler: provides the rows.
+        batch_size: largest number of rows of a batch.
     """
 
     def __init__(self, sampler: ElasticSampler, batch_size: int) -> None:
@@ -321,14 +321,14 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
 
     @property
     def num_steps(self) -> int:
-        """Number of batches of the rank that has the most; the same on every rank."""
+        """Largest number of batches of a rank; the same on every rank."""
         return -(-self.sampler.total_size // (self.sampler.num_replicas * self.batch_size))
 
     def record(self, step: int) -> None:
-        """Record that a step of this division of the rows is done."""
+        """Record a step since the last division as done."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
-                f"ElasticBatches.record({step}): there are {self.num_steps} steps since rows were divided last. Count them from 0 in each "
+                f"ElasticBatches.record({step}): there are {self.num_steps} steps since the rows were last divided. Count them from 0 in each "
                 "pass over the loader."
             )
         self.sampler.mark(*self._bounds(step))
@@ -344,7 +344,7 @@ class ElasticBatches(torch.utils.data.Sampler[list[int]]):
         return min(self.num_steps, len(self.sampler))
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Return the places of a step's rows; steps differ by at most one, larger ones first."""
+        """Return the range of a step's rows; steps differ by at most one row, larger steps first."""
         size, extra = divmod(len(self.sampler), self.num_steps)
         first = step * size + min(step, extra)
         return first, first + size + (step < extra)

@@ -1,4 +1,4 @@
-"""State of a training whose ranks change: saved, restored and sent."""
+"""State of an elastic training: saved, restored and sent."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from sparkhvd.torch.optimizer.sharded import Sharded
 from sparkhvd.torch.optimizer.sharded_state import OwnState
 
 # ----------------------------------------------------------------------------------------------------
-# State of a sharded optimizer while ranks come and go: every rank has a copy of its own part and of its neighbour's.
-# After a loss the survivors put the parts together and divide them anew. With a rank and its neighbour lost at once that part is gone. Ranks
-# that leave at a commit give theirs to all others before.
+# State of a sharded optimizer in elastic training: every rank has a copy of its own part and of its neighbour's. After a loss
+# the survivors merge the parts and divide them again. If a rank and its neighbour are lost at once, that part is gone. Ranks that
+# leave at a commit send their parts to all others before.
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Parts of the state of one moment, by rank of that moment, and how many ranks there were."""
+    """Parts of the state at one moment, by the ranks of that moment, and their number."""
 
     size: int
     parts: dict[int, OwnState]
@@ -49,7 +49,7 @@ class ShardedHandler:
         value: the optimizer, which follows changes of the ranks from now on.
 
     Raises:
-        UnsupportedError: its ranks share parameters, or are not all.
+        UnsupportedError: it shares parameters, or excludes some ranks.
     """
 
     def __init__(self, name: str, value: Sharded) -> None:
@@ -60,43 +60,43 @@ class ShardedHandler:
             )
         self.value = value
         self._name = f"elastic.{name}"
-        # Moments: the one at which the optimizer is, and that of the last commit.
+        # Moments: the optimizer's current one, and the last commit's.
         self._version, self._committed = 0, 0
         self._copies: dict[int, _Copies] = {}
         context().followers.append(weakref.ref(value))
-        self._note({context().engine.topology.rank: self._own()})
+        self._keep_parts({context().engine.topology.rank: self._own()})
         self.settle()
 
     def save(self, former: object) -> object:
-        """Return nothing: `exchange` and `settle` save, because one rank alone cannot."""
+        """Return None: `exchange` and `settle` save, because one rank alone cannot."""
         del former
         return None
 
     def restore(self, saved: object) -> None:
-        """Let the next `sync` go back to the last commit; the parts of others are not here."""
+        """Make the next `sync` restore the last commit, because this rank lacks the others' parts."""
         del saved
         self._version = self._committed
 
     def exchange(self) -> None:
-        """Keep a copy of this rank's part, and give the next rank one; every rank must call this."""
+        """Copy this rank's part here and to the next rank; every rank must call this."""
         place = context().engine.topology
         own = self._own()
         parts = {place.rank: own}
         if place.size > 1:
             parts[(place.rank - 1) % place.size] = pass_object(own, f"{self._name}.neighbour")
-        self._note(parts)
+        self._keep_parts(parts)
 
     def gather(self) -> None:
-        """Give every rank all parts as they are now, before some leave; every rank must call this."""
+        """Copy all current parts to every rank, before some ranks leave; every rank must call this."""
         parts = allgather_object(self.value.own_state(), f"{self._name}.leave")
-        self._note(dict(enumerate(parts)))
+        self._keep_parts(dict(enumerate(parts)))
 
     def settle(self) -> None:
-        """Let `restore` lead back to the moment of the last `exchange` or `gather`."""
+        """Make `restore` return to the last `exchange` or `gather`."""
         self._committed = self._version
 
     def sync(self, name: str) -> None:
-        """Put the parts together that belong to the state of rank 0, and divide them anew; every rank must call this.
+        """Merge the parts of rank 0's state, and divide them among the current ranks; every rank must call this.
 
         Raises:
             ElasticError: a rank's part is gone.
@@ -121,7 +121,7 @@ class ShardedHandler:
         if lost and any(state.parts for state in states):
             raise ElasticError(
                 f"The state of the sharded optimizer of rank {lost[0]} of {size} is gone: it was lost together with the next rank, which had the copy. "
-                "Begin anew from a checkpoint."
+                "Restart from a checkpoint."
             )
         self.value.load_own_states(states)
         self._copies = {self._version: _Copies(size, parts)}
@@ -130,8 +130,8 @@ class ShardedHandler:
     def _own(self) -> OwnState:
         return copy.deepcopy(self.value.own_state())
 
-    def _note(self, parts: dict[int, OwnState]) -> None:
-        """Keep copies of this moment; others may have failed in one before, and go on from there."""
+    def _keep_parts(self, parts: dict[int, OwnState]) -> None:
+        """Keep copies of this moment; other ranks may have failed at an earlier one, and continue from it."""
         kept = {self._version, self._committed}
         self._copies = {each: some for each, some in self._copies.items() if each in kept}
         self._version += 1
@@ -139,7 +139,7 @@ class ShardedHandler:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Copies of what a training must not lose, by the type of the object.
+# Copies of a training's objects, by their type.
 
 
 class Handler(Protocol):
@@ -148,20 +148,20 @@ class Handler(Protocol):
     value: Any
 
     def save(self, former: object) -> object:
-        """Return a copy; `former` is one that nobody needs any more, whose memory may be used."""
+        """Return a copy; `former` is an unused earlier copy, whose memory may be reused."""
 
     def restore(self, saved: object) -> None:
-        """Bring a copy back."""
+        """Restore a copy."""
 
     def sync(self, name: str) -> None:
-        """Give every rank what rank 0 has; every rank must call this."""
+        """Copy rank 0's object to every rank; every rank must call this."""
 
 
 def handler_of(name: str, value: object) -> Handler | None:
-    """Return the handler of an object; None for plain ones.
+    """Return the handler of an object; None for plain objects.
 
     Raises:
-        UnsupportedError: it is a sharded optimizer of some ranks, or with shared parameters.
+        UnsupportedError: it is a sharded optimizer that excludes some ranks, or shares parameters.
     """
     if isinstance(value, Sharded):
         return ShardedHandler(name, value)
@@ -179,7 +179,7 @@ def handler_of(name: str, value: object) -> Handler | None:
 
 
 class _StatefulHandler:
-    """For what has `state_dict` and `load_state_dict`, as schedulers and `GradScaler` have."""
+    """Handler of objects with `state_dict` and `load_state_dict`, such as schedulers and `GradScaler`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -188,7 +188,7 @@ class _StatefulHandler:
         return copied(self.value.state_dict(), former)
 
     def restore(self, saved: object) -> None:
-        # An optimizer takes over tensors that it is given, and changes them in place.
+        # An optimizer adopts the given tensors, and changes them in place.
         self.value.load_state_dict(copied(saved, None))
 
     def sync(self, name: str) -> None:
@@ -227,7 +227,7 @@ class _SamplerHandler:
 
 
 def copied(value: Any, former: object) -> Any:
-    """Return a deep copy, in the tensors of `former` where they fit."""
+    """Return a deep copy, in the tensors of `former` if they fit."""
     if isinstance(value, Tensor):
         source = value.detach()
         if (
@@ -244,7 +244,7 @@ def copied(value: Any, former: object) -> Any:
         made = {key: copied(each, others.get(key)) for key, each in value.items()}
         if type(value) is dict:
             return made
-        result = copy.copy(value)  # with a module's versions, which its state carries along
+        result = copy.copy(value)  # with a module's versions, which are part of its state
         result.clear()
         result.update(made)
         return result
@@ -256,9 +256,9 @@ def copied(value: Any, former: object) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What all ranks must know alike at a commit: how far each is, and whether the ranks should change.
+# Exchange at a commit: each rank's progress, and whether the ranks should change.
 
-# Columns of a rank's row: 1, whether it wants a change, whether that is more than removals; then of each sampler three.
+# Columns of a rank's row: 1, whether it requests a change, whether that is more than removals; then three per sampler.
 _PRESENT, _CHANGE, _JOIN, _FIRST = 0, 1, 2, 3
 _EPOCH, _COUNT, _IRREGULAR, _WIDTH = 0, 1, 2, 3
 
@@ -269,7 +269,7 @@ class StateAgreement:
 
     Attributes:
         should_change: whether the ranks should change now.
-        only_removals: whether nobody would join.
+        only_removals: whether no rank would join.
     """
 
     should_change: bool
@@ -277,7 +277,7 @@ class StateAgreement:
 
 
 def rendezvous() -> ElasticRendezvous | None:
-    """Return this member's rendezvous; None in a job whose ranks do not change."""
+    """Return this member's rendezvous; None outside of an elastic job."""
     current = context().rendezvous
     return current if isinstance(current, ElasticRendezvous) else None
 
@@ -285,7 +285,7 @@ def rendezvous() -> ElasticRendezvous | None:
 def agree(
     samplers: Sequence[ElasticSampler], should_change: bool, only_removals: bool
 ) -> StateAgreement:
-    """Exchange how far the ranks are, and whether one of them wants a change; every rank must call this with as many samplers.
+    """Exchange the ranks' progress and requests for a change; every rank must call this with equally many samplers.
 
     A rank that has joined (`hvd.join()`) has recorded all of its rows.
 
@@ -338,23 +338,23 @@ def _progress(
     return EpochProgress(tuple(joined), frozenset(torch.nonzero(marks).flatten().tolist()))
 
 
-# As Horovod calls the kinds of `on_hosts_updated`.
+# Horovod's names of the kinds of `on_hosts_updated`.
 _REMOVED = 1
 
 
 class State:
-    """State of a training, in memory. A subclass says what is saved, restored and sent."""
+    """State of a training, in memory. A subclass defines what is saved, restored and sent."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        del args, kwargs  # Horovod's, how objects are sent
+        del args, kwargs  # Horovod's functions that send objects
         self._reset_callbacks: list[Callable[[], object]] = []
         self._updates: list[int] = []
         self._version = 0  # of the last save; the same on all ranks after `sync`
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Call functions whenever the ranks have changed, before the training goes on: to change the learning rate, say.
+        """Call functions whenever the ranks have changed, before the training continues: to change the learning rate, say.
 
-        They run on the ranks that were there before, and must not communicate: new ones do not call them.
+        They run on former ranks only, and must not communicate, because new ranks do not call them.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -366,15 +366,15 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: object = None, update_res: int = 0) -> None:
-        """Ask for a change at the next commit, as if hosts had come (`update_res` 1: only gone)."""
+        """Request a change at the next commit, as after new hosts (`update_res` 1: only removed hosts)."""
         del timestamp
         self._updates.append(update_res)
 
     def commit(self) -> None:
         """Save the state, together with the other ranks, and follow changes of the hosts. Every rank must call this.
 
-        After a failure the training goes on from here. Either all ranks have this commit or none: those that did not come
-        to its end go back to the one before.
+        After a failure the training resumes here. A commit counts only if all ranks complete it: otherwise ranks restore
+        the commit before.
 
         Raises:
             HostsUpdatedInterrupt: the ranks should change now; on every rank.
@@ -403,11 +403,11 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last copy."""
+        """Restore the last copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has."""
+        """Copy rank 0's state to every rank."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -446,12 +446,12 @@ class ObjectState(State):
         self._keep()
 
     def restore(self) -> None:
-        """Go back to the last copies."""
+        """Restore the last copies."""
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Give every rank the objects of rank 0, and save."""
+        """Copy rank 0's objects to every rank, and save."""
         values = {name: getattr(self, name) for name in self._names}
         self._version, values = self._bcast_object((self._version, values), root_rank=0)
         for name, value in values.items():
@@ -464,15 +464,15 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """State of a PyTorch training: model, optimizer, and anything else as attributes.
+    """State of a PyTorch training: model, optimizer, and further objects as attributes.
 
-    Modules, optimizers, `ElasticSampler`s, and what else has `state_dict` and `load_state_dict` (schedulers, `GradScaler`) are
-    handled by their states and stay the same objects; all other values are pickled. An attribute that is set anew is saved at the
-    next commit. Of a sharded optimizer each commit gives the next rank a copy of this rank's part.
+    Modules, optimizers, `ElasticSampler`s, and other objects with `state_dict` and `load_state_dict` (schedulers, `GradScaler`) are
+    saved by their states and stay the same objects; all other values are pickled. A changed attribute is saved at the next commit.
+    For a sharded optimizer each commit sends a copy of this rank's part to the next rank.
 
     Args:
-        model: the module; None for none.
-        optimizer: the optimizer; None for none.
+        model: the module, if any.
+        optimizer: the optimizer, if any.
         **kwargs: further objects, such as `batch=0, epoch=0, sampler=sampler`.
 
     Raises:
@@ -502,7 +502,7 @@ class TorchState(ObjectState):
                 plain[name] = value
         self.__dict__["_handlers"] = handlers  # before the first attribute
         self._saved: dict[str, object] = {}
-        self._former: dict[str, object] = {}  # whose memory the next copy takes
+        self._former: dict[str, object] = {}  # the next copy reuses their memory
         for name, value in given.items():
             self.__dict__[name] = value
         super().__init__(**plain)
@@ -540,7 +540,7 @@ class TorchState(ObjectState):
             self._settle()
             raise
         except BaseException:
-            # Not all have come: what was before counts, and the new copies' memory is free.
+            # Some ranks are missing: the former copies count, and the new copies' memory is free.
             self._former = self._saved
             self._saved, self._saved_state, self._version = before
             raise
@@ -558,13 +558,13 @@ class TorchState(ObjectState):
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def restore(self) -> None:
-        """Go back to the last copies."""
+        """Restore the last copies."""
         for name, handler in self._handlers.items():
             handler.restore(self._saved[name])
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has, and save."""
+        """Copy rank 0's state to every rank, and save."""
         for name, handler in self._handlers.items():
             handler.sync(name)
         super().sync()
@@ -583,7 +583,7 @@ class TorchState(ObjectState):
         return [handler for handler in handlers if isinstance(handler, ShardedHandler)]
 
     def _settle(self) -> None:
-        """Let this commit count, with what the ranks have just told each other of samplers."""
+        """Complete this commit, with the exchanged progress of the samplers."""
         for sharded in self._sharded():
             sharded.settle()
         for name, handler in self._handlers.items():

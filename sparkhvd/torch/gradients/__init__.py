@@ -1,14 +1,14 @@
 """Reduce gradients in buckets.
 
-Hooks of autograd fill buckets; a complete bucket is one operation of the engine, reduced in place where that is possible. `reducer`
-runs the cycle from the first gradient of a backward pass to reduced gradients in `.grad`, and says when each part happens.
+Hooks of autograd fill buckets. A complete bucket is one operation of the engine, in place if possible. `reducer` runs the cycle
+from the first gradient of a backward pass to reduced gradients in `.grad`.
 
 Each module imports only those above it:
 
     dense        a bucket of dense gradients
     layout       tensors in flat memory, and their parts
     cuda         a bucket on a GPU
-    sharded      a bucket of which each rank gets its part
+    sharded      a bucket that gives each rank its part
     powersgd     state of low-rank gradients with error feedback
     sparse       a bucket of sparse gradients
     plan         division of gradients into buckets

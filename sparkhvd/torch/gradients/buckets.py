@@ -1,4 +1,4 @@
-"""Buckets of a reducer: divided by its planner, submitted once per cycle and waited for."""
+"""Buckets of a reducer: created by its planner, submitted once per cycle and waited for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sparkhvd.torch.gradients.powersgd import LowRankBucket
 
 
 class Buckets:
-    """The buckets that the gradients of a reducer are divided into now.
+    """The current buckets of a reducer's gradients.
 
     Args:
-        planner: makes buckets, the same on every rank.
+        planner: creates the same buckets on every rank.
         engine: reduces them.
     """
 
@@ -31,7 +31,7 @@ class Buckets:
         return len(self._all)
 
     def describe(self) -> list[dict[str, str | int]]:
-        """Return of each bucket the `name` of its operation, its `kind`, its number of `parameters`, and its `bytes` as they are sent."""
+        """Return for each bucket the `name` of its operation, its `kind`, its number of `parameters`, and its `bytes` on the wire."""
         return [
             {
                 "name": bucket.name,
@@ -43,11 +43,11 @@ class Buckets:
         ]
 
     def divide(self, order: Sequence[int], unused: set[int]) -> None:
-        """Divide the parameters anew.
+        """Divide the parameters into new buckets.
 
         Args:
-            order: numbers of all parameters, in the order in which their gradients are expected.
-            unused: numbers of those that are in no bucket.
+            order: numbers of all parameters, in the expected order of their gradients.
+            unused: numbers of the parameters without a bucket.
         """
         for index in unused:
             self._planner.entries[index].bucket = UnusedParameters()
@@ -55,13 +55,13 @@ class Buckets:
         self._two_rounds = _low_rank(self._all)
 
     def assign_memory(self, *, is_registered: bool) -> None:
-        """Give memory to buckets on the GPU that have none; waits for the other ranks if it is registered."""
+        """Allocate missing memory of buckets on the GPU; waits for the other ranks if it is registered."""
         self._planner.assign_memory(self._all, is_registered=is_registered)
 
     def submit(self, bucket: Bucket) -> None:
-        """Submit the gradients that are there now, and zeros for those that have not come."""
+        """Submit the present gradients, and zeros for missing ones."""
         for entry in bucket.entries:
-            # One that came may have been replaced: by a hook behind the reducer's own, or in the first cycle.
+            # A gradient may have been replaced: by a hook behind the reducer's own, or in the first cycle.
             if entry.grad is None or entry.param.grad is not entry.grad:
                 bucket.take(entry)
         bucket.start(self._engine)
@@ -78,14 +78,14 @@ class Buckets:
         return None
 
     def wait(self) -> None:
-        """Wait until all gradients are reduced and lie in `.grad`."""
+        """Wait for all reduced gradients in `.grad`."""
         for first in self._two_rounds:
             first.start_second_round(self._engine)
         for bucket in self._all:
             bucket.wait()
 
     def wait_for_engine(self) -> None:
-        """Wait until the engine writes no gradient any more; the results are lost."""
+        """Wait until the engine no longer writes gradients; the results are lost."""
         for bucket in self._all:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -96,7 +96,7 @@ class Buckets:
             bucket.reset()
 
     def reduce_late(self, indices: Sequence[int]) -> None:
-        """Reduce the gradients of these parameters at once, in buckets that stay."""
+        """Reduce the gradients of these parameters at once, in permanent buckets."""
         late = self._planner.divide(indices)
         self._planner.assign_memory(late, is_registered=True)
         for bucket in late:
@@ -109,7 +109,7 @@ class Buckets:
             bucket.wait()
 
     def reduce_once(self, named: Mapping[str, GradientSlot]) -> None:
-        """Reduce the gradients of these parameters at once, in buckets of one each that are dropped."""
+        """Reduce the gradients of these parameters at once, each in a temporary bucket."""
         once = [self._planner.bucket(name, [entry]) for name, entry in named.items()]
         self._planner.assign_memory(once, is_registered=False)
         for bucket in once:

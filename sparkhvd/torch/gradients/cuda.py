@@ -1,20 +1,19 @@
-"""Bucket of gradients on a GPU: in flat memory, packed, reduced and handed out without the host waiting.
+"""Bucket of gradients on a GPU: packed into flat memory and reduced, without the host waiting.
 
-**The flat memory** comes from the engine: allocated and registered as NCCL wants it, in the type that is sent. Behind
-the gradients it has one flag per parameter: whether this rank has its gradient.
+**The flat memory** comes from the engine: allocated and registered for NCCL, in the type on the wire. Behind the
+gradients it has one flag per parameter: whether this rank has its gradient.
 
-**A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
-scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait, divides
-where scaling before the sum was not all of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat
-memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is added to where it lies, and then nothing is
-copied in. With compression, and where backward had no part in a gradient
-(a captured graph wrote it), the sums are copied into the gradients, all at once.
+**A cycle.** Gradients are copied into the flat memory, all at once, on the stream that produced the last of them, and
+scaled there. The sum runs on the engine's stream while backward continues. `wait` makes the caller's stream wait, does the
+rest of an average's division (of 3, 5, 6, 7, ... ranks) and makes `.grad` views of the flat memory. So no results are
+copied out, and a kept gradient (`zero_grad(False)`) is added to in place, without a copy in. With compression, and for
+gradients without a backward hook (written by a captured graph), the sums are copied into the gradients, all at once.
 
-**What packing moves**, of S bytes of gradients. Kept ones are scaled where they lie: 2 S (read and written). Others must
-be copied, because backward gives a parameter whose `.grad` is None a tensor of its own: with `.grad` in place before
-backward it would add to it, which with the zeros it needs first is 4 S, before scaling. A copy is 2 S, and the scaling
-behind it 2 S more, unless one operation does both: no operation of torch does so for many tensors at once, so that is a
-launch for each tensor, and done for those that are large enough to gain by it.
+**Bytes moved by packing** S bytes of gradients. Kept gradients are scaled in place: 2 S (read and written). Others must
+be copied, because backward creates a new tensor for a parameter whose `.grad` is None. With `.grad` in place backward
+would add to it, which with the necessary zeros is 4 S, before scaling. A copy is 2 S, and a separate scaling 2 S more.
+No operation of torch does both for many tensors at once, so both are combined with a launch per tensor, for tensors
+that are large enough to gain by it.
 
 **The host waits** for the GPU only to learn whether any rank used a parameter that this rank did not use.
 """
@@ -51,17 +50,17 @@ from sparkhvd.torch.gradients.layout import Slices, flat, offsets_of
 
 
 class FlatGradients:
-    """Flat memory of a bucket, with a place for the gradient of each parameter.
+    """Flat memory of a bucket, with a slot for the gradient of each parameter.
 
     Args:
         flat: the memory, of one type; is set to zero.
         entries: the parameters.
         offsets: first element of each.
-        num_values: elements that gradients have; behind them may be others.
+        num_values: number of elements of gradients; others may follow.
 
     Attributes:
         flat: the memory.
-        slots: of each parameter the tensor that `.grad` is. Users see it: `model.cpu()` gives it other memory.
+        slots: for each parameter its `.grad` tensor. Users may change it: `model.cpu()` replaces its memory.
     """
 
     __slots__ = ("_addresses", "_entries", "_homes", "_values", "flat", "slots")
@@ -83,7 +82,7 @@ class FlatGradients:
         self.slots = [home.data for home in self._homes]  # each counts its own changes
 
     def slot(self, number: int) -> Tensor:
-        """Return the slot of a parameter: the same tensor as before, unless that was moved away."""
+        """Return the slot of a parameter: the same tensor as before, unless its memory was replaced."""
         slot = self.slots[number]
         if slot.data_ptr() != self._addresses[number]:
             slot = self.slots[number] = self._homes[number].data
@@ -98,7 +97,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let `.grad` lie in the flat memory from now on, before any backward."""
+        """Move `.grad` to the flat memory, before any backward."""
         for entry, slot in zip(self._entries, self.slots, strict=True):
             grad = entry.param.grad
             if grad is not None:
@@ -106,7 +105,7 @@ class FlatGradients:
             entry.param.grad = slot
 
     def zero(self) -> None:
-        """Set all gradients to zero, where they lie."""
+        """Set all gradients to zero in place."""
         self._values.zero_()
         for number, entry in enumerate(self._entries):
             entry.param.grad = self.slot(number)
@@ -119,8 +118,8 @@ class FlatGradients:
             torch._foreach_mul_(slots, factor)
 
 
-# Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
-# long as a launch takes the host, about 5 us.
+# Gradients from this size on are scaled while they are copied: a GPU of 3 TB/s moves their bytes again in the time of a
+# launch on the host, about 5 us.
 _LARGE_BYTES = 8 << 20
 
 
@@ -177,7 +176,7 @@ class DeviceBucket(GradientBucket):
         self._as_views = options.as_views
         self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
-        # No predivide factor: sums of halves stay in range without it.
+        # No predivide factor: sums of 16-bit floats stay in range without it.
         scheme = scheme_of(name, wire, Reduction(options.op), len(options.ranks))
         self._factor, self._divisor = scheme.before, scheme.divisor
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
@@ -191,17 +190,15 @@ class DeviceBucket(GradientBucket):
         self._flags: Tensor | None = None  # of this rank, as often as they are sent
         self._sums: Tensor | None = None  # of the flags of all ranks
         self._memory: FlatGradients | None = None
-        self._part: Tensor | None = (
-            None  # of the gradients' memory, the part that this rank gets the sum of
-        )
-        self._takers: set[int] = set()  # entries whose gradients the results are copied into
+        self._part: Tensor | None = None  # the part of the gradients' memory with this rank's sums
+        self._takers: set[int] = set()  # entries whose gradients receive copies of the results
         self._places = {id(entry): number for number, entry in enumerate(entries)}
 
-    # How many copies of the flags are sent: one, or one for each rank that gets the sums for itself.
+    # Number of copies of the flags on the wire: one, or one per rank of a reducescatter.
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Arrange gradients and flags, in elements; return the operation, which `_put` gives its memory."""
+        """Arrange gradients and flags, in elements; return the operation, whose memory `_put` sets."""
         entries, wire = self.entries, self.entries[0].wire_dtype
         counts = [entry.param.numel() for entry in entries]
         *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
@@ -216,7 +213,7 @@ class DeviceBucket(GradientBucket):
         )
 
     def _put(self, flat: Tensor, num_flags: int) -> None:
-        """Give the operation, and the flags, their memory."""
+        """Set the memory of the operation and of the flags."""
         self._call.place(0, flat.data_ptr(), flat.data_ptr())
         self._part = flat[: self._num_values]
         if num_flags:
@@ -234,7 +231,7 @@ class DeviceBucket(GradientBucket):
         return self._memory is not None
 
     def lay_out(self, memory: Tensor) -> None:
-        """Take this many bytes as the flat memory; every rank alike."""
+        """Use these bytes as the flat memory; the same on every rank."""
         flat = memory.view(self.entries[0].wire_dtype)
         self._memory = FlatGradients(flat, self.entries, self._offsets, self._num_values)
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
@@ -245,11 +242,11 @@ class DeviceBucket(GradientBucket):
         return self._memory
 
     def show(self) -> None:
-        """Let `.grad` lie in the flat memory from now on, before any backward."""
+        """Move `.grad` to the flat memory, before any backward."""
         self._flat.show()
 
     def zero(self) -> None:
-        """Set all gradients to zero, where they lie."""
+        """Set all gradients to zero in place."""
         self._flat.zero()
 
     def take(self, entry: GradientSlot) -> None:
@@ -327,20 +324,19 @@ class DeviceBucket(GradientBucket):
             self._flag_dimensions(flags[:, len(self.entries) :])
 
     def _flag_dimensions(self, dimensions: Tensor) -> None:
-        """Write in how many dimensions gradients are sparse, beside the flags."""
+        """Write the number of sparse dimensions of each gradient, beside the flags."""
         for number, entry in enumerate(self.entries):
             if entry.grad is not None and entry.grad.layout is not torch.strided:
                 dimensions[:, number].fill_(entry.grad.sparse_dim())
 
     def _source(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Return the values to copy into a gradient's place."""
+        """Return the values to copy into a gradient's slot."""
         require_same_dtype(entry)
         require_same_shape(entry, grad)
         if grad.get_device() != self._device.ordinal:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: {entry.name!r} was on cuda:{self._device.ordinal} when the optimizer was "
-                f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after the model is where "
-                "it stays."
+                f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after moving the model."
             )
         dense = grad  # autograd records nothing here
         if grad.layout is not torch.strided:
@@ -358,7 +354,7 @@ class DeviceBucket(GradientBucket):
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Let the caller's stream wait until the reduced gradients lie in `.grad`."""
+        """Make the caller's stream wait for the reduced gradients in `.grad`."""
         assert self.work is not None
         self.work.wait()
         contexts = {id(entry): context for entry, _, context in self.sent}
@@ -386,22 +382,22 @@ class DeviceBucket(GradientBucket):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
     def _becomes_view(self, entry: GradientSlot) -> bool:
-        """Return True if `.grad` shall be the reduced gradient where it lies, instead of a copy.
+        """Return True if `.grad` becomes a view of the reduced gradient, instead of a copy.
 
-        A gradient that came without a hook is copied: a captured graph goes on to write into its own memory.
+        A gradient without a hook is copied, because a captured graph keeps writing into its own memory.
         """
         if entry.wire_dtype is not entry.dtype or not self._casts:
             return False
         return entry.stream is not None or self._as_views
 
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
-        """Return the part of an entry's gradient that this rank gets the sum of."""
+        """Return the part of an entry's gradient with this rank's sums."""
         del number
         return gradient
 
 
 def _can_take_result(entry: GradientSlot, grad: Tensor) -> bool:
-    """Return True if a result can be copied into a gradient: it has its planned form, and memory of its own."""
+    """Return True if a result can be copied into a gradient: it has its planned form, and its own memory."""
     return (
         grad.layout is torch.strided
         and grad.dtype is entry.dtype
@@ -418,7 +414,7 @@ def _new(entry: GradientSlot) -> Tensor:
 
 
 def await_streams(device: Device, entries: Sequence[GradientSlot]) -> None:
-    """Let the current stream wait for those on which gradients became complete."""
+    """Make the current stream wait for the streams that produced the gradients."""
     stream = device.stream()
     for other in {entry.stream for entry in entries}:
         if other is not None and other != stream:
@@ -437,12 +433,12 @@ def assign_memory(
     """Lay out buckets in one piece of memory.
 
     Args:
-        engine: makes it.
-        device: where it is.
-        buckets: those that have none yet; the same on every rank.
+        engine: allocates it.
+        device: of the memory.
+        buckets: the buckets without memory; the same on every rank.
         name: of the allocation.
-        process_set: whose ranks reduce.
-        is_registered: every rank of the set comes here, so NCCL may be told of the memory. Waits for them.
+        process_set: the reducing ranks.
+        is_registered: register the memory with NCCL, which waits for all ranks of the set.
     """
     if not buckets:
         return
@@ -461,13 +457,13 @@ def assign_memory(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Bucket of gradients on a GPU, each rank with its slice: a reducescatter of flat memory, in place.
+# Bucket of gradients on a GPU with a slice per rank: a reducescatter of flat memory, in place.
 
 
 class ShardedDeviceBucket(DeviceBucket):
-    """Bucket on the rank's GPU that leaves this rank's part of each gradient reduced, and the rest undefined.
+    """Bucket on the rank's GPU that reduces this rank's part of each gradient; the rest is undefined.
 
-    The parameters of a bucket are those of one `Slices`, in its order; so the parts are those that the rank steps.
+    A bucket has the parameters of one `Slices`, in its order, so the rank steps exactly these parts.
     """
 
     __slots__ = ("_num_copies", "_place", "_slices")
@@ -476,7 +472,7 @@ class ShardedDeviceBucket(DeviceBucket):
         entries, wire = self.entries, self.entries[0].wire_dtype
         self._num_copies = len(options.ranks)
         self._place = options.ranks.index(self._context.engine.topology.rank)
-        # As the optimizer divided the parameters, whatever is sent for their gradients.
+        # The optimizer's division of the parameters, for any type on the wire.
         counts = [entry.param.numel() for entry in entries]
         self._slices = Slices.cut(counts, entries[0].dtype.itemsize, self._num_copies)
         self._offsets, self._num_values = list(self._slices.offsets), self._slices.total

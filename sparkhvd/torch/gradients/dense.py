@@ -1,7 +1,7 @@
 """Bucket of dense gradients: a gather list over their own memory, reduced as one operation and in place.
 
-A gradient that cannot be reduced where it lies (compressed, sparse, of another type, with strides that the plan does not
-have) is copied, and the result goes back into the gradient, or takes its place.
+A gradient that cannot be reduced in place (compressed, sparse, of another type, with unplanned strides) is copied. The
+result is copied back into the gradient, or replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.registered import over_buffer
 
 # ----------------------------------------------------------------------------------------------------
-# Parameter whose gradients are reduced, the protocol of its bucket, and the way of results back into `.grad`.
+# Reduced parameter, the protocol of its bucket, and the return of results into `.grad`.
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ReduceOptions:
         bucket_bytes: size of a full bucket.
         device_bucket_bytes: size of a full bucket on a GPU.
         groups: parameter numbers that share a bucket.
-        process_set: the engine's number of the ranks that reduce.
+        process_set: the engine's number of the reducing ranks.
         ranks: their global ranks, ascending.
         as_views: gradients live in registered memory.
         sharded: every rank gets its part of each gradient.
@@ -68,7 +68,7 @@ class Bucket(Protocol):
         name: of the operation.
         entries: the parameters.
         pending: number of parameters without a complete gradient in this cycle.
-        work: the operation, once it was submitted.
+        work: the operation, after its submission.
     """
 
     name: str
@@ -77,20 +77,20 @@ class Bucket(Protocol):
     work: Operation | None
 
     def start(self, engine: Engine) -> None:
-        """Submit the operation; an entry's `grad` is None where `take` found none."""
+        """Submit the operation; an entry's `grad` is None if `take` found no gradient."""
 
     def wait(self) -> None:
         """Wait until the reduced gradients lie in `.grad`."""
 
     def take(self, entry: GradientSlot) -> None:
-        """Take a gradient that came without a hook, or zeros in its place."""
+        """Use a gradient without a hook, or zeros in its place."""
 
     def reset(self) -> None:
         """Get ready for the next cycle."""
 
 
 class UnusedParameters:
-    """Place of the parameters that no rank has given a gradient yet, in no bucket; never complete."""
+    """Sentinel bucket of parameters without a gradient on any rank; never complete."""
 
     pending = -1
 
@@ -127,12 +127,12 @@ class GradientSlot:
         self.wire_dtype = wire_dtype
         self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
         self.bucket: Bucket | UnusedParameters
-        self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
-        self.missing = False  # this rank's gradient is missing; zeros are in its place
-        self.address = -1  # of what was sent last; the call is told when it changes
-        self.stream: int | None = None  # of the GPU, on which the gradient became complete
-        self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
-        self.version = 0  # of the gradient when it was submitted; changes in place move it
+        self.grad: Tensor | None = None  # the complete gradient of this cycle
+        self.missing = False  # this rank has no gradient; zeros replace it
+        self.address = -1  # of the last submitted memory; a change updates the call
+        self.stream: int | None = None  # of the GPU, which completed the gradient
+        self.place = -1  # address of the submitted gradient; -1 if it is sparse
+        self.version = 0  # of the submitted gradient; changes in place increase it
         self.repeats = False  # gets several gradients in one backward pass
 
     @property
@@ -146,7 +146,7 @@ class GradientSlot:
 
     @property
     def is_changed(self) -> bool:
-        """Return True if `.grad` is another tensor, lies elsewhere, or has other values than the submitted gradient."""
+        """Return True if `.grad` differs from the submitted gradient in tensor, address or values."""
         grad = self.param.grad
         if grad is not self.grad:
             return True
@@ -155,10 +155,10 @@ class GradientSlot:
         return grad._version != self.version or (self.place >= 0 and grad.data_ptr() != self.place)
 
     def make_zeros(self) -> Tensor:
-        """Make zeros in place of a gradient that this rank does not have, also as `.grad`."""
+        """Create zeros in place of this rank's missing gradient, also as `.grad`."""
         require_same_dtype(self)
         require_same_shape(self, self.param)
-        # The optimizer's own tensor, so that a later backward pass is noticed.
+        # The optimizer's own tensor, so that a later backward pass is detected.
         grad = self.param.detach().new_empty_strided(self.shape, self.stride).zero_()
         self.param.grad = grad
         self.missing = True
@@ -166,20 +166,20 @@ class GradientSlot:
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """Return the strides that autograd gives to the gradient of `param`: its own if its memory has no holes."""
+    """Return autograd's strides for the gradient of `param`: its own if its memory has no holes."""
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def drop_unused(
     entries: Sequence[GradientSlot], flags: Sequence[float], *, resparsify: bool
 ) -> None:
-    """Give gradients that are missing here the layout that they have on other ranks, or drop them if no rank has one.
+    """Convert this rank's missing gradients to the other ranks' layout, or drop them if no rank has one.
 
     Args:
-        entries: the parameters of a bucket, whose results lie in `.grad`.
-        flags: for each the number of ranks that have a gradient, times any number; with `resparsify` then for each the number of
-            dimensions in which their gradients are sparse, added up, times the same number.
-        resparsify: whether sparse gradients were sent as dense ones, and shall be sparse again.
+        entries: the parameters of a bucket, with results in `.grad`.
+        flags: for each the number of ranks with a gradient, times any number; with `resparsify` then for each the sum of the
+            ranks' numbers of sparse dimensions, times the same number.
+        resparsify: whether sparse gradients were sent dense, and must become sparse again.
     """
     for number, (entry, used) in enumerate(zip(entries, flags, strict=False)):
         if not entry.missing:
@@ -187,7 +187,7 @@ def drop_unused(
         if not used:
             entry.param.grad = None
         elif resparsify and (dimensions := flags[len(entries) + number]):
-            # As on the ranks that have one: some optimizers take sparse gradients only.
+            # As on the other ranks, because some optimizers support sparse gradients only.
             assert entry.param.grad is not None
             dense = entry.param.grad
             entry.param.grad = dense.to_sparse(round(dimensions / used))
@@ -196,14 +196,14 @@ def drop_unused(
 def owns_memory(tensor: Tensor) -> bool:
     """Return True if no other tensor has this one's storage.
 
-    Backward takes views for gradients: `(p.view(-1) + q.view(-1)).backward()` gives both the memory of one gradient,
-    which backward may still read afterwards. The engine must write no memory of another tensor.
+    Backward uses views as gradients: in `(p.view(-1) + q.view(-1)).backward()` both share the memory of one gradient,
+    which backward may still read afterwards. The engine must not write memory of another tensor.
     """
     return is_alone(tensor.untyped_storage())
 
 
 def is_alone(memory: torch.UntypedStorage) -> bool:
-    """Return True if at most one tensor has this memory; the object `memory` is the same in all calls and does not count."""
+    """Return True if at most one tensor has this memory, besides the object `memory`."""
     return bool(_use_count(memory._cdata) <= _ALONE)
 
 
@@ -216,7 +216,7 @@ def _uses_of_one_tensor() -> int:
     return int(_use_count(storage._cdata))
 
 
-# Of a storage that one tensor has, while this module looks at it.
+# Use count of a storage with one tensor, during the check of this module.
 _ALONE = _uses_of_one_tensor()
 
 
@@ -225,21 +225,21 @@ def require_cpu(entry: GradientSlot, grad: Tensor) -> None:
     if not grad.is_cpu:
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} was on the CPU when the optimizer was built, and its gradient is on "
-            f"{grad.device} now. Build DistributedOptimizer after the model is where it stays."
+            f"{grad.device} now. Build DistributedOptimizer after moving the model."
         )
 
 
 def require_same_place(entry: GradientSlot, grad: Tensor) -> None:
-    """Refuse gradients that are not where the parameter is."""
+    """Refuse gradients on another device than the parameter."""
     if grad.device != entry.param.device:
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} is on {entry.param.device} and its gradient on {grad.device}. Build "
-            "DistributedOptimizer after the model is where it stays."
+            "DistributedOptimizer after moving the model."
         )
 
 
 def require_same_dtype(entry: GradientSlot) -> None:
-    """Refuse parameters whose type is not the planned one: it would be lost on the way."""
+    """Refuse parameters with another type than planned, which the reduction would lose."""
     if entry.param.dtype is not entry.dtype:
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} was {entry.dtype} when the optimizer was built, and is "
@@ -248,7 +248,7 @@ def require_same_dtype(entry: GradientSlot) -> None:
 
 
 def require_same_shape(entry: GradientSlot, tensor: Tensor) -> None:
-    """Refuse a parameter or gradient whose shape is not the planned one: the engine would read and write beside it."""
+    """Refuse a parameter or gradient with another shape than planned, which the engine would read and write out of bounds."""
     if tensor.shape != entry.shape:
         whose = "it" if tensor is entry.param else "its gradient"
         raise InvalidArgumentError(
@@ -260,7 +260,7 @@ def require_same_shape(entry: GradientSlot, tensor: Tensor) -> None:
 def release(
     entry: GradientSlot, result: Tensor, neighbours: Neighbours, *, resparsify: bool
 ) -> None:
-    """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
+    """Copy a reduced gradient into `.grad`, or replace `.grad` if that is impossible."""
     grad = entry.grad
     assert grad is not None
     if grad.layout is not torch.strided:
@@ -273,10 +273,10 @@ def release(
 
 
 class Neighbours:
-    """Memory of the gradients of all optimizers; looked up at the first question.
+    """Memory of the gradients of all optimizers; read at the first query.
 
     Args:
-        parameters: returns all parameters whose gradients are reduced.
+        parameters: returns all reduced parameters.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -284,7 +284,7 @@ class Neighbours:
         self._by_storage: dict[int, list[tuple[Tensor, int, int]]] | None = None
 
     def overlap(self, entry: GradientSlot, grad: Tensor) -> bool:
-        """Return True if another gradient has some of this one's memory, as those that backward made of one tensor."""
+        """Return True if another gradient overlaps this one's memory, such as another view of one tensor."""
         if owns_memory(grad):
             return False
         first, last = _span(grad)
@@ -305,32 +305,32 @@ class Neighbours:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte and of the one behind the last."""
+    """Return the addresses of the first byte and behind the last byte."""
     places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (places + 1) * tensor.element_size()
 
 
 def _is_one_place_per_element(grad: Tensor) -> bool:
-    """Return True if surely no two elements share memory."""
+    """Return True if certainly no two elements share memory."""
     return bool(torch._debug_has_internal_overlap(grad) == 0)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Gradients that live in registered memory: `DistributedOptimizer(gradient_as_bucket_view=True)`.
-# All gradients of a reducer lie in one flat piece of registered memory, bucket after bucket. `p.grad` is a view of
-# it, backward adds into it, and the ranks of a host reduce it where it lies: no copy in and none out. The price is
-# that gradients must be set to zero and added to instead of being taken over from backward, which costs more than
-# it saves when gradients are dropped after every step (measured, 64 MiB of Linear gradients, two ranks: dropped
-# and reduced from private memory 118 ms, views 132 ms; kept and set to zero in private memory 155 ms). So it
-# pays where gradients are kept anyway, and is off by default.
+# All gradients of a reducer are in one flat piece of registered memory, bucket after bucket. `p.grad` is a view of
+# it, backward adds into it, and the ranks of a host reduce it in place, without copies. But gradients must be set to
+# zero and added to instead of being adopted from backward, which costs more than it saves if gradients are dropped
+# after every step (measured, 64 MiB of Linear gradients, two ranks: dropped and reduced from private memory 118 ms,
+# views 132 ms; kept and set to zero in private memory 155 ms). So it pays if gradients are kept anyway, and is off
+# by default.
 
-# Every gradient begins on a cache line, so that vector instructions and neighbours do not get in each other's way.
+# Every gradient begins on a cache line, for vector instructions and against false sharing.
 _ALIGNMENT = 64
 
 
 class HasGradient(Protocol):
-    """Parameter whose gradient is a view, as far as this module needs it."""
+    """Parameter with a gradient that is a view, as this module uses it."""
 
     param: Tensor
     shape: tuple[int, ...]
@@ -356,12 +356,12 @@ class GradientMemory:
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = over_buffer(buffer, torch.uint8, buffer.num_bytes)
-        # `.grad`, and the memory in which it must lie: `model.to(...)` gives the same `.grad` other memory.
+        # `.grad`, and its required memory: `model.to(...)` replaces the memory of the same `.grad`.
         self._views: dict[int, Tensor] = {}
         self._places: dict[int, Tensor] = {}
 
     def lay_out(self, buckets: Sequence[Sequence[HasGradient]]) -> list[Tensor]:
-        """Give every parameter its place, moving gradients that are there; return the flat memory of each bucket."""
+        """Assign a slot to every parameter and move existing gradients there; return the flat memory of each bucket."""
         moved = {key: view.clone() for key, view in self._views.items()}
         self._bytes.zero_()
         flats: list[Tensor] = []
@@ -394,7 +394,7 @@ class GradientMemory:
         entry.param.grad = view
 
     def take(self, entry: HasGradient) -> Tensor:
-        """Bring the gradient of a parameter to its place, from where backward or the user has left it."""
+        """Move the gradient of a parameter from any place to its slot."""
         grad = entry.param.grad
         view = self._view(entry)
         if grad is view:
@@ -407,13 +407,13 @@ class GradientMemory:
         return view
 
     def zero(self, entries: Sequence[HasGradient]) -> None:
-        """Set all gradients to zero, in their places."""
+        """Set all gradients to zero, in their slots."""
         self._bytes.zero_()
         for entry in entries:
             entry.param.grad = self._view(entry)
 
     def _view(self, entry: HasGradient) -> Tensor:
-        """Return the tensor for `.grad`: the same as before, unless that was moved away from its place."""
+        """Return the tensor for `.grad`: the same as before, unless its memory was replaced."""
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
             view = self._views[id(entry)] = place.data
@@ -421,7 +421,7 @@ class GradientMemory:
 
 
 class GradientBucket:
-    """Base of the buckets of dense gradients: takes gradients, one cycle after the other.
+    """Base of the buckets of dense gradients: collects gradients, cycle by cycle.
 
     Args:
         name: of the operation.
@@ -457,7 +457,7 @@ class GradientBucket:
 
 
 class DenseBucket(GradientBucket):
-    """Bucket of gradients of one type, reduced where they lie.
+    """Bucket of gradients of one type, reduced in place.
 
     Args:
         name: of the operation.
@@ -496,7 +496,7 @@ class DenseBucket(GradientBucket):
         shapes = [entry.shape for entry in entries] if flat is None else [(flat.numel(),)]
         shapes = [paired(shape, wire)[0] for shape in shapes]
         if flagged:
-            # A flag per gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
+            # A flag per gradient and, if sparse gradients are sent dense, its number of sparse dimensions.
             shapes.append(((1 + options.sparse_as_dense) * len(entries),))
         self.call = Call(
             Collective.ALLREDUCE,
@@ -513,7 +513,7 @@ class DenseBucket(GradientBucket):
             entry.address = -1
         self._flagged = flagged
         if flagged:
-            # Flags of a rank that has all gradients; the sums are read only if one is missing here.
+            # Flags of a rank with all gradients; the sums are read only if this rank misses one.
             self.ones = torch.ones(len(entries), dtype=real)
             if self._resparsify:
                 self.ones = torch.cat([self.ones, torch.zeros_like(self.ones)])
@@ -576,7 +576,7 @@ class DenseBucket(GradientBucket):
         return torch.tensor(flags, dtype=self.ones.dtype)
 
     def _send_instead(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Return the copy to send for a gradient that cannot be, or shall not be, sent from where it lies."""
+        """Return the copy to send for a gradient that cannot or must not be sent in place."""
         require_cpu(entry, grad)
         require_same_dtype(entry)
         require_same_shape(entry, grad)
@@ -631,7 +631,7 @@ class ViewBucket(DenseBucket):
         self.call.place(0, flat.data_ptr(), flat.data_ptr())
 
     def start(self, engine: Engine) -> None:
-        """Bring every gradient to its place and submit the memory."""
+        """Move every gradient to its slot and submit the memory."""
         for entry in self.entries:
             require_same_dtype(entry)
             require_same_shape(entry, entry.param)

@@ -1,7 +1,7 @@
-"""Lay tensors out in flat memory that the ranks of a job divide: as equal slices, or each tensor cut by itself.
+"""Lay tensors out in flat memory divided among the ranks: as equal slices, or with each tensor cut separately.
 
-NCCL's reducescatter and allgather move such memory as one operation, in place. So gradients, and the parameters that
-were stepped, are in it for the time of an operation; the tensors themselves may lie elsewhere.
+NCCL's reducescatter and allgather move this memory as one operation, in place. Gradients, and stepped parameters, are in
+it during an operation; the tensors themselves may be elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkhvd.torch.collectives.reducescatters import own_rows
 
-# Every tensor begins at a place from which kernels may read whole vectors.
+# Every tensor is aligned for vector instructions of kernels.
 _ALIGNMENT = 64
 
 
@@ -23,7 +23,7 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Return where tensors of so many elements begin, in elements, and at last where they end."""
+    """Return the offsets of tensors with these counts, in elements, and the total length."""
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + _aligned(count, itemsize))
@@ -32,13 +32,13 @@ def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Flat memory of tensors of one type, in slices; all numbers but the last are of elements.
+    """Flat memory of tensors of one type, in slices; all numbers except the last count elements.
 
     Attributes:
         counts: of each tensor.
         offsets: first element of each tensor.
         length: of one slice.
-        num: how many slices there are.
+        num: number of slices.
     """
 
     counts: tuple[int, ...]
@@ -70,7 +70,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Return the first element of a tensor that is in a slice, and the one behind the last; (0, 0) if there is none."""
+        """Return the range of a tensor's elements in a slice; (0, 0) if it is empty."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)
@@ -94,13 +94,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Return the first element of a part, and the one behind its last."""
+    """Return the range of a part's elements."""
     first = part * (count // num_parts) + min(part, count % num_parts)
     return first, first + own_rows(count, num_parts, part)
 
 
 def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
-    """Return True if equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
+    """Return True if equal indices mean equal offsets; the stride of a dimension of length 1 is arbitrary."""
     return all(
         a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )

@@ -1,11 +1,10 @@
-"""Agreement of all ranks on the gradients that are reduced, before the first reduction.
+"""Negotiation of the gradients to reduce, before the first reduction.
 
-**Parameters and options** are compared when the first backward pass ends (`agreement`). Where strides differ, gradients are
-sent row-major.
+**Parameters and options** are compared when the first backward pass ends. Gradients with different strides are sent row-major.
 
-**Layouts**: which gradients are sparse is seen when they arrive, and a rank that did not use the layer has none. So the ranks
-vote (`sparse`) before anything is submitted; a parameter that no rank gave a gradient is in no bucket, and in the votes of
-later cycles until it has one (*late* parameters).
+**Layouts**: a sparse gradient is recognized when it arrives, and a rank that did not use the layer has no gradient. So the ranks
+vote (`sparse`) before the first submission. A parameter without a gradient on any rank has no bucket, and takes part in the votes
+of later cycles until it has one (*late* parameters).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sparkhvd.torch.gradients.powersgd import describe
 from sparkhvd.torch.gradients.sparse import LayoutVote
 
 # ----------------------------------------------------------------------------------------------------
-# Comparison of parameters and options between ranks; strides may differ, and then are not used.
+# Comparison of parameters and options between ranks. Strides may differ, and are then ignored.
 
 _DIGEST_BYTES = 32
 
@@ -39,12 +38,12 @@ _T = TypeVar("_T")
 
 
 class ParameterCheck:
-    """Compares parameters and options with those of the other ranks, without waiting for them until `check`.
+    """Compares parameters and options with the other ranks', without waiting for them until `check`.
 
-    Every rank of the process set makes one. Two digests are compared; the texts follow only where digests differ.
+    Every rank of the process set creates one. Two digests are compared. The texts follow only if digests differ.
 
     Args:
-        context: whose engine compares.
+        context: of the comparing engine.
         label: of the optimizer.
         process_set: the engine's number of the ranks.
         ranks: their global ranks, ascending.
@@ -73,27 +72,27 @@ class ParameterCheck:
         self._difference: str | None = None
 
     def check(self) -> None:
-        """Wait for the other ranks' digests, which they send when they build the optimizer.
+        """Wait for the other ranks' digests, sent when they built the optimizer.
 
         Raises:
             MismatchError: parameters or options differ; on every rank, with the first difference.
         """
         if not bool(self._is_equal()[:, :_DIGEST_BYTES].all()):
-            if self._difference is None:  # every rank exchanges once, however often it looks
+            if self._difference is None:  # every rank exchanges once, for any number of checks
                 texts = self._exchange("description", self._description)
                 self._difference = _difference(self._label, self._ranks, texts)
             raise MismatchError(self._difference)
 
     @property
     def has_equal_strides(self) -> bool:
-        """Return True if all strides are the same on every rank, after `check`; on every rank the same answer."""
+        """Return True if all strides are the same on every rank, after `check`; every rank gets the same answer."""
         return bool(self._is_equal().all())
 
     def differing_strides(self) -> list[int]:
-        """Find strides that differ, after `check`; if there are any, every rank must call this.
+        """Find different strides, after `check`; every rank must call this if there are any.
 
         Returns:
-            Numbers of the parameters whose strides differ between ranks; on every rank the same list.
+            Numbers of the parameters whose strides differ between ranks; the same list on every rank.
         """
         if self.has_equal_strides:
             return []
@@ -124,7 +123,7 @@ def _digest(value: object) -> bytes:
 
 
 def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]]) -> str:
-    """Say where the first rank that differs from the set's first differs."""
+    """Describe the first difference between the set's first rank and another."""
     first = descriptions[0]
     place = next(place for place, texts in enumerate(descriptions) if texts != first)
     differing, rank = descriptions[place], ranks[place]
@@ -140,16 +139,16 @@ def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]])
 
 
 class GradientNegotiation:
-    """Settles with all ranks which gradients there are to reduce. Every rank of the process set makes one.
+    """Negotiates the gradients to reduce with all ranks. Every rank of the process set creates one.
 
     Args:
-        context: whose engine compares.
+        context: of the comparing engine.
         label: of the reducer.
         planner: of the reducer, with its parameters.
 
     Attributes:
-        is_negotiated: whether hooks may submit: all ranks have agreed on what there is to reduce.
-        undecided: parameters of which it is not known yet whether their gradients are sparse.
+        is_negotiated: whether hooks may submit, because all ranks have agreed on the gradients to reduce.
+        undecided: parameters whose gradients may be sparse or dense.
     """
 
     def __init__(self, context: Context, label: str, planner: BucketPlanner) -> None:
@@ -165,7 +164,7 @@ class GradientNegotiation:
             self.undecided = list(self._entries)
         self._vote: LayoutVote | None = None
         self.is_negotiated = False
-        # Looked at when the first backward ends.
+        # Checked when the first backward ends.
         self._agreement: ParameterCheck | None = ParameterCheck(
             context,
             label,
@@ -177,11 +176,11 @@ class GradientNegotiation:
 
     @property
     def unused(self) -> set[int]:
-        """Numbers of the parameters that are in no bucket; before it is settled every one counts as dense."""
+        """Numbers of the parameters without a bucket; before the negotiation all count as dense."""
         return {entry.index for entry in self.undecided} if self.is_negotiated else set()
 
     def settle_views(self) -> None:
-        """Settle at once, where gradients are dense views: what is allocated follows from parameters and strides.
+        """Negotiate at once for dense views, whose memory depends only on parameters and strides.
 
         Raises:
             MismatchError: ranks have different parameters or options.
@@ -190,23 +189,23 @@ class GradientNegotiation:
         self.is_negotiated = True
 
     def begin(self) -> bool:
-        """Begin to settle when the first backward ends, without waiting for what other ranks submit in their `wait`.
+        """Begin the negotiation when the first backward ends, without waiting for submissions of other ranks' `wait`.
 
         Returns:
             True if `negotiate` will wait for other ranks.
         """
         if self._agreement is not None:
-            self._agreement.check()  # every rank has sent its part when it built the optimizer
+            self._agreement.check()  # every rank sent its digest when it built the optimizer
         if self.undecided and self._vote is None:
             self.start_vote()
-        # On a GPU the memory is made first, for which all ranks wait.
+        # On a GPU all ranks first wait for the memory's allocation.
         return bool(self.undecided) or self._is_on_gpu
 
     def negotiate(self) -> bool:
-        """Wait for the other ranks, before anything is submitted for the first time.
+        """Wait for the other ranks, before the first submission.
 
         Returns:
-            True if the gradients must be divided anew.
+            True if new buckets are needed.
         """
         self._check_agreement()
         decided: list[GradientSlot] = []
@@ -214,7 +213,7 @@ class GradientNegotiation:
             vote, self._vote = self._vote or self._new_vote(), None
             votes = vote.wait()
             if not votes.is_complete:
-                return False  # a rank has joined and does not learn of it; all vote again in the next cycle
+                return False  # a rank has joined and misses the result; all vote again in the next cycle
             decided = self._decide(votes.layouts)
         self.is_negotiated = True
         return bool(self.undecided) or any([entry.sparse_dim for entry in decided])
@@ -232,7 +231,7 @@ class GradientNegotiation:
         """Reduce gradients that are the first of their parameter, if this cycle had a vote on them.
 
         Args:
-            buckets: of the reducer; late parameters get buckets of their own, which stay.
+            buckets: of the reducer; late parameters get separate, permanent buckets.
         """
         if self._vote is None:
             return
@@ -242,7 +241,7 @@ class GradientNegotiation:
             if late:
                 buckets.reduce_late([entry.index for entry in late])
             return
-        # A rank has joined and does not learn of the layouts, so they hold for this cycle only.
+        # A rank has joined and misses the layouts, so they hold for this cycle only.
         layouts = zip(self.undecided, votes.layouts, strict=True)
         late = [entry for entry, layout in layouts if layout is not None]
         buckets.reduce_once({f"{self._label}.late.{entry.index}": entry for entry in late})
@@ -259,7 +258,7 @@ class GradientNegotiation:
         return LayoutVote(self._context, self._label, self._options, self.undecided)
 
     def _decide(self, layouts: Sequence[int | None]) -> list[GradientSlot]:
-        """Adopt the layouts that all ranks have together; return the parameters that are decided now."""
+        """Adopt the layouts of all ranks; return the newly decided parameters."""
         voted = list(zip(self.undecided, layouts, strict=True))
         if not self._is_flagged:  # a rank without a gradient sends zeros
             voted = [(entry, layout or 0) for entry, layout in voted]
@@ -282,7 +281,7 @@ class GradientNegotiation:
                 f"{self._label}: ranks disagree on the memory layout (strides) of {name!r}, and sharded=True divides "
                 "memory. Use the same memory format on every rank, or leave sharded out."
             )
-        # Of all parameters, so that no rank asks which differ: a rank that has joined would not answer.
+        # For all parameters, so that no rank queries the differences: a rank that has joined would not answer.
         for entry in self._entries:
             entry.forget_stride()
 
@@ -313,20 +312,20 @@ def _description(context: Context, planner: BucketPlanner) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Order in which gradients become ready, observed by the first rank and followed by all.
+# Ready order of gradients, observed by the first rank and adopted by all.
 
 
 class ReadyOrder:
-    """Observes the order of a cycle's gradients and gives the first rank's to every rank. Every rank makes one.
+    """Observes the order of a cycle's gradients and broadcasts the first rank's. Every rank creates one.
 
     Args:
-        context: whose engine sends the order.
+        context: of the sending engine.
         label: of the reducer.
         options: of the reducer.
         count: of its parameters.
 
     Attributes:
-        seen: numbers of the parameters whose gradients became ready in this cycle, in their order.
+        seen: numbers of the parameters in the ready order of this cycle's gradients.
     """
 
     def __init__(self, context: Context, label: str, options: ReduceOptions, count: int) -> None:
@@ -351,7 +350,7 @@ class ReadyOrder:
         self._offered = (order, work)
 
     def agreed(self) -> list[int] | None:
-        """Wait for the order that was offered and return it; None if there is none in this cycle."""
+        """Wait for the offered order and return it; None without an order in this cycle."""
         if self._offered is None:
             return None
         order, work = self._offered
@@ -359,5 +358,5 @@ class ReadyOrder:
         try:
             work.wait()
         except MismatchError:
-            return None  # a rank has joined and missed this cycle; all try again in the next
+            return None  # a rank has joined and missed this cycle; all retry in the next
         return order.tolist()

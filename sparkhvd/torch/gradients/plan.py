@@ -1,4 +1,4 @@
-"""Division of gradients into buckets: which are reduced together, as which kind of bucket, in which memory."""
+"""Division of gradients into buckets: their members, kinds and memory."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def plan_buckets(
     Args:
         sizes: bytes of each tensor.
         kinds: of each tensor; equal within a bucket.
-        order: tensor numbers, in the order in which they are expected to become ready.
-        bucket_bytes: when a bucket is full.
-        groups: tensor numbers that stay together whatever their size; the rest is divided as above.
+        order: tensor numbers, in the expected ready order.
+        bucket_bytes: size of a full bucket.
+        groups: tensor numbers that share a bucket of any size; the rest is divided as above.
 
     Returns:
-        Tensor numbers per bucket; buckets in the order in which they are expected to become full.
+        Tensor numbers per bucket; buckets in their expected ready order.
     """
     place = {index: position for position, index in enumerate(order)}
     buckets: list[tuple[int, ...]] = []
@@ -77,7 +77,7 @@ def plan_buckets(
 
 
 def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) -> list[GradientSlot]:
-    """Make an entry for each parameter.
+    """Create an entry for each parameter.
 
     Raises:
         InvalidArgumentError: the engine cannot reduce its type, or the compression changes its shape.
@@ -107,7 +107,7 @@ def _wire_dtype(name: str, param: Tensor, options: ReduceOptions) -> torch.dtype
 
 
 def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
-    """Refuse reductions, compression and devices that do not take pairs of real numbers."""
+    """Refuse reductions, compression and devices without support for pairs of real numbers."""
     problem = ""
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         problem = (
@@ -129,7 +129,7 @@ class _Detachable(Protocol):
 
 
 class ParameterOwners(ContextPart):
-    """Reducers by the parameters whose gradients they average; both are held weakly."""
+    """Reducers by their parameters; both are weak references."""
 
     def __init__(self) -> None:
         self.reducers: MutableMapping[Tensor, Callable[[], _Detachable | None]] = (
@@ -146,7 +146,7 @@ class ParameterOwners(ContextPart):
 
 
 class BucketPlanner:
-    """Makes the buckets of a reducer, the same on every rank.
+    """Creates the buckets of a reducer, the same on every rank.
 
     Args:
         context: of the ranks.
@@ -158,12 +158,12 @@ class BucketPlanner:
         options: of the reducer; may be replaced between two plans.
         entries: the reducer's parameters, by index.
         device: this rank's GPU, if it has parameters there.
-        low_rank: the compression of large matrices, if there is one.
-        is_flagged: whether a flag per parameter tells if any rank used it. So a parameter that no rank used ends without
+        low_rank: the compression of large matrices, if any.
+        is_flagged: whether a flag per parameter records if any rank used it. So an unused parameter ends without a
             gradient, exactly as in one process.
 
     Raises:
-        InvalidArgumentError: the compression is not for this reduction, or has other parameters of the same names.
+        InvalidArgumentError: the compression does not support this reduction, or has other parameters of the same names.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class BucketPlanner:
         self.is_flagged = (
             options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
             and (isinstance(compression, PowerSGD) or compression in BUILT_IN)
-            and not options.as_views  # every gradient is there
+            and not options.as_views  # every gradient exists
         )
         self._context = context
         self._prefix = self._label = label
@@ -201,7 +201,7 @@ class BucketPlanner:
         return compression
 
     def allocate_views(self) -> None:
-        """Allocate the memory that gradients on the CPU are views of; on a GPU each bucket has its own."""
+        """Allocate the memory of gradient views on the CPU; on a GPU each bucket has its own."""
         needed = needed_bytes([entry for entry in self.entries if entry.param.is_cpu])
         if needed:
             buffer = self._context.engine.allocate(
@@ -210,26 +210,26 @@ class BucketPlanner:
             self._memory = GradientMemory(buffer)
 
     def zero_views(self) -> None:
-        """Set the gradients that are views of memory of the CPU to zero."""
+        """Set the gradient views on the CPU to zero."""
         if self._memory is not None:
             self._memory.zero([entry for entry in self.entries if entry.param.is_cpu])
 
     def follow_joins(self) -> bool:
-        """Reset what all ranks have alike, if ranks have joined and missed steps; return True if buckets must be divided anew."""
+        """Reset the common state of all ranks after a join, because ranks missed steps; return True if new buckets are needed."""
         if self.low_rank is None or self._joins == self._context.joins:
             return False
         self._joins = self._context.joins
         self.low_rank.restart(self.entries)
-        # Ranks may have had different numbers of plans, so these are counted anew under another name.
+        # Ranks may have had different numbers of plans, so counting restarts under another name.
         self._prefix, self._plan_number = f"{self._label}.joined.{self._joins}", 0
         return True
 
     def count_step(self) -> bool:
-        """Count a step; return True if it was the last of a warm-up, so that buckets must be divided anew."""
+        """Count a step; return True if it ended a warm-up, so that new buckets are needed."""
         return self.low_rank is not None and self.low_rank.count_step(self.entries)
 
     def divide(self, order: Sequence[int]) -> list[Bucket]:
-        """Make buckets of these parameters."""
+        """Create buckets of these parameters."""
         entries, options = self.entries, self.options
         dense = [index for index in order if not entries[index].sparse_dim]
         plan: list[tuple[int, ...]] = []
@@ -246,7 +246,7 @@ class BucketPlanner:
                 bucket_bytes,
                 [[index for index in group if index in among] for group in options.groups],
             )
-        # A new plan has new names, because the old ones mean other shapes to the engine.
+        # A new plan has new names, because the engine knows the old names with other shapes.
         prefix = f"{self._prefix}.{self._plan_number}"
         self._plan_number += 1
         named = [
@@ -273,9 +273,9 @@ class BucketPlanner:
         return buckets
 
     def bucket(self, name: str, entries: list[GradientSlot]) -> Bucket:
-        """Make a bucket of these parameters, which have one type and one device."""
+        """Create a bucket of these parameters, which have one type and one device."""
         options, device = self.options, None if entries[0].param.is_cpu else self.device
-        # Of all optimizers: a bucket that knew the reducer would keep it alive.
+        # For all optimizers, because a reference to the reducer would keep it alive.
         neighbours = functools.partial(_reduced_parameters, self._context)
         if self.low_rank is not None:
             if self._is_low_rank(entries[0]):
@@ -293,7 +293,7 @@ class BucketPlanner:
         )
 
     def assign_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
-        """Give memory to buckets on the GPU that have none, the same on every rank; waits for them if it is registered."""
+        """Allocate missing memory of buckets on the GPU, the same on every rank; waits for all ranks if it is registered."""
         if self.device is None:
             return
         lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]

@@ -3,9 +3,9 @@
 A gradient of n x m is sent as P of n x rank and Q of m x rank, in two rounds: P = M Q is averaged and made
 orthonormal, Q = M^T P is averaged, and every rank uses P Q^T. Q is kept, so that over the steps this is a power
 iteration towards the average gradient's largest singular vectors. The difference between a rank's gradient and P Q^T
-is the rank's *error*; it is added to the next gradient, so nothing is lost, only delayed.
+is the rank's *error*. It is added to the next gradient, so it is delayed and not lost.
 
-**All ranks have alike** Q and the number of steps, because they follow from averages. The error is **the rank's own**.
+Q and the number of steps are **the same on all ranks**, because they follow from averages. The error is **the rank's own**.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sparkhvd.torch.gradients.dense import (
     require_same_shape,
 )
 
-# Gradients are compressed if they get at least this many times smaller: less does not pay for the arithmetic.
+# Smallest compression factor that pays for the arithmetic.
 _WORTH = 4
 
 
@@ -58,9 +58,9 @@ class MatrixState:
     """State of a parameter whose gradient is compressed.
 
     Attributes:
-        steps: steps that it has made.
+        steps: number of steps so far.
         q: m x rank; the same on every rank.
-        error: n x m; the part of its gradients that was not sent yet. None until the first compressed step.
+        error: n x m; the unsent part of its gradients. None until the first compressed step.
     """
 
     steps: int
@@ -69,11 +69,11 @@ class MatrixState:
 
 
 class PowerSGD(Compressor):
-    """Compression that sends gradients as two thin matrices. For one optimizer; made by `Compression.powersgd`.
+    """Compression of gradients to two thin matrices. For one optimizer; created by `Compression.powersgd`.
 
     Args:
         rank: columns of P and Q.
-        warm_up_steps: steps at the beginning whose gradients are sent as they are.
+        warm_up_steps: first steps whose gradients are sent uncompressed.
     """
 
     is_for_matrices = True  # not for sparse gradients
@@ -108,7 +108,7 @@ class PowerSGD(Compressor):
         PowerSGD.compress(tensor)
 
     def state_dict(self) -> dict[str, SavedMatrix]:
-        """Return the state from which training goes on exactly. The errors are this rank's own: save it on every rank.
+        """Return the state for an exact resume. The errors are this rank's own, so save it on every rank.
 
         Returns:
             By parameter name: steps, q and error (None before the first compressed step). The tensors are not
@@ -120,11 +120,11 @@ class PowerSGD(Compressor):
         }
 
     def load_state_dict(self, state: Mapping[str, SavedMatrix]) -> None:
-        """Go on from a saved state, before the optimizer is built. Every rank must, from the same step.
+        """Load a saved state, before the optimizer is built. Every rank must load the state of the same step.
 
         Raises:
-            InvalidArgumentError: an optimizer uses this already. Its warm-up and its Q must be as the other
-                ranks', which is looked at when it is built.
+            InvalidArgumentError: an optimizer uses this already. Its warm-up and its Q must equal the other
+                ranks', which is checked when it is built.
         """
         if self._parameters:
             raise InvalidArgumentError(
@@ -142,10 +142,10 @@ class PowerSGD(Compressor):
     # --- For the reducer. ---
 
     def claim(self, entries: Sequence[GradientSlot]) -> None:
-        """Take over these parameters, whose gradients are compressed from now on.
+        """Register these parameters, whose gradients are compressed from now on.
 
         Raises:
-            InvalidArgumentError: a name is another parameter's already, or the loaded state is for other shapes.
+            InvalidArgumentError: a name belongs to another parameter, or the loaded state has other shapes.
         """
         for entry in entries:
             owner = self._parameters.get(entry.name)
@@ -157,7 +157,7 @@ class PowerSGD(Compressor):
             if not self._is_worth(entry):
                 continue
             state = self._states.setdefault(entry.name, MatrixState(0, self._first_q(entry)))
-            state.q = _beside(entry, state.q)  # a loaded one may come from a file
+            state.q = _beside(entry, state.q)  # a loaded Q may come from a file
             state.error = None if state.error is None else _beside(entry, state.error)
             _, columns = matrix_shape(entry)
             wanted = (columns, self._columns(entry))
@@ -168,7 +168,7 @@ class PowerSGD(Compressor):
                 )
 
     def fingerprint(self, entries: Sequence[GradientSlot]) -> list[str]:
-        """Describe the state of every parameter that must be the same on all ranks."""
+        """Describe the state of every parameter, which must be the same on all ranks."""
         states = [self._states.get(entry.name) for entry in entries]
         return [
             ""
@@ -183,7 +183,7 @@ class PowerSGD(Compressor):
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
     def count_step(self, entries: Sequence[GradientSlot]) -> bool:
-        """Count a step of these parameters; return True if the warm-up of one of them is over now."""
+        """Count a step of these parameters; return True if it ended a warm-up."""
         is_over = False
         for entry in entries:
             if entry.name in self._states:
@@ -193,7 +193,7 @@ class PowerSGD(Compressor):
         return is_over
 
     def restart(self, entries: Sequence[GradientSlot]) -> None:
-        """Reset the state that all ranks have alike, Q and the number of steps; the warm-up is over."""
+        """Reset the common state of all ranks, Q and the number of steps, and end the warm-up."""
         for entry in entries:
             if entry.name in self._states:
                 state = self._states[entry.name]
@@ -201,7 +201,7 @@ class PowerSGD(Compressor):
                 state.q = self._first_q(entry)
 
     def state_of(self, entry: GradientSlot) -> MatrixState:
-        """Return the state of a parameter that is compressed, with an error."""
+        """Return the state of a compressed parameter, with an error."""
         state = self._states[entry.name]
         if state.error is None:
             state.error = state.q.new_zeros(matrix_shape(entry))
@@ -227,7 +227,7 @@ class PowerSGD(Compressor):
 
 
 def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
-    """Return the compression, where only one without state can be used (Adasum)."""
+    """Return the compression if it is stateless, as Adasum needs."""
     if isinstance(compression, type):
         return compression
     raise InvalidArgumentError(
@@ -240,7 +240,7 @@ def describe(compression: type[Compressor] | Compressor) -> str:
     """Return the compression's name, the same on every rank."""
     if isinstance(compression, PowerSGD):
         return repr(compression)
-    # An object's own `repr` may hold its address, which is no difference between ranks.
+    # An object's own `repr` may hold its address, which always differs between ranks.
     return (compression if isinstance(compression, type) else type(compression)).__name__
 
 
@@ -301,7 +301,7 @@ class _Matrix:
             and grad.is_contiguous()
             and owns_memory(entry.grad)
         ):
-            # In the gradient's own memory, whose contents are undefined until the cycle ends.
+            # In place, because the gradient's contents are undefined until the cycle ends.
             self.matrix = grad.detach().view(error.shape).add_(error)
         else:
             grad = grad.detach()
@@ -318,8 +318,8 @@ class _Matrix:
         if not self.is_finite:  # on every rank, because P is the same on all of them
             self.next_q.zero_()
             return
-        # Householder's QR: where P has fewer dimensions than columns the rest is orthonormal too, so a gradient of
-        # zeros does not leave a Q of zeros for ever.
+        # Householder's QR completes a rank-deficient P with orthonormal columns, so a gradient of zeros does not leave a
+        # Q of zeros forever.
         self.p.copy_(torch.linalg.qr(self.p)[0])
         torch.mm(self.matrix.t(), self.p, out=self.next_q)
 
@@ -330,7 +330,7 @@ class _Matrix:
         if not self.p.is_cpu:
             self._finish_unseen(factor)
         elif not (self.is_finite and bool(self.next_q.isfinite().all())):
-            # The optimizer, or GradScaler, must see it; the memory must not.
+            # The optimizer, or GradScaler, must see it, but the error must not.
             self.matrix.fill_(torch.nan)
         else:
             torch.addmm(self.matrix, self.p, self.next_q.t(), alpha=-1, out=state.error)
@@ -344,13 +344,13 @@ class _Matrix:
             release(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
         self.matrix = torch.empty(0)
 
-    # On a GPU the host does not look at values, because it would have to wait for them.
+    # On a GPU the host does not read values, because it would have to wait for them.
 
     def _project_back_unseen(self) -> None:
         is_finite = self.p.isfinite().all()
         self.p.copy_(torch.linalg.qr(self.p.masked_fill(~is_finite, 0.0))[0])
         torch.mm(self.matrix.t(), self.p, out=self.next_q)
-        # So that every rank sees in the second round that the gradient is not finite, and keeps its error.
+        # Every rank then detects in the second round that the gradient is not finite, and keeps its error.
         self.next_q.masked_fill_(~is_finite, torch.nan)
 
     def _finish_unseen(self, factor: float) -> None:
@@ -367,15 +367,15 @@ class _Matrix:
 
 
 class LowRankBucket:
-    """Bucket of gradients that are reduced as P and Q, in two rounds: `start_second_round` comes before `wait`.
+    """Bucket of gradients reduced as P and Q, in two rounds: call `start_second_round` before `wait`.
 
     Args:
         name: of the operation.
         entries: the parameters, all of one type.
         options: of the reducer: Average or Sum.
-        compression: has their states.
+        compression: owns their states.
         neighbours: returns all parameters whose gradients are reduced, by any optimizer.
-        gpu: for parameters on a GPU: the context whose engine reduces, and the GPU.
+        gpu: for parameters on a GPU: the context of the reducing engine, and the GPU.
     """
 
     __slots__ = (
@@ -431,7 +431,7 @@ class LowRankBucket:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         dtype = engine_dtype(self.name, tensors[0])
         process_set = self._options.process_set
-        # On a GPU torch divides, afterwards.
+        # On a GPU torch divides later.
         op, device = ReduceOp.AVERAGE, DEVICE_CPU
         if self._gpu is not None:
             op, device = ReduceOp.SUM, self._gpu[1].ordinal
@@ -464,7 +464,7 @@ class LowRankBucket:
 
     @torch.no_grad()
     def start_second_round(self, engine: Engine) -> None:
-        """Wait for P and submit Q; on every rank, also where P is not finite."""
+        """Wait for P and submit Q; on every rank, also if P is not finite."""
         assert self.work is not None
         self.work.wait()
         for matrix in self._matrices:
@@ -509,7 +509,7 @@ class LowRankBucket:
 
 
 def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Make flat memory, and a matrix of each shape in it."""
+    """Create flat memory, and a matrix of each shape in it."""
     counts = [rows * columns for rows, columns in shapes]
     flat = like.new_zeros(sum(counts))
     parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]

@@ -1,29 +1,29 @@
 """Gradients in buckets, submitted from autograd's hooks while backward still runs.
 
 A bucket is reduced as one operation: `dense` (a gather list over the gradients' own memory),
-`sparse`, `low_rank`. `plan` decides which parameters are together, this file when a bucket is submitted; `cycle` holds the
-state of the reduction, `settlement` the agreement of the ranks in the first cycle.
+`sparse`, `powersgd`. `plan` decides which parameters share a bucket, this file when a bucket is submitted. `Cycle` holds the
+state of the reduction, `negotiation` the agreement of the ranks in the first cycle.
 
-**Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for those on a GPU
-a thread of autograd's own, so with both there are two at a time, each with buckets of its own), everything else on the
+**Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for GPU parameters
+another thread of autograd, so with both there are two at a time, each with separate buckets), everything else on the
 thread that calls the optimizer, never at the same time; all under the GIL.
 
-**Ownership.** From its submission until `wait` the engine reads and writes the memory of a gradient; the
-operation keeps that memory alive, also if the user drops the tensor or gives it other memory. Hooks hold the reducer
-weakly, and the reducer knows nothing of the optimizer, so a dropped optimizer takes its hooks with it.
+**Ownership.** From its submission until `wait` the engine reads and writes the memory of a gradient. The operation
+keeps that memory alive, also if the user drops the tensor or replaces its memory. Hooks refer to the reducer weakly,
+and the reducer has no reference to the optimizer, so a dropped optimizer removes its hooks.
 
-**One cycle** is: `passes` backward passes; in the last one every complete bucket is submitted by the hook that
-completes it (if cores are left over, or hosts wait for each other), and when backward ends the others follow, with
-zeros for parameters that got no gradient; then `wait` ends the cycle, before `backward()` returns. A rank without a
-gradient of these parameters, or without a last pass, comes to it in the optimizer's `step`. All ranks therefore submit the same operations
-whatever part of the model each of them used. With `Sum` and `Average` one flag per parameter travels along, so that a
-parameter that no rank used ends without gradient, exactly as in one process.
+**One cycle** has `passes` backward passes. In the last pass every complete bucket is submitted by the hook that
+completes it (if cores are idle, or hosts wait for each other). When backward ends the other buckets follow, with
+zeros for parameters without a gradient. Then `wait` ends the cycle, before `backward()` returns. A rank without a
+gradient of these parameters, or without a last pass, joins the cycle in the optimizer's `step`. So all ranks submit the
+same operations for any part of the model that they used. With `Sum` and `Average` one flag per parameter is reduced,
+too, so that a parameter that no rank used ends without a gradient, exactly as in one process.
 
 **Several reducers** may have gradients in one backward pass: first all submit, then all wait, in the order in which
 they were built, which is the same on every rank.
 
-**The first cycle** submits nothing from hooks: the ranks agree first which of their gradients are sparse, and it shows which
-parameters get several gradients in one pass (a module in several reentrant checkpoints); those are never submitted
+**The first cycle** submits nothing from hooks. The ranks first agree on their sparse gradients, and each records the
+parameters with several gradients in one pass (a module in several reentrant checkpoints), which are never submitted
 before the pass has ended.
 """
 
@@ -54,7 +54,7 @@ from sparkhvd.torch.gradients.negotiation import GradientNegotiation, ReadyOrder
 from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
 
 # ----------------------------------------------------------------------------------------------------
-# End of a backward pass, with all passes that it lies in, and whether reductions are left for it.
+# End of a backward pass with its enclosing passes, and whether reductions wait for it.
 
 
 def in_backward() -> bool:
@@ -63,23 +63,23 @@ def in_backward() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has ended, behind those that were given before.
+    """Call a function when the running backward pass has ended, after earlier callbacks.
 
-    It is called in the thread that ends the pass, on a GPU with the caller's streams as the current ones; its exceptions come
-    out of `backward()`.
+    It is called in the thread that ends the pass, on a GPU with the caller's streams as the current streams. `backward()`
+    raises its exceptions.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 class BackwardEnd:
-    """Calls a function when the outermost backward pass ends, on whose thread it is made.
+    """Calls a function when the outermost backward pass ends. Created on the thread of the pass.
 
-    Reentrant checkpoints, and functions of the user, run a pass inside a node of another one. torch tells the end of
-    the inner one; the outer one is reached through a hook of that node. Autograd alone holds this object, so it is gone
+    Reentrant checkpoints, and functions of the user, run a pass inside a node of another pass. torch reports the end of
+    the inner pass, and a hook of that node leads to the outer pass. Only autograd refers to this object, so it is freed
     when the pass ends in an exception.
 
     Args:
-        callback: gets this object.
+        callback: called with this object.
     """
 
     def __init__(self, callback: Callable[[BackwardEnd], None]) -> None:
@@ -100,10 +100,10 @@ class BackwardEnd:
 
 
 def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
-    """Return True if reducing while backward runs saves time: where ranks wait for a network, or cores are left over.
+    """Return True if reducing while backward runs saves time: if ranks wait for a network, or cores are idle.
 
-    Where the ranks of one host compute on all of its cores, the engine's threads would take these from them, in turns
-    that make every rank wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
+    Where the ranks of one host compute on all of its cores, the engine's threads would take cores from them in turn, and
+    every rank would wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
     """
     topology = engine.topology
     if len({topology.hosts[rank] for rank in ranks}) > 1:
@@ -123,12 +123,12 @@ def is_worth_overlapping(engine: Engine, ranks: Sequence[int]) -> bool:
 # | SENT | all operations of the cycle have been submitted |
 # | REDUCED | `.grad` holds the reduced gradients, and the optimizer has not stepped with them |
 #
-# A rank without a gradient goes from IDLE to SENT. Where a further pass may add to reduced gradients, and where the reducers of
-# an optimizer reduce again together, REDUCED is followed by COLLECTING or SENT. `reset` leads from every state back to IDLE: after
-# an error, when the cycle is discarded, and before its result is taken.
+# A rank without a gradient goes from IDLE to SENT. If a further pass may add to reduced gradients, or if the reducers of an
+# optimizer reduce again together, COLLECTING or SENT follows REDUCED. `reset` leads from every state to IDLE: after an error, when
+# the cycle is discarded, and before its result is used.
 #
-# A cycle holds what is valid until its end: the state, how many backward passes are left, and the pass that runs. The reducer has
-# one object, which `reset` makes ready for the next cycle. `results` outlive it: gradients that are kept after the step are recognized by them.
+# A cycle holds the state until its end: the number of remaining backward passes, and the running pass. The reducer has one
+# object, which `reset` prepares for the next cycle. `results` outlive the cycle, to recognize gradients that are kept after the step.
 
 
 class CycleState(Enum):
@@ -150,11 +150,11 @@ class Cycle:
     Attributes:
         state: of the cycle.
         passes: backward passes per cycle.
-        passes_left: backward passes until the gradients are complete, with the one that runs.
-        is_held: whether passes only add to the gradients of this rank, and none of them is the last.
-        count: how many cycles have ended with reduced gradients.
-        results: the reduced gradients, where a change or a further pass would give wrong results.
-        added_to_kept: name of a parameter whose gradient was added to one of the last step; a step with the sum would be wrong.
+        passes_left: backward passes until the gradients are complete, including the running pass.
+        is_held: whether passes only add to the gradients of this rank, and no pass is the last.
+        count: number of cycles that ended with reduced gradients.
+        results: the reduced gradients, if a change or a further pass would give wrong results.
+        added_to_kept: name of a parameter whose gradient was added to the last step's; a step with the sum would be wrong.
     """
 
     __slots__ = (
@@ -175,12 +175,12 @@ class Cycle:
         self.count = 0
         self.results = ReducedGradients()
         self.added_to_kept = ""
-        # Of the backward pass that runs; the reference is dead if that ended in an exception.
+        # Of the running backward pass; the reference is dead if the pass ended in an exception.
         self._end: weakref.ref[BackwardEnd] | None = None
 
     @property
     def is_in_pass(self) -> bool:
-        """Return True while a backward pass runs that has given a gradient."""
+        """Return True while a backward pass with a gradient runs."""
         return self._end is not None and self._end() is not None
 
     @property
@@ -195,7 +195,7 @@ class Cycle:
 
     @property
     def is_last_pass(self) -> bool:
-        """Return True if the gradients are complete after the pass that runs, or the next one."""
+        """Return True if the gradients are complete after the running or next pass."""
         return self.passes_left == 1 and not self.is_held
 
     @property
@@ -206,13 +206,13 @@ class Cycle:
     # --- Transitions. ---
 
     def enter(self, end: BackwardEnd) -> None:
-        """Go to COLLECTING, with the first gradient of a backward pass."""
+        """Enter COLLECTING, with the first gradient of a backward pass."""
         assert not self.is_in_flight
         self.state = CycleState.COLLECTING
         self._end = weakref.ref(end)
 
     def leave(self, end: BackwardEnd) -> bool:
-        """Count a backward pass that has ended; return True if it was the last of the cycle."""
+        """Count an ended backward pass; return True if it was the last of the cycle."""
         if self._end is None or self._end() is not end:
             return (
                 False  # a step inside the pass, in the backward of a function, has ended the cycle
@@ -224,28 +224,28 @@ class Cycle:
         return is_last
 
     def send(self) -> None:
-        """Go to SENDING: an operation has been submitted, and others will be."""
+        """Enter SENDING: an operation has been submitted, and others will be."""
         if self.state is not CycleState.SENT:
             self.state = CycleState.SENDING
 
     def complete(self) -> None:
-        """Go to SENT: every operation has been submitted."""
+        """Enter SENT: every operation has been submitted."""
         self.state = CycleState.SENT
 
     def reset(self) -> None:
-        """Go to IDLE: no operation of the cycle is in flight any more."""
+        """Enter IDLE: no operation of the cycle is in flight."""
         self.state = CycleState.IDLE
         self.passes_left = self.passes
         self._end = None
 
     def finish(self) -> None:
-        """Go from IDLE, behind the operations, to REDUCED: their results lie in `.grad`."""
+        """Change from IDLE, after the operations, to REDUCED: their results are in `.grad`."""
         assert self.state is CycleState.IDLE
         self.state = CycleState.REDUCED
         self.count += 1
 
     def use(self) -> None:
-        """Go from REDUCED to IDLE: the optimizer steps with the reduced gradients."""
+        """Change from REDUCED to IDLE: the optimizer steps with the reduced gradients."""
         if self.state is CycleState.REDUCED:
             self.state = CycleState.IDLE
         self.results.clear()
@@ -256,12 +256,12 @@ class Cycle:
         self.added_to_kept = ""
 
     def set_passes(self, passes: int) -> None:
-        """Change how many backward passes a cycle has; only between cycles."""
+        """Change the number of backward passes per cycle; only between cycles."""
         self.passes = self.passes_left = passes
 
 
 class ReducedGradients:
-    """The reduced gradients of a reducer, by parameter number, as they were when they were noted."""
+    """Recorded reduced gradients of a reducer, by parameter number."""
 
     __slots__ = ("_noted",)
 
@@ -276,12 +276,12 @@ class ReducedGradients:
         self._noted = {}
 
     def note(self, entries: Sequence[GradientSlot]) -> None:
-        """Note the gradients as they are now, in place of those that were noted before."""
+        """Record the current gradients, and forget earlier ones."""
         grads = [(e.index, e.param.grad) for e in entries]
         self._noted = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
 
     def find_changed(self, entries: Sequence[GradientSlot]) -> str | None:
-        """Return the name of a parameter whose gradient was changed or replaced since `note`."""
+        """Return the name of a parameter whose gradient changed since its record."""
         for index, (reference, version) in self._noted.items():
             entry = entries[index]
             grad = entry.param.grad
@@ -290,7 +290,7 @@ class ReducedGradients:
         return None
 
     def is_added_to(self, entry: GradientSlot) -> bool:
-        """Return True if backward added to the noted gradient of this parameter."""
+        """Return True if backward added to the recorded gradient of this parameter."""
         reference, version = self._noted.get(entry.index, (None, 0))
         grad = entry.param.grad
         if reference is None or grad is None or grad is not reference():
@@ -298,16 +298,16 @@ class ReducedGradients:
         return grad._version == version + 1  # else it was set to zero in place before
 
     def was_dropped(self, entry: GradientSlot, entries: Sequence[GradientSlot]) -> bool:
-        """Return True if a gradient of this cycle, in flight or reduced, is not `.grad` any more.
+        """Return True if a gradient of this cycle, in flight or reduced, is no longer `.grad`.
 
         Args:
-            entry: the parameter that got another gradient.
+            entry: the parameter with another gradient.
             entries: all parameters of the reducer.
         """
         known = self._known(entry)
         if known is not None:
             return entry.param.grad is not known
-        # It is the first of a parameter that had none in this cycle.
+        # It is the first gradient of a parameter in this cycle.
         others = [(e, self._known(e)) for e in entries]
         return any([grad is not None and e.param.grad is not grad for e, grad in others]) or any(
             [reference() is None for reference, _ in self._noted.values()]
@@ -322,7 +322,7 @@ class ReducedGradients:
 
 
 class Reducer:
-    """Reduces the gradients of some parameters over all ranks, one cycle after the other.
+    """Reduces the gradients of some parameters over all ranks, cycle by cycle.
 
     Args:
         context: of the ranks.
@@ -333,9 +333,9 @@ class Reducer:
         options: of the reduction.
         number: of this reducer, counted as reducers are built.
         cycle: state of the running cycle.
-        buckets: those that the gradients are divided into now.
-        siblings: returns all reducers of the optimizer: their cycles end together, or ranks that use different parts of a
-            model would wait for different ones.
+        buckets: the current buckets.
+        siblings: returns all reducers of the optimizer. Their cycles end together, or ranks that use different parts of a
+            model would wait for different reducers.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class Reducer:
         self.buckets = Buckets(self._planner, context.engine)
         self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
         self._plan()
-        # None once the order of gradients is final.
+        # None after the order of gradients is final.
         self._ready: ReadyOrder | None = None
         if len(self.buckets) > 1 and not options.groups:
             self._ready = ReadyOrder(context, label, options, len(self._entries))
@@ -382,7 +382,7 @@ class Reducer:
                     bucket.zero()
 
     def detach(self) -> None:
-        """Stop listening to gradients: the engine was shut down, or another optimizer took them over."""
+        """Remove the hooks, after a shutdown of the engine or for a newer optimizer."""
         self._finalizer()
         self._reset()
 
@@ -404,7 +404,7 @@ class Reducer:
     # --- From the hooks. ---
 
     def on_gradient(self, entry: GradientSlot) -> None:
-        """Take a gradient that is complete in this pass, and submit its bucket if that is complete too."""
+        """Record a gradient that is complete in this pass, and submit its bucket if that is complete too."""
         cycle = self.cycle
         if not cycle.is_in_pass:
             with self._entering:
@@ -438,11 +438,11 @@ class Reducer:
         """Begin a backward pass with its first gradient."""
         cycle, device = self.cycle, self._planner.device
         if device is not None and not entry.param.is_cpu:
-            device.stream()  # refuses one that is being captured
+            device.stream()  # refuses a stream that is being captured
         if cycle.is_interrupted:
             self.discard()
         elif cycle.is_in_flight or (cycle.state is CycleState.REDUCED and cycle.results):
-            self._begin_anew(entry)
+            self._restart(entry)
         elif cycle.results.is_added_to(entry):
             cycle.added_to_kept = entry.name
         self._follow_joins()
@@ -450,12 +450,12 @@ class Reducer:
 
     @property
     def _can_reduce_again(self) -> bool:
-        """Return True if sums with reduced gradients can be reduced again: a mean of equal values is that value."""
+        """Return True if sums with reduced gradients can be reduced again, because a mean of equal values is that value."""
         return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
 
     @property
     def takes_part(self) -> bool:
-        """Return True if the cycle ends with that of another reducer of the optimizer."""
+        """Return True if the cycle ends with another reducer's of the optimizer."""
         return not self.is_reduced or self._can_reduce_again
 
     def leave(self, end: BackwardEnd) -> None:
@@ -471,26 +471,26 @@ class Reducer:
             self._context.part(_EndedPasses).reducers.append(self)
             after_backward(_finish_all(self._context))
 
-    def _begin_anew(self, entry: GradientSlot) -> None:
+    def _restart(self, entry: GradientSlot) -> None:
         """Discard the cycle for a further gradient, if the first was dropped.
 
         Raises:
-            InvalidArgumentError: it was not; the gradient is one too many.
+            InvalidArgumentError: the first was kept, so there is one gradient too many.
         """
         is_dropped = self.cycle.results.was_dropped(entry, self._entries)
         if is_dropped and not torch.is_grad_enabled():
-            # Dropped (`module.zero_grad()`), as a GAN does with the gradients that the other network's
-            # loss left in this one. The same happens on every rank.
+            # Dropped (`module.zero_grad()`), as in a GAN after the other network's loss. The same happens on every
+            # rank.
             self.discard()
             return
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} got a gradient more than backward_passes_per_step="
             f"{self.cycle.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
-            "backward passes, or give backward_passes_per_step the number of passes per step."
+            "backward passes, or set backward_passes_per_step to the number of passes per step."
         )
 
     def _take_again(self, entry: GradientSlot) -> None:
-        """Take a further gradient of one pass, such as those of a module in several reentrant checkpoints."""
+        """Record a further gradient in one pass, such as of a module in several reentrant checkpoints."""
         bucket = entry.bucket
         if not isinstance(bucket, UnusedParameters) and bucket.work is not None:
             raise InvalidArgumentError(
@@ -504,17 +504,17 @@ class Reducer:
     # --- From the optimizer. ---
 
     def submit_all(self) -> None:
-        """Submit every bucket that has not been, with zeros for parameters that have no gradient."""
-        cycle, settlement = self.cycle, self._negotiation
+        """Submit every remaining bucket, with zeros for parameters without a gradient."""
+        cycle, negotiation = self.cycle, self._negotiation
         if cycle.state is CycleState.SENT:
             return
         self._follow_joins()
-        if not settlement.is_negotiated:
-            if settlement.negotiate():
+        if not negotiation.is_negotiated:
+            if negotiation.negotiate():
                 self._plan()
-        elif settlement.undecided:
-            settlement.start_vote()
-        self.buckets.assign_memory(is_registered=settlement.is_negotiated)
+        elif negotiation.undecided:
+            negotiation.start_vote()
+        self.buckets.assign_memory(is_registered=negotiation.is_negotiated)
         for bucket in self.buckets:
             if bucket.work is None:
                 self._submit(bucket)
@@ -523,11 +523,11 @@ class Reducer:
         cycle.complete()
 
     def wait(self) -> None:
-        """End the cycle: all gradients are reduced and lie in `.grad`.
+        """End the cycle: all reduced gradients are in `.grad`.
 
         Raises:
-            InvalidArgumentError: a gradient was replaced in flight. It would be this rank's own, and the others'
-                another. Everything that was submitted has ended, so the next cycle works.
+            InvalidArgumentError: a gradient was replaced in flight, and would differ from the other ranks'. All
+                submitted operations have ended, so the next cycle works.
         """
         self.submit_all()
         changed = self.buckets.find_changed()
@@ -536,7 +536,7 @@ class Reducer:
             self._negotiation.reduce_late(self.buckets)
             self._follow_order()
             if self._planner.count_step():
-                self._plan_anew()
+                self._replan()
         finally:
             self._reset()
         if changed is not None:
@@ -550,7 +550,7 @@ class Reducer:
         self.cycle.use()
 
     def remember(self) -> None:
-        """Note the reduced gradients as they are now."""
+        """Record the current reduced gradients."""
         self.cycle.results.note(self._entries)
 
     def find_changed(self) -> str | None:
@@ -558,7 +558,7 @@ class Reducer:
         return self.cycle.results.find_changed(self._entries)
 
     def discard(self) -> None:
-        """Forget the cycle; operations in flight are waited for, because the engine still writes the gradients."""
+        """Forget the cycle, after waiting for operations in flight, because the engine still writes the gradients."""
         self.cycle.drop()
         if not self.cycle.is_open:
             return
@@ -570,9 +570,9 @@ class Reducer:
             self._reset()
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """Divide the gradients anew, into buckets of another size; between cycles and on every rank alike."""
+        """Divide the gradients into buckets of another size; between cycles and on every rank alike."""
         self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
-        if self._ready is None:  # else the end of the first cycle does it
+        if self._ready is None:  # else at the end of the first cycle
             self._plan()
 
     def _submit(self, bucket: Bucket) -> None:
@@ -594,7 +594,7 @@ class Reducer:
         if self._negotiation.is_negotiated:
             self.buckets.assign_memory(is_registered=True)
 
-    def _plan_anew(self) -> None:
+    def _replan(self) -> None:
         self._reset()
         self._plan()
 
@@ -603,15 +603,15 @@ class Reducer:
             self._plan()
 
     def _follow_order(self) -> None:
-        """Divide the gradients anew, in the order in which the first rank saw them become ready."""
+        """Divide the gradients again, in the first rank's ready order."""
         order = self._ready.agreed() if self._ready is not None else None
         if order is not None:
             self._ready, self._gradient_order = None, order
-            self._plan_anew()
+            self._replan()
 
 
 class _EndedPasses(ContextPart, threading.local):
-    """Reducers whose backward pass has ended on this thread, which are about to wait."""
+    """Reducers whose backward pass has ended on this thread, before their wait."""
 
     def __init__(self) -> None:
         self.reducers: list[Reducer] = []
@@ -629,7 +629,7 @@ def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
 def _finish_all(context: Context) -> Callable[[], None]:
     def finish() -> None:
         ended = context.part(_EndedPasses).reducers
-        # An earlier pass may have ended in an exception before these were waited for.
+        # An earlier pass may have ended in an exception before their wait.
         waiting = {reducer for reducer in ended if reducer.cycle.is_open}
         ended.clear()
         for reducer in tuple(waiting):

@@ -1,4 +1,4 @@
-"""Bucket of gradients, each rank with its part: a reducescatter in place."""
+"""Bucket of gradients with a part per rank: a reducescatter in place."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sparkhvd.torch.gradients.layout import cut_range, flat, same_places
 
 
 class ShardedBucket(GradientBucket):
-    """Bucket of gradients of one type, that leaves this rank's part of each reduced where it lies, and the rest undefined.
+    """Bucket of gradients of one type that reduces this rank's part of each in place; the rest is undefined.
 
     Args:
         name: of the operation.
         entries: the parameters.
         flagged: send a flag for each gradient that this rank has.
         options: of the reducer.
-        place: this rank's number among the ranks that reduce.
+        place: this rank's index among the reducing ranks.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class ShardedBucket(GradientBucket):
         counts = [entry.param.numel() for entry in entries]
         self._ranges = [cut_range(count, self._num_ranks, place) for count in counts]
         wire = torch.empty(0, dtype=paired((), entries[0].wire_dtype)[1])
-        # Every rank gets the sums of all flags, so there is one row of them for each.
+        # Every rank gets the sums of all flags, so there is a row of flags per rank.
         self._ones = (
             torch.ones(self._num_ranks, len(entries), dtype=wire.dtype) if flagged else None
         )
@@ -132,7 +132,7 @@ class ShardedBucket(GradientBucket):
         return wire
 
     def _laid_out(self, entry: GradientSlot, grad: Tensor) -> Tensor:
-        """Copy the gradient into the memory layout of its parameter; the copy then is `.grad`."""
+        """Copy the gradient into the memory layout of its parameter; the copy becomes `.grad`."""
         require_cpu(entry, grad)
         require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:

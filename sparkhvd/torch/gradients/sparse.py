@@ -1,16 +1,16 @@
 """Sparse gradients (`nn.Embedding(sparse=True)`), reduced as sparse: every rank gets the rows of all ranks.
 
-**Layouts**: a sparse gradient cannot be told before the first one arrives, and a rank that did not use the layer has
-none. So the ranks agree: `LayoutVote` counts, over all ranks, the dense and the sparse gradients. The
-first vote is taken when the first backward pass ends, before anything is submitted; a parameter that no rank gave a
-gradient is in no bucket, and in every later vote until it has one. From then on its layout is settled.
+**Layouts**: a sparse gradient is recognized when it arrives, and a rank that did not use the layer has no gradient. So the
+ranks vote: `LayoutVote` counts the dense and the sparse gradients over all ranks. The first vote is taken when the
+first backward pass ends, before the first submission. A parameter without a gradient on any rank has no bucket, and is
+in every later vote until it has one. From then on its layout is fixed.
 
-**One allgather** per parameter is submitted when its gradient arrives: a head that tells the layout of this rank's
-gradient, the indices, the values, all as bytes. A rank whose gradient is not of the settled layout sends the head
-alone, so that every rank learns of it and raises the same error.
+**One allgather** per parameter is submitted when its gradient arrives: a header with the layout of this rank's
+gradient, the indices, the values, all as bytes. A rank with another layout than the fixed one sends only the header,
+so that every rank raises the same error.
 
-**The result** has the entries of all ranks in the order of ranks, each as often as ranks have it: as autograd's own, it
-is not coalesced, because most optimizers need no sum of a row's entries, and sorting them takes longer than sending
+**The result** has the entries of all ranks in the order of ranks, with duplicates. Like autograd's own, it is not
+coalesced, because most optimizers need no sum of a row's entries, and sorting them takes longer than sending
 them. Every rank has the same entries in the same order, so the optimizer's result has the same bits.
 """
 
@@ -40,7 +40,7 @@ from sparkhvd.torch.gradients.dense import (
     require_same_shape,
 )
 
-# Content of the head of a message.
+# Content of the header of a message.
 _NO_GRADIENT, _AS_PLANNED, _DENSE, _OTHER_DIMS = range(4)
 _HEAD_BYTES = 8
 _NUMBERS_PER_PARAMETER = 3
@@ -48,7 +48,7 @@ _NUMBERS_PER_PARAMETER = 3
 
 @dataclass(frozen=True)
 class Votes:
-    """Votes of all ranks, added up.
+    """Sum of the votes of all ranks.
 
     Attributes:
         is_complete: whether every rank voted; ranks that have joined do not.
@@ -60,13 +60,13 @@ class Votes:
 
 
 class LayoutVote:
-    """Counts the layouts of the ranks' gradients. Every rank of the process set makes one.
+    """Counts the layouts of the ranks' gradients. Every rank of the process set creates one.
 
     Args:
-        context: whose engine adds.
+        context: of the engine.
         label: of the optimizer.
         options: of the optimizer.
-        entries: the parameters in question, the same on every rank; their `.grad` is looked at now.
+        entries: the parameters, the same on every rank; their `.grad` is read now.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class LayoutVote:
         self._options = options
         self._entries = list(entries)
         self._layouts = [_sparse_dim(entry.param.grad) for entry in self._entries]
-        # One vote; for each parameter whether it is dense, whether it is sparse, in how many dimensions. A sum,
-        # because ranks that have joined add nothing to it.
+        # One vote; for each parameter whether it is dense, whether it is sparse, its number of sparse dimensions. A
+        # sum, because ranks that have joined add nothing to it.
         numbers = [1]
         for layout in self._layouts:
             numbers += [layout == 0, layout not in (None, 0), layout or 0]
@@ -96,8 +96,8 @@ class LayoutVote:
         """Wait for the votes of all ranks; may be called again.
 
         Raises:
-            MismatchError: of one parameter some ranks have a sparse gradient and others a dense one; or a sparse
-                one cannot be reduced as the options ask. Raised on every rank.
+            MismatchError: some ranks have a sparse gradient of a parameter and others a dense one, or the options do not
+                support a sparse gradient. Raised on every rank.
         """
         self._work.wait()
         present, *sums = self._sums.tolist()
@@ -137,7 +137,7 @@ class LayoutVote:
             )
 
     def _mixture(self, number: int, is_complete: bool) -> str:
-        """Say which rank has which layout."""
+        """Describe the layout of each rank."""
         layout = self._layouts[number]
         entry = self._entries[number]
         if not is_complete:  # ranks that have joined do not answer
@@ -164,7 +164,7 @@ def _row_length(entry: GradientSlot) -> int:
 
 
 def _rows(tensor: Tensor, length: int) -> Tensor:
-    """Return the tensor as row-major rows, whatever its strides in dimensions of length 1 say."""
+    """Return the tensor as row-major rows, for any strides in dimensions of length 1."""
     return tensor.reshape(-1).view(len(tensor), length)
 
 
@@ -185,13 +185,13 @@ def _mixture(label: str, name: str, ranks: Sequence[int], kinds: Sequence[str]) 
 
 
 class SparseBucket:
-    """Bucket with the sparse gradient of one parameter. Its `sparse_dim` is settled and the same on every rank.
+    """Bucket with the sparse gradient of one parameter. Its `sparse_dim` is fixed and the same on every rank.
 
     Args:
         name: of the operation.
         entry: the parameter.
         options: of the reducer: Average or Sum, compression of the values.
-        gpu: for a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to read the heads.
+        gpu: for a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to read the headers.
     """
 
     __slots__ = ("_context", "_gpu", "_options", "entries", "name", "pending", "sent", "work")
@@ -210,7 +210,7 @@ class SparseBucket:
         entry.bucket = self
 
     def start(self, engine: Engine) -> None:
-        """Submit this rank's entries; without a gradient there are none."""
+        """Submit this rank's entries; without a gradient only a header."""
         if self._gpu is not None:
             device = self._gpu.part(RankGpu).device
             assert device is not None  # opened for the parameters
@@ -228,7 +228,7 @@ class SparseBucket:
         self.work = engine.start(call, self.name, parts)
 
     def take(self, entry: GradientSlot) -> None:
-        """Take the gradient as it is; it may be None."""
+        """Use the gradient unchanged; it may be None."""
         entry.grad = entry.param.grad
 
     def reset(self) -> None:
@@ -238,7 +238,7 @@ class SparseBucket:
         self.entries[0].grad = self.entries[0].stream = None
 
     def wait(self) -> None:
-        """Wait until the entries of all ranks lie in `.grad`; None if no rank had any.
+        """Wait until the entries of all ranks are in `.grad`; None if no rank had any.
 
         Raises:
             MismatchError: a rank had a dense gradient, or another number of sparse dimensions.
@@ -260,7 +260,7 @@ class SparseBucket:
         entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
     def _message(self, entry: GradientSlot) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the head, rows of indices and rows of values as they are sent."""
+        """Create the header, rows of indices and rows of values on the wire."""
         grad = entry.grad
         code = _NO_GRADIENT
         if grad is not None:
@@ -286,7 +286,7 @@ class SparseBucket:
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
     def _joined(self, entry: GradientSlot, indices: Tensor, wire: Tensor) -> Tensor:
-        """Join the entries of all ranks, each divided for an average, in the memory in which they came."""
+        """Concatenate the entries of all ranks in the receive buffer, each divided for an average."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
         if options.op is ReduceOp.AVERAGE:

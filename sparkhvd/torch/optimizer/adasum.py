@@ -1,8 +1,8 @@
-"""`DistributedOptimizer(op=Adasum)`: ranks combine how far each of them moved the parameters.
+"""`DistributedOptimizer(op=Adasum)`: ranks combine their updates of the parameters.
 
-Adasum (arXiv:2006.02924) adds two updates where they are orthogonal and averages them where they are parallel, so
-a learning rate that suits one rank suits many. As in Horovod it combines the *steps* of the optimizer, not
-the gradients: each rank steps alone from the common parameters, and all go on from the combined step.
+Adasum (arXiv:2006.02924) adds two updates if they are orthogonal and averages them if they are parallel, so
+a learning rate for one rank works for many. As in Horovod it combines the *steps* of the optimizer, not
+the gradients: each rank steps alone from the common parameters, and all continue from the combined step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkhvd.torch.process_sets import ProcessSet
 
 
 def check_size(size: int) -> None:
-    """Refuse a number of ranks that is no power of two: Adasum combines pairs, then pairs of pairs."""
+    """Refuse a number of ranks that is not a power of two, because Adasum combines pairs, then pairs of pairs."""
     if size & (size - 1):
         raise InvalidArgumentError(
             f"DistributedOptimizer: op=Adasum combines ranks in pairs and needs 2, 4, 8, ... ranks, not {size}. "
@@ -38,7 +38,7 @@ def check_size(size: int) -> None:
 
 
 class DistributedAdasum(torch.optim.Optimizer):
-    """Mixin that combines the steps of all ranks by Adasum. Made by `DistributedOptimizer`."""
+    """Mixin that combines the steps of all ranks by Adasum. Created by `DistributedOptimizer`."""
 
     def _combine(
         self,
@@ -68,7 +68,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Step alone from the common parameters, then go on from the combined step of all ranks."""
+        """Step alone from the common parameters, then apply the combined step of all ranks."""
         parameters = [
             p
             for group in self.param_groups

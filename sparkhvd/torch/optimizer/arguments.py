@@ -1,4 +1,4 @@
-"""Arguments of `DistributedOptimizer`: checked, and in the form that reducers need."""
+"""Arguments of `DistributedOptimizer`: checked and converted for reducers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Configuration:
         compression: of the gradients.
         passes: backward passes per step; may be changed between steps.
         sparse_as_dense: send sparse gradients as dense ones.
-        process_set: the ranks that reduce.
+        process_set: the reducing ranks.
         number: the engine's number of the process set.
         ranks: global ranks of the process set, ascending.
         as_views: gradients live in registered memory.
-        share_parameters: the ranks of a host have one copy of the parameters.
+        share_parameters: the ranks of a host share one copy of the parameters.
         wait_in_backward: the end of the last backward pass waits for the reduced gradients.
     """
 
@@ -48,7 +48,7 @@ class Configuration:
 
 
 def placed(groups: Sequence[Mapping[str, Iterable[Tensor]]]) -> list[tuple[int, int, Tensor]]:
-    """Return the parameters of an optimizer with the numbers of their group and of their place in it."""
+    """Return the parameters of an optimizer with the numbers of their group and position."""
     return [
         (number, index, parameter)
         for number, group in enumerate(groups)
@@ -60,7 +60,7 @@ def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, f
     """Return passes and predivide factor as plain numbers.
 
     Raises:
-        InvalidArgumentError: a number is out of range, or a predivide factor goes with another reduction than Average.
+        InvalidArgumentError: a number is out of range, or a predivide factor is given without Average.
     """
     number = to_integer(passes)
     if number is None or number < 1:
@@ -101,7 +101,7 @@ def parameter_names(
         ):
             raise InvalidArgumentError(
                 f"DistributedOptimizer: named_parameters holds {_kind(item)}; it must hold "
-                "(name, parameter) pairs, as model.named_parameters() gives them."
+                "(name, parameter) pairs, as from model.named_parameters()."
             )
     names = [name for name, _ in named]
     twice = (
@@ -157,19 +157,19 @@ def group_numbers(
 
 
 def _kind(value: object) -> str:
-    """Return the type of a value, in words that stay short where it is a large tensor."""
+    """Describe the type of a value, briefly even for a large tensor."""
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__
 
 
 def group_lists(groups: object) -> list[list[Tensor]]:
-    """Return `groups` as lists of parameters; it may be anything that can be iterated once."""
+    """Convert `groups`, any iterable, to lists of parameters."""
     if isinstance(groups, (bool, str, Tensor)) or not isinstance(groups, Iterable):
         raise _no_groups(f"is {groups!r}")
     lists: list[list[Tensor]] = []
     for group in groups:
-        # A tensor can be iterated too: its rows are no parameters.
+        # A tensor can be iterated too, but its rows are not parameters.
         if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable):
             raise _no_groups(f"holds {_kind(group)}")
         lists.append(list(group))

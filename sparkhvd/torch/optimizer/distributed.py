@@ -1,4 +1,4 @@
-"""Mixin that gives the user's optimizer reduced gradients before every step."""
+"""Mixin that reduces gradients before every step of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sparkhvd.torch.optimizer.arguments import (
 from sparkhvd.torch.optimizer.shards import unshare
 from sparkhvd.torch.process_sets import members, set_id
 
-# Horovod's own words, by which programs filter this warning.
+# Horovod's own words, because programs filter this warning by them.
 _NOT_SKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause training slowdown. "
     "You may want to consider using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
@@ -42,8 +42,8 @@ class Distributed(torch.optim.Optimizer):
 
     _reducers: tuple[Reducer, ...] = ()
     _tuner: Tuner | None = None
-    _may_follow = True  # a subclass that keeps state of its own on each rank cannot
-    # The optimizer that was given: an LR scheduler made before may hold it.
+    _may_follow = True  # False for a subclass with separate state on each rank
+    # The given optimizer: an earlier LR scheduler may refer to it.
     _plain: weakref.ref[torch.optim.Optimizer] | None = None
 
     def _distribute(
@@ -62,7 +62,7 @@ class Distributed(torch.optim.Optimizer):
         if not configuration.share_parameters:
             unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
-        # Parameters that were given together, with their groups.
+        # Parameters of one call, with their groups.
         self._given = [(tuple(self._parameter_names), groups)]
         if self._may_follow:
             self._context.followers.append(weakref.ref(self))
@@ -77,14 +77,14 @@ class Distributed(torch.optim.Optimizer):
         parameters: Sequence[Tensor],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Reduce the gradients of parameters that were given together."""
+        """Reduce the gradients of parameters of one call."""
         named = {p: self._parameter_names[p] for p in parameters}
         self._prepare(named, groups)
         self._frozen += [p for p in named if not p.requires_grad]
         self._reduce([(name, p) for p, name in named.items() if p.requires_grad], groups)
 
     def follow(self, current: Context) -> None:
-        """Reduce gradients on another engine from now on; of this rank those that are there are dropped.
+        """Reduce gradients on another engine from now on; this rank's present gradients are dropped.
 
         Every rank of the process set must call this, for its optimizers in the order in which they were built.
         """
@@ -164,7 +164,7 @@ class Distributed(torch.optim.Optimizer):
         for reducer in self._reducers:
             if reducer.in_flight:
                 self.wait_for_gradients()
-        if "param_groups" not in self.__dict__:  # of a wrapper that takes this class and asks us
+        if "param_groups" not in self.__dict__:  # of a wrapper with this class
             raise AttributeError("param_groups")
         return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
 
@@ -173,7 +173,7 @@ class Distributed(torch.optim.Optimizer):
         self.__dict__["param_groups"] = value
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced and lie in `.grad`; then `step()` belongs into `with skip_synchronize()`, as with Horovod.
+        """Wait for all reduced gradients in `.grad`; then call `step()` in `with skip_synchronize()`, as with Horovod.
 
         On ranks that ran the last backward pass they are reduced already.
 
@@ -185,11 +185,11 @@ class Distributed(torch.optim.Optimizer):
         self._was_synchronized = True
 
     def wait_for_gradients(self) -> None:
-        """Wait as `synchronize()` does, for a loop whose `step()` need not skip anything."""
+        """Wait as `synchronize()` does, without the need for `skip_synchronize()`."""
         self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        """Reduce the gradients that are not reduced yet."""
+        """Reduce the remaining gradients."""
         self._include_thawed()
         waiting = [reducer for reducer in self._reducers if not reducer.is_reduced]
         for reducer in self._reducers:
@@ -205,12 +205,12 @@ class Distributed(torch.optim.Optimizer):
         wait_for_all(waiting)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of all gradients as `torch.nn.utils.clip_grad_norm_`, behind `synchronize()`; return the norm."""
+        """Clip the norm of all gradients as `torch.nn.utils.clip_grad_norm_`, after `synchronize()`; return the norm."""
         self._finish_gradients()
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def _include_thawed(self) -> None:
-        """Make reducers for parameters that were frozen when the optimizer was built and are not any more."""
+        """Create reducers for parameters that were frozen when the optimizer was built and are trainable now."""
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
@@ -218,7 +218,7 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step()` not wait for gradients inside: for use after an explicit `synchronize()`."""
+        """Make `step()` inside not wait for gradients, after an explicit `synchronize()`."""
         before, self._should_synchronize = self._should_synchronize, False
         try:
             yield
@@ -227,9 +227,9 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside only add to this rank's gradients; a pass behind it, or `step()`, reduces the sums.
+        """Make backward passes inside only add to this rank's gradients; a later pass, or `step()`, reduces the sums.
 
-        As `DistributedDataParallel.no_sync`; every rank must use it alike. Passes inside do not count for `backward_passes_per_step`.
+        Like `DistributedDataParallel.no_sync`; every rank must use it alike. Passes inside do not count for `backward_passes_per_step`.
         """
         cycles = [(reducer.cycle, reducer.cycle.is_held) for reducer in self._reducers]
         for cycle, _ in cycles:
@@ -241,7 +241,7 @@ class Distributed(torch.optim.Optimizer):
                 cycle.is_held = before
 
     def describe_buckets(self) -> list[dict[str, str | int]]:
-        """Return the buckets that gradients are reduced in: `name` of the operation, `kind`, `parameters`, `bytes` as they are sent."""
+        """Describe the buckets of gradients: `name` of the operation, `kind`, `parameters`, `bytes` on the wire."""
         return [facts for reducer in self._reducers for facts in reducer.buckets.describe()]
 
     def detach(self) -> None:
@@ -250,8 +250,8 @@ class Distributed(torch.optim.Optimizer):
             reducer.detach()
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Wait for the gradients, then step, with `options` of the optimizer below. A closure's are reduced whenever it is called."""
-        self._opt_called = True  # by this LR schedulers know
+        """Wait for the gradients, then step, with `options` of the user's optimizer. Each call of a closure reduces its gradients."""
+        self._opt_called = True  # for LR schedulers
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
             plain._opt_called = True  # type: ignore[attr-defined]
@@ -268,10 +268,10 @@ class Distributed(torch.optim.Optimizer):
             self._tuner.step()
         return result
 
-    # torch wraps the `step` of every class that lacks this mark, to run step hooks and the profiler; the
-    # class below does that already.
+    # torch wraps the `step` of every class without this mark, to run step hooks and the profiler. The user's
+    # class does that already.
     step.hooked = True  # type: ignore[attr-defined]
-    # By this LR schedulers know that `step` tells when it was called, and wrap it no more.
+    # With this mark LR schedulers do not wrap `step`, which records its calls itself.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _apply(self, *closure: Callable[[], float], **options: Any) -> Any:
@@ -290,13 +290,13 @@ class Distributed(torch.optim.Optimizer):
         self._finish_gradients()
         self._use_gradients()
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
-            # Its line search decides by the loss, and every rank must decide alike.
+            # Its line search depends on the loss, and every rank must decide alike.
             process_set = self._configuration.process_set
             return allreduce(torch.as_tensor(loss).detach(), op=Average, process_set=process_set)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients; those in flight are waited for, and their result is forgotten."""
+        """Drop or zero the gradients, after waiting for gradients in flight, whose results are lost."""
         self._include_thawed()
         for reducer in self._reducers:
             reducer.discard()
@@ -329,11 +329,11 @@ class Distributed(torch.optim.Optimizer):
         super().__setstate__(state)
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
-            # `load_state_dict` made new groups; those of a scheduler made before must be the same.
+            # `load_state_dict` created new groups; an earlier scheduler must keep the old ones.
             plain.state, plain.param_groups = self.state, self.__dict__["param_groups"]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # Hooks and connections belong to this process; what travels is the plain optimizer.
+        # Hooks and connections belong to this process, so the plain optimizer is pickled.
         plain = type(self).__bases__[1]
         return plain_optimizer, (plain, self.__getstate__())
 
@@ -343,7 +343,7 @@ leave_untraced(Distributed)
 
 
 def _make_tuner(distributed: Distributed) -> Tuner | None:
-    """Make a tuner for the first optimizer of all ranks on an engine, if `Settings.autotune` asks for it."""
+    """Create a tuner for the first optimizer of all ranks on an engine, if `Settings.autotune` is set."""
     engine = distributed._context.engine
     if not engine.settings.tuning or len(distributed._configuration.ranks) < engine.size:
         return None
@@ -370,14 +370,14 @@ def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:
 def plain_optimizer(
     kind: type[torch.optim.Optimizer], state: dict[str, object]
 ) -> torch.optim.Optimizer:
-    """Make the plain optimizer that a pickle of a distributed one becomes."""
+    """Create the plain optimizer from a pickle of a distributed one."""
     made = kind.__new__(kind)
     made.__setstate__(state)
     return made
 
 
 def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None:
-    """Give parameters to the newest reducer; which one reduces must not depend on garbage collection."""
+    """Assign parameters to the newest reducer, independent of garbage collection."""
     owners = ctx.part(ParameterOwners).reducers
     for parameter in parameters:
         older = owners[parameter]() if parameter in owners else None

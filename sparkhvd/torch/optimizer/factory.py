@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the user's optimizer, stepping with gradients that are reduced over all ranks."""
+"""`DistributedOptimizer`: the user's optimizer, stepping with reduced gradients."""
 
 from __future__ import annotations
 
@@ -48,67 +48,66 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     share_parameters: bool = False,
     synchronize_in_backward: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return `optimizer` as one whose `step()` uses gradients reduced over all ranks.
+    """Return `optimizer` with a `step()` on gradients reduced over all ranks.
 
     Every rank must build it, with the same parameters in the same order; ranks that differ get a
     `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
-    `Settings.bucket_bytes`: while backward runs where cores are left over or several hosts take part, else
-    behind it.
+    `Settings.bucket_bytes`: while backward runs if cores are idle or several hosts take part, else after it.
     `backward()` (the last of `backward_passes_per_step`) returns when they are reduced, on a GPU as soon as the current
-    stream waits for them: what clips, scales or logs `.grad` then is what works with DDP, and `synchronize()` before it does nothing.
-    In earlier passes `.grad` is this rank's own. A rank that runs no backward pass comes to it in `step()`, so it must not
-    run other collectives before. With Average a further pass before `step()` adds to the reduced gradients, and the sums are
-    reduced again, as with DDP; with other reductions and `sharded` that is an error.
-    What a hook of `register_post_accumulate_grad_hook` changes or puts in place of a gradient is reduced; where backward overlaps, the hook must be
-    registered before the optimizer is built. On a GPU reduced gradients lie in memory that the next ones are reduced in:
-    clone what you keep beyond `zero_grad()`.
+    stream waits for them. So code that clips, scales or logs `.grad` works as with DDP, and `synchronize()` before it has
+    no effect. In earlier passes `.grad` is this rank's own. A rank without a backward pass joins the reduction in `step()`,
+    so it must not run other collectives before. With Average a further pass before `step()` adds to the reduced
+    gradients, and the sums are reduced again, as with DDP; with other reductions and `sharded` that is an error.
+    Changes by a hook of `register_post_accumulate_grad_hook` are reduced, too; if backward overlaps, the hook must be
+    registered before the optimizer is built. On a GPU the memory of reduced gradients is reused by the next ones:
+    clone gradients that you keep beyond `zero_grad()`.
 
-    A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps
+    A parameter without gradient on this rank counts as zero. A parameter without gradient on any rank keeps
     `grad=None` with Sum and Average, as in one process (with other reductions it is zero). Gradients of
-    several passes add up and are not divided, as in torch and Horovod. Complex parameters are reduced as pairs of real numbers: on the CPU, with
-    Sum and Average, without compression.
+    several passes add up and are not divided, as in torch and Horovod. Complex parameters are reduced as pairs of real
+    numbers: on the CPU, with Sum and Average, without compression.
 
-    The result's class is a subclass of the optimizer's own with the same name; it shares parameter groups and
-    state with the optimizer given, which should not be used any more. Its `state_dict` is the plain one.
-    Pickled or copied it is the plain optimizer (a sharded one refuses). With one rank nothing is communicated.
+    The result's class is a subclass of the optimizer's own with the same name. It shares parameter groups and
+    state with the given optimizer, which should no longer be used. Its `state_dict` is the plain optimizer's.
+    A pickle or copy is the plain optimizer (a sharded optimizer refuses). With one rank nothing is communicated.
 
     Args:
         optimizer: any torch optimizer. With LBFGS the closure's loss is averaged too.
         named_parameters: `model.named_parameters()`, for messages; must name every parameter.
-        compression: `Compression.fp16` or `.bf16` send half the bytes; `Compression.powersgd(rank=4)`, one for each
-            optimizer, sends a few percent and makes up for it later. That is not for sparse gradients or Adasum.
+        compression: `Compression.fp16` or `.bf16` send half the bytes; `Compression.powersgd(rank=4)`, one object per
+            optimizer, sends a few percent and the rest later, but not with sparse gradients or Adasum.
         backward_passes_per_step: passes whose gradients add up before they are reduced.
         op: Average, Sum, Min, Max, Product, or Adasum: then every rank steps with its own gradients, and `step()`
-            combines how far each moved the parameters (2, 4, 8, ... ranks; on GPUs through the host). Gradients stay a
-            rank's own, so what `GradScaler` leaves out on one rank it must leave out on all: use bfloat16 there.
+            combines the ranks' updates (2, 4, 8, ... ranks; on GPUs through the host). Gradients stay a rank's own, so a
+            step that `GradScaler` skips on one rank must be skipped on all: use bfloat16 there.
         gradient_predivide_factor: with Average, divide by this before and by size / this after the sum. Gradients on
             GPUs, sparse gradients and PowerSGD ignore it.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of parameters that share one.
         sparse_as_dense: send sparse gradients as dense ones. Without it every rank gets the rows of all ranks,
-            not coalesced; which gradients are sparse is what the ranks have in the first step that has any.
-        process_set: the ranks whose gradients are combined. On ranks that are not in it the result is as the
-            optimizer given. Ranks in several sets may build one optimizer for each.
-        gradient_as_bucket_view: gradients live in memory that the ranks of a host share (on GPUs in NCCL's), and
-            are reduced where they lie. Then they are never None: `zero_grad` sets them to zero, and a parameter that got no
-            gradient has zeros. Pays where gradients are kept between steps; not with compression.
-        sharded: every rank steps its part of the parameters and keeps optimizer state for that alone: 1/size of the
-            memory and of the work. Weights are those of the unsharded optimizer. Optimizers of torch that treat every
-            element by itself cut inside tensors; others get whole parameters; LBFGS is an error. `state_dict()` must
-            be called on every rank, gives the plain state, and loads at any number of ranks. After `backward()` only this
-            rank's part of `.grad` is reduced: clip with `optimizer.clip_grad_norm_(max_norm)`, which needs no more, or call
-            `optimizer.synchronize()` before other changes (or read `param_groups`, as `GradScaler` does; every rank must): then `.grad` is whole. Changes without are an error of `step()`. Call `zero_grad()` in every step. Not
-            with `join()`, nor for optimizers of others that look at several parameters together. Give
-            `sparse_as_dense=True` for sparse gradients.
+            not coalesced; the first step with a gradient decides whether it is sparse.
+        process_set: the ranks whose gradients are combined. On other ranks the result behaves as the given
+            optimizer. Ranks in several sets may build one optimizer for each.
+        gradient_as_bucket_view: gradients are in memory that the ranks of a host share (on GPUs in NCCL's), and
+            are reduced in place. Then they are never None: `zero_grad` sets them to zero, and a parameter without a
+            gradient has zeros. Pays if gradients are kept between steps; not with compression.
+        sharded: every rank steps its part of the parameters and keeps only their optimizer state: 1/size of the
+            memory and of the work. Weights equal the unsharded optimizer's. Element-wise optimizers of torch cut inside
+            tensors; others get whole parameters; LBFGS is an error. `state_dict()` must be called on every rank, returns
+            the plain state, and loads at any number of ranks. After `backward()` only this rank's part of `.grad` is
+            reduced: clip with `optimizer.clip_grad_norm_(max_norm)`, or call `optimizer.synchronize()` on every rank before
+            other changes (or read `param_groups`, as `GradScaler` does), which completes `.grad`. Other changes are an
+            error of `step()`. Call `zero_grad()` in every step. Not with `join()`, nor with third-party optimizers that
+            combine several parameters. Give `sparse_as_dense=True` for sparse gradients.
         share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
-            that nothing has to be exchanged after the step. No rank goes on before every rank has stepped. Writing a
+            that nothing is exchanged after the step. No rank continues before every rank has stepped. Writing a
             parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
-            tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
-            as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
-            optimizer is gone, and with processes that a rank forks. After an error the values are undefined: load them anew.
-        synchronize_in_backward: False: `backward()` returns while gradients are in flight, and `step()` waits. Between the two the contents of
-            `.grad` are undefined, and to change it is an error of `step()`: call `synchronize()` before. For programs that run other collectives
-            between the two on ranks without a backward pass.
+            report); write inside `optimizer.writing_parameters()`, also for `load_state_dict`. `model.state_dict()` is
+            live, as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared after the
+            optimizer's end, and with forked processes. After an error the values are undefined: load them again.
+        synchronize_in_backward: False: `backward()` returns while gradients are in flight, and `step()` waits. Between
+            the two the contents of `.grad` are undefined, and changes are an error of `step()`: call `synchronize()`
+            before. For programs that run other collectives between the two on ranks without a backward pass.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -131,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_compression("DistributedOptimizer", compression)
     if gradient_as_bucket_view and (op is Adasum or compression is not Compression.none):
         raise InvalidArgumentError(
-            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients where they lie, without "
+            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients in place, without "
             "compression and not with Adasum. Leave one of them out."
         )
     if share_parameters and not sharded:
@@ -143,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if groups is not None and to_integer(groups) is None:
-        groups = group_lists(groups)  # which a sharded optimizer goes through twice
+        groups = group_lists(groups)  # a sharded optimizer iterates twice
     # The ranks of an elastic job may become more than one.
     is_elastic = isinstance(context().rendezvous, ElasticRendezvous)
     is_combined = op is Adasum and not sharded and (len(ranks) > 1 or is_elastic)
@@ -175,10 +174,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
-    """Return the optimizer, with its state, as one of a class of the same name with the mixin `base`."""
+    """Convert the optimizer, with its state, to a class of the same name with the mixin `base`."""
     kind = cast("type[_Made]", _distributed_class(type(optimizer), base))  # type: ignore[arg-type]
     made = kind.__new__(kind)
-    # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
+    # An earlier LR scheduler sets a `step` on the instance, which would bypass ours.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     return made
 
@@ -187,7 +186,7 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
 def _distributed_class(
     kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]
 ) -> type[torch.optim.Optimizer]:
-    """Make the subclass of an optimizer's class; the same one in every call."""
+    """Return the subclass of an optimizer's class; the same in every call."""
     return type(
         kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

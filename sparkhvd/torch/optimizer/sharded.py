@@ -1,15 +1,14 @@
-"""`DistributedOptimizer(sharded=True)`: every rank steps its part of the parameters, and keeps state for that alone.
+"""`DistributedOptimizer(sharded=True)`: every rank steps its part of the parameters, and keeps only that part's state.
 
-Instead of all gradients every rank gets its part of them (a reducescatter), steps, and the ranks give each other the
-parameters they have stepped (an allgather): as many bytes as an allreduce, with 1/N of the optimizer's state and work
-per rank. With `share_parameters` the ranks of a host step one copy, and exchange no parameters.
+Every rank gets its part of the gradients (a reducescatter) and steps it. Then the ranks exchange the stepped parameters
+(an allgather): as many bytes as an allreduce, with 1/N of the optimizer's state and work per rank. With
+`share_parameters` the ranks of a host step one copy, and exchange no parameters.
 
-**How the user's optimizer steps parts.** During its `step` the groups hold this rank's parts, which are views of the
-parameters, in place of these; hyperparameters, hooks and schedulers find the same groups as ever. `optimizer.state`
-is kept by part.
+**How the user's optimizer steps parts.** During its `step` this rank's parts, views of the parameters, replace these in
+the groups. Hyperparameters, hooks and schedulers find the same groups as before. `optimizer.state` is kept by part.
 
-**Where the work is done.** `division` divides the parameters, `parameter_exchange` gives them to the other ranks after a step,
-`whole_gradients` gathers and clips gradients, `sharded_state` divides and gathers state.
+**Where the work is done.** `shards` divides the parameters, `ParameterExchange` sends them to the other ranks after a step,
+`WholeGradients` gathers and clips gradients, `sharded_state` divides and gathers state.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from sparkhvd.torch.optimizer.sharded_state import (
 from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
 # ----------------------------------------------------------------------------------------------------
-# Gradients of a sharded optimizer, of which each rank has reduced its part: gathered, and clipped by their norm.
+# Gradients of a sharded optimizer: each rank's reduced part, gathered, and clipped by their norm.
 
-# Kept for as many sets of parameters that have a gradient; a model may use others in every step.
+# Number of cached sets of parameters with a gradient; a model may use other sets in every step.
 _MAX_GATHERERS = 16
 
 
@@ -56,21 +55,21 @@ class WholeGradients:
         division: of the optimizer.
 
     Attributes:
-        cycles: of each reducer the cycle whose gradients are whole.
+        cycles: for each reducer the cycle with whole gradients.
     """
 
     def __init__(self, division: ShardLayout) -> None:
         self._division = division
         self.cycles: tuple[int, ...] = ()
         self._gatherers: dict[tuple[int, ...], Gatherer] = {}
-        self._num_gatherers = 0  # that were ever made
+        self._num_gatherers = 0  # created so far
 
     def clear(self) -> None:
-        """Forget which parameters were gathered together: others have been added."""
+        """Forget the gathered sets of parameters, after others were added."""
         self._gatherers = {}
 
     def gather(self, cycles: tuple[int, ...]) -> None:
-        """Gather the gradients of these cycles; every rank must."""
+        """Gather the gradients of these cycles; every rank must call this."""
         if self.cycles != cycles:
             self._gather()
             self.cycles = cycles
@@ -101,7 +100,7 @@ class WholeGradients:
 
 
 def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
-    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must.
+    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must call this.
 
     Returns:
         The norm of all gradients.
@@ -135,7 +134,7 @@ def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
 def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float) -> Tensor:
     norm = _local_norm(gradients, norm_type).double()
     is_max = math.isinf(norm_type)
-    # On a GPU if any rank's is there, also for a rank without a part.
+    # On a GPU if any rank's gradients are, also for a rank without a part.
     place = next((p for p in division.shards if not p.is_cpu), None)
     if place is not None and norm.is_cpu:
         norm = place.new_empty((), dtype=norm.dtype).copy_(norm)
@@ -145,18 +144,18 @@ def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float
         name=f"{division.label}.norm",
         process_set=division.configuration.process_set,
     )
-    # The type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
+    # The common type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
     dtypes = [p.grad.dtype for p in division.shards if p.grad is not None]
     dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()]).to_real()
     return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Exchange of the parameters that the ranks of a sharded optimizer have stepped.
+# Exchange of the stepped parameters of a sharded optimizer.
 
 
 class ParameterExchange:
-    """Gives every rank the parameters that the others have stepped.
+    """Copies stepped parameters to all other ranks.
 
     Args:
         division: of the optimizer.
@@ -164,13 +163,13 @@ class ParameterExchange:
 
     def __init__(self, division: ShardLayout) -> None:
         self._division = division
-        # Numbers of parameters and of frozen ones, for which the gatherer is.
+        # The gatherer's numbers of parameters and of frozen parameters.
         self._gathered_kind = (-1, -1)
         self._gathered: list[Tensor] = []
         self._gatherer: Gatherer | None = None
 
     def run(self, frozen: Iterable[Tensor]) -> None:
-        """Exchange the parameters but frozen ones; every rank must."""
+        """Exchange the parameters except frozen ones; every rank must call this."""
         ids = set(map(id, frozen))
         shards = self._division.shards
         stepped = [s for s in shards.values() if id(s.param) not in ids]
@@ -188,7 +187,7 @@ class ParameterExchange:
         kind = (len(division.shards), num_frozen)
         if self._gatherer is None or kind != self._gathered_kind:
             self._gathered = [s.param for s in stepped if s.is_cut and s.param.is_cpu]
-            # A new name, because the old one means other shapes to the engine.
+            # A new name, because the engine knows the old name with other shapes.
             name = f"{division.label}.parameters.{kind[0]}.{kind[1]}"
             number = division.configuration.number
             self._gatherer = Gatherer(division.context, name, self._gathered, number)
@@ -196,10 +195,10 @@ class ParameterExchange:
         return self._gatherer.start(self._gathered)
 
     def _exchange_whole(self, whole: Sequence[Shard]) -> None:
-        """Exchange parameters that are stepped as a whole, those of each type in one operation."""
+        """Exchange whole parameters, with one operation per type."""
         division = self._division
         for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
-            # In the order in which they will come: by owner.
+            # In the order of receipt: by owner.
             ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
             owned = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
             flat = torch.cat(owned) if owned else torch.empty(0, dtype=dtype)
@@ -215,15 +214,15 @@ class ParameterExchange:
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
-    """Refuse what cannot be sharded.
+    """Refuse unsupported combinations.
 
     Raises:
-        InvalidArgumentError: the optimizer or an argument does not go with `sharded=True`.
+        InvalidArgumentError: the optimizer or an argument does not support `sharded=True`.
     """
     what = "DistributedOptimizer(sharded=True): "
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgumentError(
-            f"{what}LBFGS looks at all parameters at once and cannot be divided. Leave sharded out."
+            f"{what}LBFGS combines all parameters and cannot be divided. Leave sharded out."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidArgumentError(
@@ -248,8 +247,8 @@ def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configurati
 class Sharded(Distributed):
     """Mixin that steps this rank's part of the parameters, before the optimizer's own class."""
 
-    _may_follow = False  # but where an elastic state brings the parts of lost ranks back
-    _division: ShardLayout | None = None  # None where nothing is communicated
+    _may_follow = False  # unless an elastic state restores the parts of lost ranks
+    _division: ShardLayout | None = None  # None without communication
     _evaluations = 0  # of the closure, in this step
 
     # --- Dividing. ---
@@ -264,7 +263,7 @@ class Sharded(Distributed):
             self._division = ShardLayout(self._context, self._configuration, kind)
             self._exchange = ParameterExchange(self._division)
             self._whole_gradients = WholeGradients(self._division)
-            # Of each reducer the cycle whose gradients were asked for.
+            # For each reducer the cycle with requested gradients.
             self._asked_cycles: tuple[int, ...] = ()
         self._division.add(parameters, groups)
         self._whole_gradients.clear()
@@ -284,7 +283,7 @@ class Sharded(Distributed):
         return _NONE if self._division is None else self._division.shards
 
     def follow(self, current: Context) -> None:
-        """Divide anew among other ranks; see `Distributed.follow`. State of parts is dropped, until `load_own_states`."""
+        """Divide among other ranks; see `Distributed.follow`. State of parts is dropped, until `load_own_states`."""
         for shard in self._shards.values():
             if shard.part is not None:
                 self.state.pop(shard.part, None)
@@ -309,7 +308,7 @@ class Sharded(Distributed):
     def _hooks_around(
         self, closure: tuple[Callable[[], float], ...], options: dict[str, Any]
     ) -> Iterator[None]:
-        """Call step hooks of the user before and after, because they look at whole gradients and parameters."""
+        """Call step hooks of the user before and after, because they use whole gradients and parameters."""
         before, after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
         if before and not closure:
             self._whole_gradients.gather(self._cycles)
@@ -317,7 +316,7 @@ class Sharded(Distributed):
             if hook(self, (self, *closure), options) is not None:
                 raise InvalidArgumentError(
                     "DistributedOptimizer(sharded=True): a step hook returned other arguments for step(), which is not "
-                    "possible here. Call step() with these arguments, or leave sharded out."
+                    "supported here. Call step() with these arguments, or leave sharded out."
                 )
         self._optimizer_step_pre_hooks = type(before)()
         self._optimizer_step_post_hooks = type(after)()
@@ -374,17 +373,17 @@ class Sharded(Distributed):
             shard.drop_gradient()
         for reducer in self._reducers:
             if reducer.options.sharded and not self._has_whole_gradients:
-                reducer.remember()  # to refuse gradients that are added to these
+                reducer.remember()  # to refuse gradients added to these
         if self._division.shared is not None:
             self._division.shared.end()
         else:
             self._exchange.run(self._frozen)
 
-    # --- Whole gradients, where they are asked for. ---
+    # --- Whole gradients, on request. ---
 
     @property
     def _cycles(self) -> tuple[int, ...]:
-        """Return how many cycles every reducer has ended."""
+        """Return the number of ended cycles of every reducer."""
         return tuple(reducer.cycle.count for reducer in self._reducers)
 
     @property
@@ -393,7 +392,7 @@ class Sharded(Distributed):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; between `backward()` and `step()` with whole gradients, for which every rank must read them."""
+        """The parameter groups; between `backward()` and `step()` with whole gradients, so every rank must read them."""
         is_new = self._shards and self._asked_cycles != self._cycles
         if any([r.in_flight or (is_new and r.is_reduced) for r in self._reducers]):
             self.wait_for_gradients()
@@ -412,7 +411,7 @@ class Sharded(Distributed):
         self._asked_cycles = self._cycles
 
     def _refuse_changes(self) -> None:
-        """Raise an InvalidArgumentError if gradients were changed of which only a part is reduced."""
+        """Raise an InvalidArgumentError if partly reduced gradients were changed."""
         for reducer in self._reducers:
             added_to = reducer.cycle.added_to_kept
             if added_to:
@@ -432,11 +431,11 @@ class Sharded(Distributed):
                 )
 
     def synchronize(self) -> None:
-        """Wait as `wait_for_gradients()` does; `step()` needs no `skip_synchronize()` then."""
+        """Wait as `wait_for_gradients()` does; then `step()` needs no `skip_synchronize()`."""
         self.wait_for_gradients()
 
     def wait_for_gradients(self) -> None:
-        """Wait until whole gradients lie in `.grad`, which takes an allgather; the next `step()` does not wait again.
+        """Wait for whole gradients in `.grad`, by an allgather; the next `step()` does not wait again.
 
         `clip_grad_norm_` of this optimizer needs no whole gradients.
         """
@@ -445,7 +444,7 @@ class Sharded(Distributed):
             self._whole_gradients.gather(self._cycles)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of all gradients and return it; each rank looks at and scales its own part."""
+        """Clip the norm of all gradients and return it; each rank reads and scales only its own part."""
         self._finish_gradients()
         if self._division is None or not self._shards or self._has_whole_gradients:
             return super().clip_grad_norm_(max_norm, norm_type)
@@ -457,10 +456,10 @@ class Sharded(Distributed):
     # --- Parameters and state. ---
 
     def writing_parameters(self) -> AbstractContextManager[None]:
-        """Let parameters be written inside other than by `step()`; every rank must enter and leave.
+        """Allow writes to parameters inside, outside of `step()`; every rank must enter and leave.
 
-        With `share_parameters` every rank writes the same values, or one rank alone writes. Without it this does
-        nothing.
+        With `share_parameters` every rank writes the same values, or one rank alone writes. Without it this has no
+        effect.
         """
         shared = None if self._division is None else self._division.shared
         return nullcontext() if shared is None else shared.writing()
@@ -469,15 +468,15 @@ class Sharded(Distributed):
         """Add parameters, on every rank alike; not with `share_parameters`."""
         if self._division is not None and self._division.shared is not None:
             raise InvalidArgumentError(
-                "DistributedOptimizer(share_parameters=True): add_param_group() is not possible, because the memory "
-                "is made at once. Build the optimizer with all parameters."
+                "DistributedOptimizer(share_parameters=True): add_param_group() is not supported, because the memory "
+                "is allocated once. Build the optimizer with all parameters."
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's state, for any number of ranks. Every rank must call this; all get it.
+        """Return the plain optimizer's state, for any number of ranks, on every rank. Every rank must call this.
 
-        It is gathered into this rank's memory, as large as without `sharded`.
+        The gathered state is as large as without `sharded`.
         """
         if self._division is None or not self._shards:
             return super().state_dict()
@@ -489,7 +488,7 @@ class Sharded(Distributed):
             self.state = parts
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take this rank's part of a plain optimizer's state; every rank must be given the same."""
+        """Load this rank's part of a plain optimizer's state, which must be the same on every rank."""
         super().load_state_dict(state_dict)
         if self._shards:
             self._divide_state()
@@ -500,7 +499,7 @@ class Sharded(Distributed):
         return self._configuration.number != 0 or self._configuration.share_parameters
 
     def own_state(self) -> OwnState:
-        """Return what this rank has of the state, not copied; no other rank is asked."""
+        """Return this rank's part of the state, without a copy and without communication."""
         parts, self.state = self.state, type(self.state)(dict)
         try:
             groups = super().state_dict()["param_groups"]
@@ -509,7 +508,7 @@ class Sharded(Distributed):
         return own_state(parts, groups, self._in_order(), self._shards)
 
     def load_own_states(self, states: Sequence[OwnState]) -> None:
-        """Take this rank's part of what all ranks had; every rank must be given the same."""
+        """Load this rank's part of the states of all ranks, which must be the same on every rank."""
         self.load_state_dict(join_states(states, self._in_order()))
 
     def _in_order(self) -> list[Tensor]:
@@ -517,11 +516,11 @@ class Sharded(Distributed):
         return [p for group in self.__dict__["param_groups"] for p in group["params"]]
 
     def _divide_state(self) -> None:
-        """Keep this rank's part only of state by parameter."""
+        """Keep only this rank's part of state by parameter."""
         self.state = divide_state(self.state, self._shards)
         plain = self._plain() if self._plain is not None else None
         if plain is not None:
-            plain.state = self.state  # a scheduler may hold it, and it the whole state
+            plain.state = self.state  # a scheduler may refer to it, and it to the whole state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self._shards:

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer: kept by part, gathered whole for `state_dict`, copied by rank where ranks come and go."""
+"""State of a sharded optimizer: kept by part, gathered for `state_dict`, copied by rank in elastic training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparkhvd.torch.broadcast import allgather_object
 from sparkhvd.torch.gradients.layout import flat
 from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
-# State of an optimizer, by parameter or part and by name; as torch, a new key has an empty dict.
+# State of an optimizer, by parameter or part and by name; as in torch, a new key has an empty dict.
 State = defaultdict[Tensor, dict[str, object]]
 
 _T = TypeVar("_T")
 
 
 class _Piece(NamedTuple):
-    """Piece of state on its way to other ranks, whose GPUs are others.
+    """Piece of state for other ranks, whose GPUs differ.
 
     Attributes:
         value: on the CPU.
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> _Piece:
-        """Make a piece of any value."""
+        """Create a piece of any value."""
         if isinstance(value, Tensor) and not value.is_cpu:
             return cls(value.cpu(), True)
         return cls(value)
@@ -48,12 +48,12 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """State that one rank has, on its way to others.
+    """State of one rank, for other ranks.
 
     Attributes:
         groups: hyperparameters, as in `state_dict()`.
-        parts: by the number of the parameter in `state_dict()` the first element, the one behind the last, and state by name; True
-            beside what has an element for each of theirs.
+        parts: by the number of the parameter in `state_dict()` the first element, the element behind the last, and state by name;
+            True beside element-wise state.
     """
 
     groups: list[dict[str, Any]]
@@ -66,7 +66,7 @@ def own_state(
     params: Sequence[Tensor],
     shards: Mapping[Tensor, Shard],
 ) -> OwnState:
-    """Return what this rank has of the state of parameters, in the order of `state_dict()`; on the CPU, not copied."""
+    """Return this rank's part of the state of parameters, in the order of `state_dict()`; on the CPU, not copied."""
     parts = {}
     for number, param in enumerate(params):
         shard = shards.get(param)
@@ -87,7 +87,7 @@ def own_state(
 
 
 def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the plain optimizer's `state_dict()`, a copy, from the states of all ranks that there were."""
+    """Merge the states of all former ranks into a copy of the plain optimizer's `state_dict()`."""
     joined: dict[int, dict[str, object]] = {}
     for state in states:
         for number, (first, last, pieces) in state.parts.items():
@@ -95,7 +95,7 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
             for name, (is_divided, piece) in pieces.items():
                 value = piece.beside(param)
                 if not is_divided:
-                    # An optimizer takes over what it is given, and counts its steps in place.
+                    # An optimizer adopts loaded state, and counts its steps in place.
                     values.setdefault(name, copy.deepcopy(value))
                     continue
                 assert isinstance(value, Tensor)
@@ -112,11 +112,11 @@ def join_states(states: Sequence[OwnState], params: Sequence[Tensor]) -> dict[st
 def divide_state(
     state: Mapping[Tensor, dict[str, object]], shards: Mapping[Tensor, Shard]
 ) -> State:
-    """Return this rank's part of state that is kept by parameter; state of other keys as it is."""
+    """Return this rank's part of state by parameter; state of other keys does not change."""
     kept: State = defaultdict(dict)
     for key, values in state.items():
         shard = shards.get(key) if isinstance(key, Tensor) else None
-        if shard is None:  # a part already, or of no parameter
+        if shard is None:  # a part already, or not of a parameter
             kept[key] = values
         elif shard.part is not None:
             kept[shard.part] = {name: _part_of(shard, value) for name, value in values.items()}
@@ -124,7 +124,7 @@ def divide_state(
 
 
 def gather_state(state: Mapping[Tensor, dict[str, object]], division: ShardLayout) -> State:
-    """Return the state of all ranks by parameter, as the plain optimizer has it; every rank must call this."""
+    """Gather the state of all ranks by parameter, in the plain optimizer's form; every rank must call this."""
     gathered: State = defaultdict(dict)
     shards = list(division.shards.values())
     divided = {id(shard.part) for shard in shards if shard.part is not None}
@@ -142,7 +142,7 @@ def _gather_whole(
     division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
-    """Gather the state of parameters that have one owner each."""
+    """Gather the state of whole parameters."""
     if not shards:
         return
     owned = {
@@ -162,7 +162,7 @@ def _gather_cut(
     division: ShardLayout,
     shards: Sequence[Shard],
 ) -> None:
-    """Gather the state of cut parameters, each described by the rank that has its first element."""
+    """Gather the state of cut parameters, each described by the owner of its first element."""
     first = {
         number: _describe(shard, state[shard.part])
         for number, shard in enumerate(shards)
@@ -172,7 +172,7 @@ def _gather_cut(
     for descriptions in _exchanged(first, division):
         described.update(descriptions)
     on_cpu: list[Tensor] = []
-    # State on the GPU, of each kind by the identity of its parameter.
+    # State on the GPU, by kind and by the identity of its parameter.
     on_gpu: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
     for number, entries in sorted(described.items()):
         shard, param = shards[number], shards[number].param
@@ -206,7 +206,7 @@ def _exchanged(value: _T, division: ShardLayout) -> list[_T]:
 def _describe(
     shard: Shard, values: Mapping[str, object]
 ) -> dict[str, tuple[torch.dtype | None, _Piece]]:
-    """Describe state: by its type if it has an element per element of the parameter, else by its value."""
+    """Describe state: element-wise state by its type, other state by its value."""
     return {
         name: (value.dtype, _Piece())
         if isinstance(value, Tensor) and shard.is_own(value)

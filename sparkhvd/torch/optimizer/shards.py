@@ -1,9 +1,9 @@
-"""The part of each parameter that a rank steps, and how the parts of all ranks become whole again.
+"""Division of parameters among the ranks of a sharded optimizer, and the gathering of all parts.
 
 A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
-N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `cuda_shards`).
-That suits optimizers that treat every element by itself. Others (Muon looks at a matrix, Adafactor at rows and columns)
-get **whole** parameters, each with one owner.
+N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `DeviceShards`).
+This works for element-wise optimizers. Others (Muon uses a matrix, Adafactor rows and columns) get **whole**
+parameters, each with one owner.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sparkhvd.torch.gradients.plan import plan_buckets
 from sparkhvd.torch.optimizer.arguments import Configuration, group_numbers
 from sparkhvd.torch.registered import over_buffer
 
-# Their step of an element depends on that element's gradient and state, and on numbers that all elements share.
-# Subclasses may do otherwise.
+# Element-wise optimizers: a step of an element depends on its gradient and state, and on numbers common to all elements.
+# Subclasses may differ.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.ASGD,
@@ -50,12 +50,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) -> list[int]:
-    """Return an owner for each whole parameter, so that all ranks have about as many elements: largest first.
+    """Assign an owner to each whole parameter, balancing the ranks' elements: largest first.
 
     Args:
         sizes: elements of each parameter.
-        num_ranks: how many ranks there are.
-        before: elements that each rank has already.
+        num_ranks: number of ranks.
+        before: elements that each rank owns already.
     """
     loads = list(before) or [0] * num_ranks
     owners = [0] * len(sizes)
@@ -72,17 +72,17 @@ class Shard:
     Args:
         param: the parameter.
         name: for messages.
-        own: the first element that is this rank's, in the order of memory, and the one behind the last.
-        owner: the number of the rank that has all of it; -1 if it is cut.
+        own: the range of this rank's elements, in the order of memory.
+        owner: the number of the rank that owns all of it; -1 if it is cut.
 
     Attributes:
         param: the parameter.
         name: of the parameter, for messages.
-        is_cut: whether every rank has a part; if not, one rank has all of it.
-        first: the first element that is this rank's, in the order of memory.
-        last: the element behind the last one.
-        owner: of one that is not cut, its owner's number among the ranks; else -1.
-        part: this rank's part for the optimizer's own step, a view of the parameter's memory; None if it has none.
+        is_cut: whether every rank has a part; if not, one rank owns all of it.
+        first: this rank's first element, in the order of memory.
+        last: the element behind this rank's last one.
+        owner: the owner's number among the ranks; -1 if it is cut.
+        part: this rank's part for the optimizer's own step, a view of the parameter's memory, if any.
     """
 
     __slots__ = (
@@ -119,11 +119,11 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that lies in memory as the parameter does: a view."""
+        """Return this rank's part, a view, of a tensor with the parameter's memory layout."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
-        """Follow the parameter if the user has given it other memory."""
+        """Follow the parameter if the user has replaced its memory."""
         if self.param.shape != self._shape:
             raise InvalidArgumentError(
                 f"DistributedOptimizer(sharded=True): {self.name!r} had shape {self._shape} when the optimizer was "
@@ -143,7 +143,7 @@ class Shard:
         self._address = self.param.data_ptr()
 
     def take_gradient(self) -> None:
-        """Let the optimizer's own step find this rank's part of `param.grad`."""
+        """Set this rank's part of `param.grad` for the optimizer's own step."""
         if self.part is None:
             return
         grad = self.param.grad
@@ -160,19 +160,19 @@ class Shard:
             self.part.grad = None
 
     def is_own(self, value: object) -> bool:
-        """Return True if a piece of optimizer state has an element for every element of this rank's part."""
+        """Return True if a piece of optimizer state is element-wise for this rank's part."""
         return (
             self.part is not None and isinstance(value, Tensor) and value.shape == self.part.shape
         )
 
 
 class Gatherer:
-    """Makes cut tensors whole in place: every rank has its part of each and gets the others'.
+    """Gathers cut tensors in place: every rank has its part of each and gets the others'.
 
     Args:
-        context: whose engine does it.
+        context: of the engine.
         name: of the operations.
-        like: tensors as they will be gathered; every rank gives as many, with as many elements of the same dtypes.
+        like: examples of the tensors; every rank passes equally many, with equally many elements of the same dtypes.
         process_set: the engine's number of the ranks.
     """
 
@@ -193,7 +193,7 @@ class Gatherer:
             self._calls.append((f"{name}.{number}", call, indices, counts))
 
     def start(self, tensors: Sequence[Tensor]) -> list[Work]:
-        """Submit the operations; every rank must."""
+        """Submit the operations; every rank must call this."""
         works = []
         for name, call, indices, counts in self._calls:
             own = [tensors[index] for index in indices]
@@ -209,32 +209,32 @@ class Gatherer:
         return works
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Make the tensors whole; every rank must."""
+        """Gather the tensors; every rank must call this."""
         for work in self.start(tensors):
             work.wait()
 
 
 # ----------------------------------------------------------------------------------------------------
-# Parameters of a sharded optimizer on the rank's GPU: how they are divided, and how parts become whole.
-# **Cut** parameters are divided together: those of a bucket lie in `Slices`, and a rank steps what is in its slice. So
-# gradients are reduced by one reducescatter for a bucket, and stepped parameters given by one allgather.
+# Parameters of a sharded optimizer on the rank's GPU: their division, and the gathering of parts.
+# **Cut** parameters are divided together: a bucket's parameters are in `Slices`, and a rank steps its slice. So a bucket's
+# gradients need one reducescatter, and its stepped parameters one allgather.
 #
-# **A gather** copies this rank's parts into its slice of flat memory, has the other slices filled, and copies the whole
-# out: the parameters stay where the user has them, whatever else may know of their memory (a captured graph, flattened
-# weights). Two pieces of memory take turns; streams keep them in order, and the host waits only for the other ranks'
-# submissions. Of S bytes of parameters this moves 2 S more inside the GPU than memory that belonged to us would need.
+# **A gather** copies this rank's parts into its slice of flat memory, receives the other slices, and copies all of them
+# out. The parameters stay in the user's memory, which others may use (a captured graph, flattened weights). Two pieces of
+# memory alternate. Streams order them, and the host waits only for the other ranks' submissions. For S bytes of parameters
+# this moves 2 S more inside the GPU than parameters in the engine's memory would.
 
-# Pieces of memory that take turns: while one is on its way, another is copied.
+# Number of alternating pieces of memory: while one is in flight, another is copied.
 _TURNS = 2
 _PIECE_ALIGNMENT = 256
 
 
 class Gathering(NamedTuple):
-    """Tensors that become whole by one operation.
+    """Tensors of one gather operation.
 
     Attributes:
-        slices: how they are divided.
-        tensors: in the order of the slices; what has none at a place is left out. A cut one has one dimension.
+        slices: their division.
+        tensors: in the order of the slices, without missing ones. A cut tensor has one dimension.
     """
 
     slices: Slices
@@ -255,7 +255,7 @@ class DeviceShards:
     """The parameters on the GPU of one sharded optimizer.
 
     Args:
-        context: whose engine gathers.
+        context: of the gathering engine.
         device: the GPU.
         label: of the optimizer.
         process_set: the engine's number of the ranks.
@@ -271,9 +271,9 @@ class DeviceShards:
         self._process_set = process_set
         self._num_ranks = len(ranks)
         self._place = ranks.index(context.engine.topology.rank)
-        # Cut parameters as they are divided together.
+        # Cut parameters, by their common division.
         self._buckets: list[tuple[Slices, list[Tensor]]] = []
-        self._memory: list[Tensor] = []  # of parameters on their way
+        self._memory: list[Tensor] = []  # of parameters in flight
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -284,12 +284,12 @@ class DeviceShards:
         return [slices.part(number, self._place) for number in range(len(counts))]
 
     def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return those of these that were divided together: the buckets of their gradients."""
+        """Group parameters by the bucket that shards their gradients."""
         among = set(map(id, parameters))
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
     def gather_parameters(self, shards: Sequence[Shard]) -> None:
-        """Let the current stream wait until every rank's stepped parts are in these parameters; every rank must."""
+        """Make the current stream wait for every rank's stepped parts in these parameters; every rank must call this."""
         work = self._cut_ones({id(s.param): flat(s.param) for s in shards if s.is_cut})
         whole = [s for s in shards if not s.is_cut]
         for dtype in dict.fromkeys(s.param.dtype for s in whole):
@@ -303,7 +303,7 @@ class DeviceShards:
         self._gather(work, self._memory)
 
     def gather_cut(self, tensors: dict[int, Tensor]) -> None:
-        """Gather tensors that lie in memory as cut parameters do, by the identity of these; every rank must."""
+        """Gather tensors with the layout of cut parameters, by the identity of these; every rank must call this."""
         work = self._cut_ones({key: flat(tensor) for key, tensor in tensors.items()})
         if not work:
             return
@@ -335,7 +335,7 @@ class DeviceShards:
         for turn, each in enumerate(work):
             if len(flying) == len(memory):
                 self._finish(*flying.popleft())
-            # The piece was copied out of on this stream, if another gathering had it before.
+            # An earlier gathering copied out of the piece on this stream.
             piece = memory[turn % len(memory)][: each.num_bytes].view(each.dtype)
             flying.append((self._start(each, piece, turn), each, piece))
         while flying:
@@ -364,7 +364,7 @@ class DeviceShards:
             device=self._device.ordinal,
         )
         call.place(0, piece.data_ptr(), piece.data_ptr())
-        # To the engine a name means a shape and a type.
+        # The engine knows each name with one shape and type.
         name = f"{self._label}.{turn}.{slices.total}.{piece.dtype}"
         stream = self._device.stream()
         return submit(
@@ -385,26 +385,26 @@ class DeviceShards:
 
 # ----------------------------------------------------------------------------------------------------
 # Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
-# **Who writes when.** Parameters are written in `step()` only, each element by the rank that it belongs to. A rank may
-# write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so no rank
-# computes with parameters that change. Whatever else writes them on one rank would change them under the others: it is
-# noticed by the tensors' version counters in the next step, and raised on every rank.
+# **Order of writes.** Parameters are written in `step()` only, each element by its owner. A rank may write when every rank
+# has reached its `step()` (`begin`), and continues when every rank has written (`end`), so no rank computes with changing
+# parameters. Any other write on one rank would change the others' parameters. The tensors' version counters detect it in the
+# next step, and every rank raises an error.
 
 # Every parameter begins on a cache line.
 _ALIGNMENT = 64
 
-# Where parameters lie in memory of several ranks: it stays shared when the optimizer is gone.
+# Parameters in memory of several ranks, which stays shared after the optimizer's end.
 _addresses: MutableMapping[Any, int] = WeakIdKeyDictionary()
 
 
 class SharedParameters:
-    """Memory of one host that holds the parameters of all its ranks.
+    """One host's memory with the parameters of all its ranks.
 
-    Every rank of the process set must make one, with the same parameters; they get the first rank's values. It
-    waits for all ranks.
+    Every rank of the process set must create one, with the same parameters, which get the first rank's values. Waits
+    for all ranks.
 
     Args:
-        context: whose engine shares memory.
+        context: of the engine.
         label: of the optimizer.
         named: the parameters; their memory is replaced.
         process_set: the engine's number of the ranks.
@@ -434,14 +434,14 @@ class SharedParameters:
         self._label = label
         self._process_set = process_set
         self._named = list(named)
-        # The number of the first parameter that was written outside step(), plus 1; 0 if there is none.
+        # The number of the first parameter that was written outside step(), plus 1; 0 without one.
         self._written = torch.zeros(1, dtype=torch.int64)
         self._exchange = Call(
             Collective.ALLREDUCE, [(1,)], DType.INT64, Reduction(ReduceOp.MAX), process_set
         )
         self._exchange.place(0, self._written.data_ptr(), self._written.data_ptr())
         self._move(is_first=topology.rank == ranks[0])
-        self._note_versions()
+        self._record_versions()
 
     def _move(self, *, is_first: bool) -> None:
         sizes = [
@@ -457,28 +457,28 @@ class SharedParameters:
         begin = 0
         for (_, p), size in zip(self._named, sizes, strict=True):
             strides = torch.empty_like(p, device="meta").stride()
-            # A storage for each: torch.save and deepcopy take whole storages, and refuse several types in one.
+            # A storage for each: torch.save and deepcopy copy whole storages, and refuse several types in one.
             piece = over_buffer(buffer, p.dtype, p.numel(), begin)
             views.append(piece.as_strided(p.shape, strides))
             if is_first:
                 views[-1].copy_(p.detach())
             begin += size
-        self._meet("copied")
+        self._barrier("copied")
         for (_, p), view in zip(self._named, views, strict=True):
             p.data = view
         self._addresses = [view.data_ptr() for view in views]
         for (_, p), address in zip(self._named, self._addresses, strict=True):
             _addresses[p] = address
 
-    def _note_versions(self) -> None:
+    def _record_versions(self) -> None:
         self._versions = [p._version for _, p in self._named]
 
-    def _meet(self, where: str) -> None:
+    def _barrier(self, where: str) -> None:
         name = f"{self._label}.{where}"
         self._engine.barrier(name=name, process_set=self._process_set).wait()
 
     def begin(self) -> None:
-        """Wait until every rank has come to its step.
+        """Wait until every rank has reached its step.
 
         Raises:
             InvalidArgumentError: a rank wrote parameters outside of `step()`; raised on every rank.
@@ -497,7 +497,7 @@ class SharedParameters:
             )
             if p.data_ptr() != address
         ]
-        # Moved memory is the worse error: its numbers are above those of parameters that were written.
+        # Replaced memory is the worse error: its numbers are above the numbers of written parameters.
         count = len(self._named)
         self._written.fill_(count + moved[0] if moved else changed[0] if changed else 0)
         self._engine.run(self._exchange, f"{self._label}.begin", self._written)
@@ -505,11 +505,11 @@ class SharedParameters:
         if first > count:
             raise InvalidArgumentError(
                 f"DistributedOptimizer(share_parameters=True): {self._named[first - count - 1][0]!r} was given other "
-                "memory (model.to(), p.data = ...) on this rank or another, so the ranks share it no more. Build the "
+                "memory (model.to(), p.data = ...) on this rank or another, so the ranks no longer share it. Build the "
                 "optimizer after that, or leave share_parameters out."
             )
         if first:
-            self._note_versions()
+            self._record_versions()
             raise InvalidArgumentError(
                 f"DistributedOptimizer(share_parameters=True): {self._named[first - 1][0]!r} was written outside of "
                 "step(), on this rank or another. All ranks of the host share it. Write it inside `with "
@@ -518,23 +518,23 @@ class SharedParameters:
 
     def end(self) -> None:
         """Wait until every rank has written its part."""
-        self._meet("end")
+        self._barrier("end")
         written([p for _, p in self._named if p.grad is not None])  # also by other ranks
-        self._note_versions()
+        self._record_versions()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let parameters be written inside, while no rank computes with them."""
-        self.begin()  # what was written before must not pass as written here
+        """Allow writes to parameters inside, while no rank computes with them."""
+        self.begin()  # detects earlier writes
         try:
             yield
         finally:
-            self._meet("written")
-            self._note_versions()
+            self._barrier("written")
+            self._record_versions()
 
 
 def unshare(parameters: Iterable[Tensor]) -> None:
-    """Give parameters memory of this rank alone again, where an optimizer of before has shared it."""
+    """Copy parameters to private memory, if an earlier optimizer has shared them."""
     for p in parameters:
         if p in _addresses and _addresses.pop(p) == p.data_ptr():
             p.data = p.detach().clone(memory_format=torch.preserve_format)
@@ -560,7 +560,7 @@ class ShardLayout:
         configuration: of the optimizer.
         label: of the optimizer, for the names of operations.
         shards: by parameter.
-        gpu: the parameters on this rank's GPU; None if there are none.
+        gpu: the parameters on this rank's GPU, if any.
         shared: memory that the ranks of this host share; None without `share_parameters`.
     """
 
@@ -581,7 +581,7 @@ class ShardLayout:
         named: Mapping[Tensor, str],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        """Divide further parameters; every rank must, the same ones in the same order."""
+        """Divide further parameters; every rank must pass the same ones in the same order."""
         parameters = [p for p in named if p.numel() > 0]
         for p in parameters:
             if not p.is_cpu:
@@ -602,11 +602,11 @@ class ShardLayout:
         named: Sequence[tuple[str, Tensor]],
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> Iterator[tuple[NamedGroup, bool]]:
-        """Divide parameters into those of one reducer each; True where each rank gets its part of the gradients."""
+        """Group parameters by reducer; True if each rank gets its part of the gradients."""
         cut = [(name, p) for name, p in named if self._is_cut(p)]
         on_gpu = [(name, p) for name, p in cut if not p.is_cpu]
         if on_gpu and self.gpu is not None:
-            # As they were divided, whatever the compression sends for them.
+            # By their division, for any type of the compression.
             yield (on_gpu, self.gpu.together(p for _, p in on_gpu)), True
         on_cpu = [(name, p) for name, p in cut if p.is_cpu]
         if on_cpu:
@@ -629,7 +629,7 @@ class ShardLayout:
             )
 
     def _is_cut(self, parameter: Tensor) -> bool:
-        # State of a parameter of no dimension cannot be told from numbers such as the step.
+        # State of a 0-dimensional parameter cannot be distinguished from numbers such as the step.
         return self._is_elementwise and parameter.dim() > 0 and is_dense(parameter)
 
     def _divide(
@@ -658,7 +658,7 @@ class ShardLayout:
     def _divide_on_gpu(
         self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
     ) -> dict[int, tuple[int, int]]:
-        """Divide by the buckets of the gradients; frozen parameters one by one, because each may thaw alone."""
+        """Divide by the buckets of the gradients; frozen parameters separately, because each may become trainable alone."""
         gpu = self.gpu
         if gpu is None:
             return {}

@@ -211,8 +211,7 @@ def test_wait_times_out_while_the_operation_goes_on() -> None:
         with pytest.raises(CollectiveTimeoutError) as caught:
             work.wait(0.1)
         assert str(caught.value) == (
-            "x: not finished after the 0.1 s that wait() was given. It goes on; wait again, or shut the "
-            "engine down."
+            "x: not finished within the 0.1 s of wait(). It continues: wait again, or shut the engine down."
         )
         may_come.set()
         work.wait()

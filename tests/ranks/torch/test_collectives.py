@@ -457,7 +457,7 @@ def test_average_is_a_deprecated_alias() -> None:
     [
         (
             lambda: hvd.allreduce(torch.ones(2), op=99),
-            "op=99 is no reduction",
+            "op=99 is not a reduction",
         ),
         (
             lambda: hvd.allreduce(torch.ones(2), prescale_factor=float("nan")),

@@ -703,7 +703,7 @@ def test_shared_parameters_need_one_host() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda p: torch.optim.LBFGS(p), {}, "LBFGS looks at all parameters at once"),
+        (lambda p: torch.optim.LBFGS(p), {}, "LBFGS combines all parameters"),
         (lambda p: torch.optim.SparseAdam(p), {}, "SparseAdam needs sparse gradients"),
         (OPTIMIZERS["SGD"], {"op": hvd.Adasum}, "op is Adasum. Use Average or Sum"),
         (OPTIMIZERS["SGD"], {"op": hvd.Max}, "op is Max. Use Average or Sum"),
@@ -965,7 +965,7 @@ def test_broadcasting_the_state_of_a_sharded_optimizer_is_an_error_on_every_rank
 def test_parameters_cannot_be_added_to_shared_ones() -> None:
     def body() -> None:
         model, optimizer = sharded(OPTIMIZERS["SGD"], steps=0, share_parameters=True)
-        with pytest.raises(InvalidArgumentError, match="add_param_group\\(\\) is not possible"):
+        with pytest.raises(InvalidArgumentError, match="add_param_group\\(\\) is not supported"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         one_step(model, optimizer, 0, mine(batch(0)))  # nothing was added
 

@@ -67,7 +67,7 @@ def test_ranks_leave_an_executor_that_will_be_taken_away(tmp_path: Path) -> None
     )
     assert "SIZES [2, 1, 2]" in output, output
     assert "left: its slot is gone" in output, output
-    assert "goes back to its last commit" not in output, output
+    assert "restores its last commit" not in output, output
 
 
 GIVEN_UP = """
