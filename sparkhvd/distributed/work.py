@@ -164,7 +164,9 @@ _WORDS = {
     ", or give the two tensors different names": "",
     "raise stall_shutdown_s": "raise the timeout of the group",
     "or raise the timeout.": "or raise the timeout of the group.",
-    "It continues: wait again, or shut the engine down.": "The operation continues: wait again, or destroy the group.",
+    # torch's programs look for " timeout ".
+    "s of wait(). It continues: wait again, or shut the engine down.": "s timeout of wait(). The operation continues: wait again, "
+    "or destroy the group.",
     "Call shutdown() on a rank only": "Destroy a group on a rank only",
 }
 

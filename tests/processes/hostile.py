@@ -391,7 +391,7 @@ def await_ends(engine: Engine, works: list[Work], session: Session, patience_s: 
         try:
             work.wait(max(0.0, deadline - time.monotonic()))
         except SparkhvdError as error:
-            if "goes on; wait again" not in str(error):
+            if "continues: wait again" not in str(error):
                 judge(session, error)
                 continue
             session.is_stalled = True

@@ -228,7 +228,7 @@ def outcome_of(work: Work) -> str:
     try:
         work.wait(5)
     except SparkhvdError as error:
-        return "hangs" if "goes on; wait again" in str(error) else str(error)
+        return "hangs" if "continues: wait again" in str(error) else str(error)
     return "done"
 
 

@@ -95,7 +95,7 @@ def test_nobody_waits_for_a_process_that_prepares_to_join() -> None:
         (new,) = job.start(1, f"{BODIES}:prepare")
         place = new.expect()
         assert (place["rank"], place["size"]) == (2, 3)
-        assert "joins it in the function of hvd.elastic.run" in place["error"]
+        assert "inside the function of hvd.elastic.run" in place["error"]
         time.sleep(0.2)  # of many commits
         assert job.formed.empty()
         tell([new], pause=0.04)

@@ -409,7 +409,7 @@ def test_one_backward_too_many_is_an_error_of_sums() -> None:
         assert message == (
             "DistributedOptimizer: '4.bias' got a gradient more than backward_passes_per_step=1 times "
             "before step(). Call step() or zero_grad() of this optimizer between the backward passes, or "
-            "give backward_passes_per_step the number of passes per step."
+            "set backward_passes_per_step to the number of passes per step."
         )
 
 
