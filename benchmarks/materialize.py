@@ -244,7 +244,7 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
 
     df = spark.read.parquet(path)
     schema = schema_of(df, case)
-    selected = _select(df, schema)
+    selected = _select(df, schema, None)
     is_vector = vector_columns(selected.schema)
     sent = split_vectors(selected, is_vector)
     found: dict[str, float] = {}

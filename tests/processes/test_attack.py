@@ -237,11 +237,11 @@ def authenticated(job: Job, rank: int, generation: int = 0) -> socket.socket:
     endpoint = job.endpoints[0]
     sock = socket.create_connection((endpoint.address, endpoint.port), timeout=5)
     nonce = secrets.token_bytes(32)
-    turn = handshake.ConnectionPhase(generation, 0)
+    stage = handshake.ConnectionPhase(generation, 0)
     sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, generation, 0, nonce))
     reply = sock.recv(64, socket.MSG_WAITALL)
     sock.sendall(
-        handshake.proof_of(job, b"C", client=rank, server=0, turn=turn, nonces=nonce + reply[:32])
+        handshake.proof_of(job, b"C", client=rank, server=0, stage=stage, nonces=nonce + reply[:32])
     )
     return sock
 
@@ -322,7 +322,7 @@ def recorded_handshakes(job: Job) -> list[tuple[int, str, str]]:
                 b"C",
                 client=client,
                 server=server,
-                turn=handshake.ConnectionPhase(generation, 0),
+                stage=handshake.ConnectionPhase(generation, 0),
                 nonces=nonce + secrets.token_bytes(32),
             )
             recorded.append((server, hello.hex(), proof.hex()))

@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 import sys
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_functions_that_may_block_release_the_gil() -> None:
 
 
 def test_every_constant_has_the_same_value() -> None:
-    def values(prefix: str, members: type[library.IntEnum]) -> dict[str, int]:
+    def values(prefix: str, members: type[IntEnum]) -> dict[str, int]:
         return {prefix + member.name: member.value for member in members}
 
     mirrored = {
