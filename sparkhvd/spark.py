@@ -28,250 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sessions of classic Spark and of Spark Connect: checks, keys, and the active one.
-
-
-def check_session(spark: object) -> None:
-    """Reject a value that is not a session, and a stopped session.
-
-    Raises:
-        InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
-    """
-    if not (type(spark).__module__.startswith("pyspark.") and hasattr(spark, "range")):
-        raise InvalidArgumentError(
-            f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
-        )
-    if is_stopped(spark):
-        raise InvalidArgumentError(
-            "The Spark session has been stopped. Start a new one, and make the DataFrame from it."
-        )
-
-
-def is_stopped(session: Any) -> bool:
-    """Return True if a session (on classic: its application) has been stopped."""
-    if is_connect(session):
-        return bool(getattr(session, "is_stopped", False))
-    return session.sparkContext._jsc is None
-
-
-def check_dataframe(call: str, value: object) -> None:
-    """Reject a value that is not a Spark DataFrame.
-
-    Args:
-        call: or argument that received it, for the message.
-        value: given.
-
-    Raises:
-        InvalidArgumentError: it is not a DataFrame; the message says how to create one.
-    """
-    if is_dataframe(value):
-        return
-    kind = type(value)
-    remedy = "spark.createDataFrame(...) makes one"
-    if hasattr(value, "to_spark"):  # of pandas on Spark
-        remedy = "frame.to_spark() makes one"
-    elif kind.__module__.partition(".")[0] == "pandas":
-        remedy = "spark.createDataFrame(frame) makes one"
-    raise InvalidArgumentError(
-        f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
-    )
-
-
-def is_connect(spark: SparkSession) -> bool:
-    """Return True for a session of Spark Connect."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
-
-
-def session_key(spark: SparkSession) -> str:
-    """Return the key of a session; two objects of one session have the same key."""
-    session: Any = spark
-    if is_connect(spark):
-        return str(session.session_id)
-    return str(session._jsparkSession.sessionUUID())
-
-
-def has_died(spark: SparkSession) -> bool:
-    """Return True if a classic driver's JVM no longer answers."""
-    from py4j.protocol import Py4JError
-
-    if is_connect(spark):
-        return False
-    session: Any = spark
-    try:
-        session._jvm.java.lang.System.nanoTime()
-    except (OSError, Py4JError):
-        return True
-    return False
-
-
-def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
-    """Count started tasks of the jobs with a tag, and running tasks of other jobs of the application; None if unknown."""
-    if is_connect(spark):
-        return None
-    context: Any = spark.sparkContext
-    with contextlib.suppress(Exception):  # another Spark version, or the application has ended
-        tracker = context.statusTracker()
-        tagged = context._jsc.sc().statusTracker().getJobIdsForTag(tag)
-        jobs = [tracker.getJobInfo(job) for job in tagged]
-        mine = {stage for job in jobs if job is not None for stage in job.stageIds}
-        own = others = 0
-        for number in {*mine, *tracker.getActiveStageIds()}:
-            stage = tracker.getStageInfo(number)
-            if stage is None:
-                continue
-            if number in mine:
-                own += stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
-            else:
-                others += stage.numActiveTasks
-        return (own, others) if mine else None
-    return None
-
-
-def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
-    """Return the argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
-    import pyspark
-
-    return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
-
-
-def active_session() -> SparkSession:
-    """Return the active session of this thread, classic or Connect.
-
-    Raises:
-        InvalidArgumentError: there is no active session.
-    """
-    from pyspark.sql import SparkSession
-
-    session: SparkSession | None = SparkSession.getActiveSession()
-    if session is None:  # other threads and connections have only the default session
-        with contextlib.suppress(Exception):
-            session = SparkSession.active()
-    if session is None:
-        with contextlib.suppress(ImportError):  # the client's packages may be absent
-            from pyspark.sql.connect.session import SparkSession as ConnectSession
-
-            session = cast("SparkSession | None", ConnectSession.getActiveSession())
-    if session is None:
-        raise InvalidArgumentError(
-            "There is no active Spark session. Start one, or give spark=<session>."
-        )
-    return session
-
-
-def connect_session() -> SparkSession | None:
-    """Return the active session of Spark Connect in this process, or None."""
-    module = sys.modules.get("pyspark.sql.connect.session")
-    if module is None:
-        return None
-    kind = module.SparkSession
-    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
-        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
-            session: SparkSession | None = find()
-            if session is not None:
-                return session
-    return None
-
-
-def is_dataframe(value: object) -> TypeIs[DataFrame]:
-    """Return True for a DataFrame, classic or Connect."""
-    return hasattr(value, "sparkSession") and hasattr(value, "schema")
-
-
-# ----------------------------------------------------------------------------------------------------
-# Operations of Spark Connect sessions: the server elsewhere, and progress of the tasks of their operations.
-
-
-def server_host(session: Any) -> str:
-    """Return the host of a session's server, a name or an address.
-
-    Raises:
-        OSError: the session's channel does not provide it.
-    """
-    try:
-        return str(session.client.host).strip("[]")
-    except Exception as e:
-        raise OSError(
-            "the session's channel builder does not tell the host of the Spark Connect server"
-        ) from e
-
-
-def is_served_here(session: Any) -> bool:
-    """Return True if this process has started the session's server, as it does for `remote("local[*]")`."""
-    context = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")
-    served: Any = context and context.SparkContext._active_spark_context
-    return bool(served) and served.applicationId == session.conf.get("spark.app.id", None)
-
-
-def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Read the values of conf keys in one request to a session's server; None for unset keys."""
-    names = list(keys)
-    values = session.client.get_config_with_defaults(*((name, None) for name in names))
-    return list(zip(names, values, strict=True))
-
-
-def file_roots(df: Any) -> list[str]:
-    """List paths given to the scans of a DataFrame, two of each scan; sends no request."""
-    roots: list[str] = []
-    messages = [df._plan.to_proto(df.sparkSession.client)]
-    while messages:
-        message = messages.pop()
-        if message.DESCRIPTOR.name == "DataSource":
-            # Spark's default is Parquet. Other formats are not data files of tables, or are tables with logs.
-            if message.format in ("", "parquet", "orc", "avro"):
-                by_option = [v for k, v in message.options.items() if k.lower() == "path"]
-                roots += [*message.paths, *by_option][:2]
-            continue
-        for field, value in message.ListFields():
-            if field.message_type is None or field.message_type.GetOptions().map_entry:
-                continue
-            messages += [value] if hasattr(value, "DESCRIPTOR") else value
-    return roots
-
-
-def register_profile(session: Any, profile: ResourceProfile) -> None:
-    """Register a resource profile at a session's server; by default it would use the thread's active session."""
-    from pyspark.sql.connect import proto
-
-    tasks = {
-        name: proto.TaskResourceRequest(resource_name=name, amount=request.amount)
-        for name, request in profile.taskResources.items()
-    }
-    profile._id = session.client._create_profile(proto.ResourceProfile(task_resources=tasks))
-
-
-@contextlib.contextmanager
-def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Iterator[None]:
-    """Call a function repeatedly, from pyspark's threads, while tasks of a stage executed inside the block run.
-
-    Args:
-        session: that executes it.
-        size: number of the stage's tasks, which identifies it.
-        notice: must not raise, which would end the operation.
-    """
-
-    def poll(
-        stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool
-    ) -> None:
-        del operation_id
-        if not done and inflight_tasks and any(stage.num_tasks == size for stage in stages or ()):
-            notice()
-
-    session.registerProgressHandler(poll)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the user has cleared all handlers
-            session.removeProgressHandler(poll)
-
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.resource import ResourceProfile
-    from pyspark.sql import DataFrame, Row, SparkSession
-
-    ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
-
 # gRPC refuses larger messages; the plan holds the program and little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
@@ -647,3 +403,248 @@ def plain_interrupts() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sessions of classic Spark and of Spark Connect: checks, keys, and the active one.
+
+
+def check_session(spark: object) -> None:
+    """Reject a value that is not a session, and a stopped session.
+
+    Raises:
+        InvalidArgumentError: `spark` is not a SparkSession, or has been stopped.
+    """
+    if not (type(spark).__module__.startswith("pyspark.") and hasattr(spark, "range")):
+        raise InvalidArgumentError(
+            f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
+        )
+    if is_stopped(spark):
+        raise InvalidArgumentError(
+            "The Spark session has been stopped. Start a new one, and make the DataFrame from it."
+        )
+
+
+def is_stopped(session: Any) -> bool:
+    """Return True if a session (on classic: its application) has been stopped."""
+    if is_connect(session):
+        return bool(getattr(session, "is_stopped", False))
+    return session.sparkContext._jsc is None
+
+
+def check_dataframe(call: str, value: object) -> None:
+    """Reject a value that is not a Spark DataFrame.
+
+    Args:
+        call: or argument that received it, for the message.
+        value: given.
+
+    Raises:
+        InvalidArgumentError: it is not a DataFrame; the message says how to create one.
+    """
+    if is_dataframe(value):
+        return
+    kind = type(value)
+    remedy = "spark.createDataFrame(...) makes one"
+    if hasattr(value, "to_spark"):  # of pandas on Spark
+        remedy = "frame.to_spark() makes one"
+    elif kind.__module__.partition(".")[0] == "pandas":
+        remedy = "spark.createDataFrame(frame) makes one"
+    raise InvalidArgumentError(
+        f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
+    )
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Return True for a session of Spark Connect."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def session_key(spark: SparkSession) -> str:
+    """Return the key of a session; two objects of one session have the same key."""
+    session: Any = spark
+    if is_connect(spark):
+        return str(session.session_id)
+    return str(session._jsparkSession.sessionUUID())
+
+
+def has_died(spark: SparkSession) -> bool:
+    """Return True if a classic driver's JVM no longer answers."""
+    from py4j.protocol import Py4JError
+
+    if is_connect(spark):
+        return False
+    session: Any = spark
+    try:
+        session._jvm.java.lang.System.nanoTime()
+    except (OSError, Py4JError):
+        return True
+    return False
+
+
+def running_tasks(spark: SparkSession, tag: str) -> tuple[int, int] | None:
+    """Count started tasks of the jobs with a tag, and running tasks of other jobs of the application; None if unknown."""
+    if is_connect(spark):
+        return None
+    context: Any = spark.sparkContext
+    with contextlib.suppress(Exception):  # another Spark version, or the application has ended
+        tracker = context.statusTracker()
+        tagged = context._jsc.sc().statusTracker().getJobIdsForTag(tag)
+        jobs = [tracker.getJobInfo(job) for job in tagged]
+        mine = {stage for job in jobs if job is not None for stage in job.stageIds}
+        own = others = 0
+        for number in {*mine, *tracker.getActiveStageIds()}:
+            stage = tracker.getStageInfo(number)
+            if stage is None:
+                continue
+            if number in mine:
+                own += stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
+            else:
+                others += stage.numActiveTasks
+        return (own, others) if mine else None
+    return None
+
+
+def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
+    """Return the argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
+    import pyspark
+
+    return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
+
+
+def active_session() -> SparkSession:
+    """Return the active session of this thread, classic or Connect.
+
+    Raises:
+        InvalidArgumentError: there is no active session.
+    """
+    from pyspark.sql import SparkSession
+
+    session: SparkSession | None = SparkSession.getActiveSession()
+    if session is None:  # other threads and connections have only the default session
+        with contextlib.suppress(Exception):
+            session = SparkSession.active()
+    if session is None:
+        with contextlib.suppress(ImportError):  # the client's packages may be absent
+            from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+            session = cast("SparkSession | None", ConnectSession.getActiveSession())
+    if session is None:
+        raise InvalidArgumentError(
+            "There is no active Spark session. Start one, or give spark=<session>."
+        )
+    return session
+
+
+def connect_session() -> SparkSession | None:
+    """Return the active session of Spark Connect in this process, or None."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    if module is None:
+        return None
+    kind = module.SparkSession
+    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
+        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
+            session: SparkSession | None = find()
+            if session is not None:
+                return session
+    return None
+
+
+def is_dataframe(value: object) -> TypeIs[DataFrame]:
+    """Return True for a DataFrame, classic or Connect."""
+    return hasattr(value, "sparkSession") and hasattr(value, "schema")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Operations of Spark Connect sessions: the server elsewhere, and progress of the tasks of their operations.
+
+
+def server_host(session: Any) -> str:
+    """Return the host of a session's server, a name or an address.
+
+    Raises:
+        OSError: the session's channel does not provide it.
+    """
+    try:
+        return str(session.client.host).strip("[]")
+    except Exception as e:
+        raise OSError(
+            "the session's channel builder does not tell the host of the Spark Connect server"
+        ) from e
+
+
+def is_served_here(session: Any) -> bool:
+    """Return True if this process has started the session's server, as it does for `remote("local[*]")`."""
+    context = sys.modules.get("pyspark.core.context") or sys.modules.get("pyspark.context")
+    served: Any = context and context.SparkContext._active_spark_context
+    return bool(served) and served.applicationId == session.conf.get("spark.app.id", None)
+
+
+def conf(session: Any, keys: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Read the values of conf keys in one request to a session's server; None for unset keys."""
+    names = list(keys)
+    values = session.client.get_config_with_defaults(*((name, None) for name in names))
+    return list(zip(names, values, strict=True))
+
+
+def file_roots(df: Any) -> list[str]:
+    """List paths given to the scans of a DataFrame, two of each scan; sends no request."""
+    roots: list[str] = []
+    messages = [df._plan.to_proto(df.sparkSession.client)]
+    while messages:
+        message = messages.pop()
+        if message.DESCRIPTOR.name == "DataSource":
+            # Spark's default is Parquet. Other formats are not data files of tables, or are tables with logs.
+            if message.format in ("", "parquet", "orc", "avro"):
+                by_option = [v for k, v in message.options.items() if k.lower() == "path"]
+                roots += [*message.paths, *by_option][:2]
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is None or field.message_type.GetOptions().map_entry:
+                continue
+            messages += [value] if hasattr(value, "DESCRIPTOR") else value
+    return roots
+
+
+def register_profile(session: Any, profile: ResourceProfile) -> None:
+    """Register a resource profile at a session's server; by default it would use the thread's active session."""
+    from pyspark.sql.connect import proto
+
+    tasks = {
+        name: proto.TaskResourceRequest(resource_name=name, amount=request.amount)
+        for name, request in profile.taskResources.items()
+    }
+    profile._id = session.client._create_profile(proto.ResourceProfile(task_resources=tasks))
+
+
+@contextlib.contextmanager
+def noticing_tasks(session: Any, size: int, notice: Callable[[], None]) -> Iterator[None]:
+    """Call a function repeatedly, from pyspark's threads, while tasks of a stage executed inside the block run.
+
+    Args:
+        session: that executes it.
+        size: number of the stage's tasks, which identifies it.
+        notice: must not raise, which would end the operation.
+    """
+
+    def poll(
+        stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, done: bool
+    ) -> None:
+        del operation_id
+        if not done and inflight_tasks and any(stage.num_tasks == size for stage in stages or ()):
+            notice()
+
+    session.registerProgressHandler(poll)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user has cleared all handlers
+            session.removeProgressHandler(poll)
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+    ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]

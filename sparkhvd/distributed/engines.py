@@ -28,6 +28,148 @@ from sparkhvd.torch import context
 from sparkhvd.torch.process_sets import ProcessSets, add_process_set
 from sparkhvd.torch.startup import way_to_join
 
+_OTHER = "of other ranks"
+# Number of default groups of each engine so far, the same on its ranks.
+_generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+
+
+class EngineGroups:
+    """Creates the engine groups of a default group and of its subgroups."""
+
+    def __init__(self) -> None:
+        self._world: EngineGroup | None = None
+        self._named = 0
+
+    def name(self, torchs: str) -> str:
+        """Return the name of a new group, the same on all of its ranks.
+
+        Torch's names are numbers if every rank creates the group. Since torch 2.14 groups that only their members create count, too,
+        but only on the members, so that later numbers differ between ranks.
+        """
+        if not torchs.isdigit():
+            return torchs
+        self._named += 1
+        return str(self._named)
+
+    def world(
+        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
+    ) -> EngineGroup:
+        """Return all ranks, in the engine that this process shares with `hvd`."""
+        try:
+            self._world = self._share(store, name, rank, size, timeout)
+            _clean_up(store, rank, self._world, timeout)
+        except CollectiveError as error:
+            raise as_torch(error) from None
+        return self._world
+
+    def _share(
+        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
+    ) -> EngineGroup:
+        found = _state(rank, size)
+        texts = exchange(
+            store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
+        )
+        generations, states = zip(*[text.split(" ", 1) for text in texts], strict=True)
+        if _OTHER in states and "none" not in states:  # torch's ranks are not hvd's
+            return own(store, name, rank, size, timeout)
+        if len(set(states)) > 1:
+            raise InvalidArgumentError(
+                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {list(states)}, by rank. Call hvd.init() "
+                "before it on every rank or on none, and start all ranks in the same way."
+            )
+        if found == "launched":
+            context.initialize(way_to_join(None))
+        elif found == "none":
+            rendezvous = meet(store, name, rank, size, timeout)
+            context.initialize(lambda _: rendezvous)
+            meeting.install(rendezvous)  # for hvd.init() after hvd.shutdown()
+        engine = context.context().engine
+        _generations[engine] = 1 + max(map(int, generations))
+        return EngineGroup(
+            engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine]
+        )
+
+    def subset(
+        self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
+    ) -> EngineGroup | None:
+        """Return the ranks of a group inside the default group; None if this rank is not a member.
+
+        They are a process set, for which every rank must call this. They have their own engine if torch calls this on the
+        members alone (`use_local_synchronization`, recognized by a name that is not a number), if they are not in rank order, or
+        if the default group has its own engine.
+        """
+        world = self._world
+        if world is None or world.is_own or not name.isdigit() or list(ranks) != sorted(ranks):
+            return (
+                own(store, name, ranks.index(rank), len(ranks), timeout) if rank in ranks else None
+            )
+        process_set = world.process_set
+        if ranks != world.ranks:
+            try:
+                registered = context.context().part(ProcessSets).by_ranks
+                known = registered.get(ranks) or add_process_set(ranks)
+            except CollectiveError as error:
+                raise as_torch(error) from None
+            process_set = known.process_set_id or 0
+        if rank not in ranks:
+            return None
+        number = int(name) % (1 << NUMBER_BITS)
+        return EngineGroup(
+            world.engine,
+            process_set,
+            ranks,
+            is_own=False,
+            generation=world.generation,
+            number=number,
+        )
+
+
+def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
+    """Return ranks in a separate engine; every one of these ranks must call this."""
+    try:
+        rendezvous = meet(store, name, rank, size, timeout)
+        engine = Engine(rendezvous.connect(), rendezvous.settings)
+        rendezvous.close()  # all are connected, and these ranks connect once
+        team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
+        _clean_up(store, rank, team, timeout)
+    except CollectiveError as error:
+        raise as_torch(error) from None
+    return team
+
+
+def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) -> None:
+    """Restore the store: a launcher's store serves several default groups, which all use the same names."""
+
+    def barrier(what: str) -> None:
+        name = f"torch.{team.generation}.{what}"
+        team.engine.barrier(name=name, timeout_s=timeout.total_seconds()).wait()
+
+    barrier("read")
+    forget(store, rank)
+    barrier("deleted")
+
+
+def _state(rank: int, size: int) -> str:
+    """Describe this process's engine."""
+    if context.is_initialized():
+        engine = context.context().engine
+        try:
+            engine.check()
+        except CollectiveError:
+            context.shut_down()  # it has lost a rank: these ranks connect again
+        else:
+            return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
+    launched = meeting.current() or receive()
+    if launched is None or isinstance(launched, StoreRendezvous):
+        return "none"
+    return "launched" if (launched.rank, launched.size) == (rank, size) else _OTHER
+
+
+def _generation() -> int:
+    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
+    return _generations.get(context.context().engine, 0) if context.is_initialized() else 0
+
+
 # ----------------------------------------------------------------------------------------------------
 # Ranks find each other through the store that torch.distributed passes to a group.
 # Trust: writers of the store are trusted with addresses, as in torch. The key does not pass through the store, unless the user
@@ -180,145 +322,3 @@ def _key_between_hosts(
         store.set("key", secrets.token_hex(KEY_BYTES))
     store.wait(["key"], timeout)
     return bytes.fromhex(store.get("key").decode())
-
-
-_OTHER = "of other ranks"
-# Number of default groups of each engine so far, the same on its ranks.
-_generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
-
-
-class EngineGroups:
-    """Creates the engine groups of a default group and of its subgroups."""
-
-    def __init__(self) -> None:
-        self._world: EngineGroup | None = None
-        self._named = 0
-
-    def name(self, torchs: str) -> str:
-        """Return the name of a new group, the same on all of its ranks.
-
-        Torch's names are numbers if every rank creates the group. Since torch 2.14 groups that only their members create count, too,
-        but only on the members, so that later numbers differ between ranks.
-        """
-        if not torchs.isdigit():
-            return torchs
-        self._named += 1
-        return str(self._named)
-
-    def world(
-        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
-    ) -> EngineGroup:
-        """Return all ranks, in the engine that this process shares with `hvd`."""
-        try:
-            self._world = self._share(store, name, rank, size, timeout)
-            _clean_up(store, rank, self._world, timeout)
-        except CollectiveError as error:
-            raise as_torch(error) from None
-        return self._world
-
-    def _share(
-        self, store: Store, name: str, rank: int, size: int, timeout: timedelta
-    ) -> EngineGroup:
-        found = _state(rank, size)
-        texts = exchange(
-            store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
-        )
-        generations, states = zip(*[text.split(" ", 1) for text in texts], strict=True)
-        if _OTHER in states and "none" not in states:  # torch's ranks are not hvd's
-            return own(store, name, rank, size, timeout)
-        if len(set(states)) > 1:
-            raise InvalidArgumentError(
-                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {list(states)}, by rank. Call hvd.init() "
-                "before it on every rank or on none, and start all ranks in the same way."
-            )
-        if found == "launched":
-            context.initialize(way_to_join(None))
-        elif found == "none":
-            rendezvous = meet(store, name, rank, size, timeout)
-            context.initialize(lambda _: rendezvous)
-            meeting.install(rendezvous)  # for hvd.init() after hvd.shutdown()
-        engine = context.context().engine
-        _generations[engine] = 1 + max(map(int, generations))
-        return EngineGroup(
-            engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine]
-        )
-
-    def subset(
-        self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
-    ) -> EngineGroup | None:
-        """Return the ranks of a group inside the default group; None if this rank is not a member.
-
-        They are a process set, for which every rank must call this. They have their own engine if torch calls this on the
-        members alone (`use_local_synchronization`, recognized by a name that is not a number), if they are not in rank order, or
-        if the default group has its own engine.
-        """
-        world = self._world
-        if world is None or world.is_own or not name.isdigit() or list(ranks) != sorted(ranks):
-            return (
-                own(store, name, ranks.index(rank), len(ranks), timeout) if rank in ranks else None
-            )
-        process_set = world.process_set
-        if ranks != world.ranks:
-            try:
-                registered = context.context().part(ProcessSets).by_ranks
-                known = registered.get(ranks) or add_process_set(ranks)
-            except CollectiveError as error:
-                raise as_torch(error) from None
-            process_set = known.process_set_id or 0
-        if rank not in ranks:
-            return None
-        number = int(name) % (1 << NUMBER_BITS)
-        return EngineGroup(
-            world.engine,
-            process_set,
-            ranks,
-            is_own=False,
-            generation=world.generation,
-            number=number,
-        )
-
-
-def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> EngineGroup:
-    """Return ranks in a separate engine; every one of these ranks must call this."""
-    try:
-        rendezvous = meet(store, name, rank, size, timeout)
-        engine = Engine(rendezvous.connect(), rendezvous.settings)
-        rendezvous.close()  # all are connected, and these ranks connect once
-        team = EngineGroup(engine, 0, tuple(range(size)), is_own=True)
-        _clean_up(store, rank, team, timeout)
-    except CollectiveError as error:
-        raise as_torch(error) from None
-    return team
-
-
-def _clean_up(store: Store, rank: int, team: EngineGroup, timeout: timedelta) -> None:
-    """Restore the store: a launcher's store serves several default groups, which all use the same names."""
-
-    def barrier(what: str) -> None:
-        name = f"torch.{team.generation}.{what}"
-        team.engine.barrier(name=name, timeout_s=timeout.total_seconds()).wait()
-
-    barrier("read")
-    forget(store, rank)
-    barrier("deleted")
-
-
-def _state(rank: int, size: int) -> str:
-    """Describe this process's engine."""
-    if context.is_initialized():
-        engine = context.context().engine
-        try:
-            engine.check()
-        except CollectiveError:
-            context.shut_down()  # it has lost a rank: these ranks connect again
-        else:
-            return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
-    launched = meeting.current() or receive()
-    if launched is None or isinstance(launched, StoreRendezvous):
-        return "none"
-    return "launched" if (launched.rank, launched.size) == (rank, size) else _OTHER
-
-
-def _generation() -> int:
-    """Return the number of default groups so far in the engine that this process shares with `hvd`."""
-    return _generations.get(context.context().engine, 0) if context.is_initialized() else 0

@@ -246,6 +246,10 @@ class BackwardQueue:
             work.finish_backward()
 
 
+# ----------------------------------------------------------------------------------------------------
+# A work: operations that torch sees as one.
+
+
 class Work(dist.Work):
     """Operations of the engine as one work of torch.
 

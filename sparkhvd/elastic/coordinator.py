@@ -51,178 +51,6 @@ from sparkhvd.rendezvous.event_loop import (
 from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
 
-# ----------------------------------------------------------------------------------------------------
-# Thread that serves connections and runs calls of other threads.
-
-_IDLE_S = 3600.0
-# Longest wait for the end of the thread, whose steps never block.
-_END_S = 10.0
-
-
-class CoordinatorThread:
-    """Thread with an event loop.
-
-    Args:
-        name: of the thread.
-        after: called in the thread after posted calls.
-
-    Attributes:
-        loop: of the thread; tasks are started there before `start`, or by the thread.
-    """
-
-    def __init__(self, name: str, after: Callable[[], None] = lambda: None) -> None:
-        self.loop = EventLoop()
-        self._after = after
-        self._at_end: Callable[[], None] = lambda: None
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wakeup, self._waker = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._is_closing = False
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self, at_end: Callable[[], None]) -> None:
-        """Start the thread; it calls `at_end` however it ends."""
-        self._at_end = at_end
-        self._thread.start()
-
-    def call(self, step: Callable[[], None]) -> None:
-        """Post a function to the thread; returns at once."""
-        self._calls.put(step)
-        with contextlib.suppress(
-            OSError
-        ):  # full: a wakeup is pending; closed: the thread has ended
-            self._waker.send(b"\0", socket.MSG_DONTWAIT)
-
-    def close(self) -> None:
-        """End the thread; in a fork, which has no thread, close its sockets."""
-        if self._thread.is_alive() and os.getpid() == self._pid:
-
-            def stop() -> None:
-                self._is_closing = True
-
-            self.call(stop)
-            self._thread.join(_END_S)
-            if self._thread.is_alive():  # it is a daemon, and still uses its sockets
-                return
-        for sock in (self._wakeup, self._waker):
-            sock.close()
-
-    def _run(self) -> None:
-        for task in (self._run_calls(), self._stay_awake()):
-            self.loop.start(task)
-        try:
-            self.loop.run(lambda: self._is_closing)
-        finally:
-            self.loop.close()
-            self._at_end()
-
-    def _run_calls(self) -> Task:
-        """Run the calls of other threads."""
-        while True:
-            yield Wait(self._wakeup, selectors.EVENT_READ, float("inf"))
-            with contextlib.suppress(BlockingIOError):
-                self._wakeup.recv(_READ_BYTES)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._calls.get_nowait()()
-            self._after()
-
-    def _stay_awake(self) -> Task:
-        """Bound each wait of the loop: a selector cannot wait forever."""
-        while True:
-            yield from sleep(_IDLE_S)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Authenticated connections between members and their coordinator, and their messages.
-# A connection starts with the handshake of ranks (`rendezvous.handshake`), under its own key, derived from the job's.
-# Then each message is a length-prefixed JSON object.
-
-FIRST_TURN = ConnectionPhase(0, 0)
-_LENGTH = struct.Struct("!I")
-# A decision names every member: 64 MiB suffice for a hundred thousand.
-_MOST_BYTES = 64 << 20
-# Above any member's number, as the handshake requires.
-_SIZE = 1 << 31
-
-
-@dataclass(frozen=True)
-class CoordinatorSide:
-    """A `HandshakeSide`: the coordinator is 0, member n is n + 1."""
-
-    key: bytes = field(repr=False)
-    job_id: str
-    rank: int
-    attempt: int = 0
-    size: int = _SIZE
-
-
-def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
-    """Return the coordinator's side (None), or a member's.
-
-    Args:
-        key: of the job.
-        job_id: of the job.
-        number: of the member.
-    """
-    own = hmac.digest(key, b"elastic coordinator", "sha256")
-    return CoordinatorSide(own, f"{job_id} elastic", 0 if number is None else number + 1)
-
-
-def dial(
-    endpoint: Endpoint, side: CoordinatorSide, until: float
-) -> Generator[Wait, None, socket.socket | None]:
-    """Connect to the coordinator and authenticate; return the connection, or None if its proof was wrong.
-
-    Raises:
-        OSError: it does not listen, or does not answer in time.
-    """
-    if endpoint.unix_name and endpoint.host_key == host_key() != "":
-        sock = yield from open_connection(socket.AF_UNIX, unix_address(endpoint.unix_name), until)
-        if not is_same_user(sock):
-            sock.close()
-            raise PermissionError("the coordinator's socket belongs to another user")
-    else:
-        sock = yield from open_connection(*tcp_place(endpoint), until)
-    try:
-        if (yield from introduce(side, 0, FIRST_TURN, sock, until)):
-            return sock
-    except BaseException:
-        sock.close()
-        raise
-    sock.close()
-    return None
-
-
-def pack(message: Message) -> bytes:
-    """Return the bytes of a message."""
-    text = json.dumps(to_dict(message)).encode()
-    return _LENGTH.pack(len(text)) + text
-
-
-def take(came: bytearray) -> Message | None:
-    """Remove the first message from received bytes; None if it is incomplete.
-
-    Raises:
-        ValueError: they are not a valid message.
-    """
-    if len(came) < _LENGTH.size:
-        return None
-    (size,) = _LENGTH.unpack_from(came)
-    if size > _MOST_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    end = _LENGTH.size + size
-    if len(came) < end:
-        return None
-    text = bytes(came[_LENGTH.size : end])
-    del came[:end]
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError("a message that is no object")
-    return from_dict(values)
-
-
 _READ_BYTES = 1 << 16
 
 
@@ -440,6 +268,178 @@ class Coordinator:
             self._change = membership.changes.pop(0)
             self._unmet = set(self._change.members)
         self._set_alarm()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Thread that serves connections and runs calls of other threads.
+
+_IDLE_S = 3600.0
+# Longest wait for the end of the thread, whose steps never block.
+_END_S = 10.0
+
+
+class CoordinatorThread:
+    """Thread with an event loop.
+
+    Args:
+        name: of the thread.
+        after: called in the thread after posted calls.
+
+    Attributes:
+        loop: of the thread; tasks are started there before `start`, or by the thread.
+    """
+
+    def __init__(self, name: str, after: Callable[[], None] = lambda: None) -> None:
+        self.loop = EventLoop()
+        self._after = after
+        self._at_end: Callable[[], None] = lambda: None
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._is_closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, at_end: Callable[[], None]) -> None:
+        """Start the thread; it calls `at_end` however it ends."""
+        self._at_end = at_end
+        self._thread.start()
+
+    def call(self, step: Callable[[], None]) -> None:
+        """Post a function to the thread; returns at once."""
+        self._calls.put(step)
+        with contextlib.suppress(
+            OSError
+        ):  # full: a wakeup is pending; closed: the thread has ended
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """End the thread; in a fork, which has no thread, close its sockets."""
+        if self._thread.is_alive() and os.getpid() == self._pid:
+
+            def stop() -> None:
+                self._is_closing = True
+
+            self.call(stop)
+            self._thread.join(_END_S)
+            if self._thread.is_alive():  # it is a daemon, and still uses its sockets
+                return
+        for sock in (self._wakeup, self._waker):
+            sock.close()
+
+    def _run(self) -> None:
+        for task in (self._run_calls(), self._stay_awake()):
+            self.loop.start(task)
+        try:
+            self.loop.run(lambda: self._is_closing)
+        finally:
+            self.loop.close()
+            self._at_end()
+
+    def _run_calls(self) -> Task:
+        """Run the calls of other threads."""
+        while True:
+            yield Wait(self._wakeup, selectors.EVENT_READ, float("inf"))
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup.recv(_READ_BYTES)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()()
+            self._after()
+
+    def _stay_awake(self) -> Task:
+        """Bound each wait of the loop: a selector cannot wait forever."""
+        while True:
+            yield from sleep(_IDLE_S)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Authenticated connections between members and their coordinator, and their messages.
+# A connection starts with the handshake of ranks (`rendezvous.handshake`), under its own key, derived from the job's.
+# Then each message is a length-prefixed JSON object.
+
+FIRST_TURN = ConnectionPhase(0, 0)
+_LENGTH = struct.Struct("!I")
+# A decision names every member: 64 MiB suffice for a hundred thousand.
+_MOST_BYTES = 64 << 20
+# Above any member's number, as the handshake requires.
+_SIZE = 1 << 31
+
+
+@dataclass(frozen=True)
+class CoordinatorSide:
+    """A `HandshakeSide`: the coordinator is 0, member n is n + 1."""
+
+    key: bytes = field(repr=False)
+    job_id: str
+    rank: int
+    attempt: int = 0
+    size: int = _SIZE
+
+
+def party(key: bytes, job_id: str, number: int | None) -> CoordinatorSide:
+    """Return the coordinator's side (None), or a member's.
+
+    Args:
+        key: of the job.
+        job_id: of the job.
+        number: of the member.
+    """
+    own = hmac.digest(key, b"elastic coordinator", "sha256")
+    return CoordinatorSide(own, f"{job_id} elastic", 0 if number is None else number + 1)
+
+
+def dial(
+    endpoint: Endpoint, side: CoordinatorSide, until: float
+) -> Generator[Wait, None, socket.socket | None]:
+    """Connect to the coordinator and authenticate; return the connection, or None if its proof was wrong.
+
+    Raises:
+        OSError: it does not listen, or does not answer in time.
+    """
+    if endpoint.unix_name and endpoint.host_key == host_key() != "":
+        sock = yield from open_connection(socket.AF_UNIX, unix_address(endpoint.unix_name), until)
+        if not is_same_user(sock):
+            sock.close()
+            raise PermissionError("the coordinator's socket belongs to another user")
+    else:
+        sock = yield from open_connection(*tcp_place(endpoint), until)
+    try:
+        if (yield from introduce(side, 0, FIRST_TURN, sock, until)):
+            return sock
+    except BaseException:
+        sock.close()
+        raise
+    sock.close()
+    return None
+
+
+def pack(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    text = json.dumps(to_dict(message)).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+def take(came: bytearray) -> Message | None:
+    """Remove the first message from received bytes; None if it is incomplete.
+
+    Raises:
+        ValueError: they are not a valid message.
+    """
+    if len(came) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(came)
+    if size > _MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    end = _LENGTH.size + size
+    if len(came) < end:
+        return None
+    text = bytes(came[_LENGTH.size : end])
+    del came[:end]
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("a message that is no object")
+    return from_dict(values)
 
 
 # ----------------------------------------------------------------------------------------------------

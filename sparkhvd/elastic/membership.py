@@ -20,142 +20,6 @@ from typing import Any
 
 from sparkhvd.rendezvous import Endpoint
 
-# ----------------------------------------------------------------------------------------------------
-# Messages between the members of an elastic job and its coordinator.
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Question of a new process whether a generation runs. It asks to join later, when it is ready."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """Answer to an arrival.
-
-    Attributes:
-        size: number of members of the running generation; 0 if none has started.
-    """
-
-    size: int
-
-
-@dataclass(frozen=True)
-class JoinRequest:
-    """Request of a member to join the next generation.
-
-    Attributes:
-        generation: its last one; 0 for none.
-        endpoint: its listening address.
-        has_state: whether it has the training's state.
-        version: of its last commit; the state with the highest version wins.
-        needs_sync: whether it must get the state before it continues.
-        dead: numbers of members whose processes have ended, as its engine knows.
-        why: what ended the generation for it.
-    """
-
-    generation: int
-    endpoint: Endpoint
-    has_state: bool = False
-    version: int = 0
-    needs_sync: bool = True
-    dead: tuple[int, ...] = ()
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Members of a generation, sent to each of them.
-
-    Attributes:
-        generation: counts from 1.
-        members: their numbers, by rank.
-        endpoints: their listening addresses, by rank.
-        sync: whether every member gets rank 0's state before it continues.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    endpoints: tuple[Endpoint, ...]
-    sync: bool
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Answer to a member that is not in the next generation.
-
-    Attributes:
-        kind: "left out", "removed" (it should exit with 0), "over" (the others have finished), or "failed".
-        text: why, in a sentence.
-    """
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Update:
-    """Notice that the members should change at the next commit.
-
-    Attributes:
-        only_removals: whether no member joins, so that the state need not be sent again.
-    """
-
-    only_removals: bool
-
-
-@dataclass(frozen=True)
-class MemberReport:
-    """Report of a member.
-
-    Attributes:
-        kind: "formed" (it has connected to the others), "synced" (it has the training's state), "finished" (its
-            function has returned) or "running" (it has then started another one).
-        generation: the member's.
-    """
-
-    kind: str
-    generation: int
-
-
-Message = Arrival | Running | JoinRequest | Decision | Refusal | Update | MemberReport
-_KINDS: dict[str, type[Message]] = {
-    "arrival": Arrival,
-    "running": Running,
-    "ask": JoinRequest,
-    "decision": Decision,
-    "refusal": Refusal,
-    "update": Update,
-    "report": MemberReport,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
-
-
-def to_dict(message: Message) -> dict[str, Any]:
-    """Return a JSON object."""
-    return {"message": _NAMES[type(message)], **dataclasses.asdict(message)}
-
-
-def from_dict(values: Mapping[str, Any]) -> Message:
-    """Rebuild a message from `to_dict`.
-
-    Raises:
-        ValueError: it is not a valid message.
-    """
-    fields = dict(values)
-    try:
-        kind = _KINDS[fields.pop("message")]
-        if kind is JoinRequest:
-            fields["endpoint"] = Endpoint.from_dict(fields["endpoint"])
-            fields["dead"] = tuple(map(int, fields["dead"]))
-        if kind is Decision:
-            fields["members"] = tuple(map(int, fields["members"]))
-            fields["endpoints"] = tuple(map(Endpoint.from_dict, fields["endpoints"]))
-        return kind(**fields)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no message of an elastic job: {error!r}") from error
-
-
 FINISHED = "has finished"
 STATE_IS_GONE = (
     "every rank that had the training's state is gone. Start the job again, from a checkpoint"
@@ -496,3 +360,139 @@ class Membership:
                 yield number, FINISHED
             elif number not in members:
                 yield number, self._gone.get(number, "waits for a slot")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Messages between the members of an elastic job and its coordinator.
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Question of a new process whether a generation runs. It asks to join later, when it is ready."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Answer to an arrival.
+
+    Attributes:
+        size: number of members of the running generation; 0 if none has started.
+    """
+
+    size: int
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """Request of a member to join the next generation.
+
+    Attributes:
+        generation: its last one; 0 for none.
+        endpoint: its listening address.
+        has_state: whether it has the training's state.
+        version: of its last commit; the state with the highest version wins.
+        needs_sync: whether it must get the state before it continues.
+        dead: numbers of members whose processes have ended, as its engine knows.
+        why: what ended the generation for it.
+    """
+
+    generation: int
+    endpoint: Endpoint
+    has_state: bool = False
+    version: int = 0
+    needs_sync: bool = True
+    dead: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Members of a generation, sent to each of them.
+
+    Attributes:
+        generation: counts from 1.
+        members: their numbers, by rank.
+        endpoints: their listening addresses, by rank.
+        sync: whether every member gets rank 0's state before it continues.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    endpoints: tuple[Endpoint, ...]
+    sync: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Answer to a member that is not in the next generation.
+
+    Attributes:
+        kind: "left out", "removed" (it should exit with 0), "over" (the others have finished), or "failed".
+        text: why, in a sentence.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """Notice that the members should change at the next commit.
+
+    Attributes:
+        only_removals: whether no member joins, so that the state need not be sent again.
+    """
+
+    only_removals: bool
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """Report of a member.
+
+    Attributes:
+        kind: "formed" (it has connected to the others), "synced" (it has the training's state), "finished" (its
+            function has returned) or "running" (it has then started another one).
+        generation: the member's.
+    """
+
+    kind: str
+    generation: int
+
+
+Message = Arrival | Running | JoinRequest | Decision | Refusal | Update | MemberReport
+_KINDS: dict[str, type[Message]] = {
+    "arrival": Arrival,
+    "running": Running,
+    "ask": JoinRequest,
+    "decision": Decision,
+    "refusal": Refusal,
+    "update": Update,
+    "report": MemberReport,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """Return a JSON object."""
+    return {"message": _NAMES[type(message)], **dataclasses.asdict(message)}
+
+
+def from_dict(values: Mapping[str, Any]) -> Message:
+    """Rebuild a message from `to_dict`.
+
+    Raises:
+        ValueError: it is not a valid message.
+    """
+    fields = dict(values)
+    try:
+        kind = _KINDS[fields.pop("message")]
+        if kind is JoinRequest:
+            fields["endpoint"] = Endpoint.from_dict(fields["endpoint"])
+            fields["dead"] = tuple(map(int, fields["dead"]))
+        if kind is Decision:
+            fields["members"] = tuple(map(int, fields["members"]))
+            fields["endpoints"] = tuple(map(Endpoint.from_dict, fields["endpoints"]))
+        return kind(**fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no message of an elastic job: {error!r}") from error

@@ -244,6 +244,10 @@ class KerasParams(IgnoredParams, PredictParams):
         return {"compiling": given, "compiled": None}
 
 
+# ----------------------------------------------------------------------------------------------------
+# The estimator.
+
+
 @with_signature
 class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
     """Estimator of a Keras 3 model: Keras' `fit` on Spark ranks, over rows of a DataFrame, or of Parquet files in place.

@@ -15,6 +15,30 @@ from sparkhvd.estimator import TorchModel
 from sparkhvd.keras.backend import keras
 from sparkhvd.training.modules.copies import copied
 
+
+class KerasModel(TorchModel):
+    """Trained Keras model. `transform` adds its outputs to a DataFrame, a column `<label>__output` for each label.
+
+    `KerasEstimator.fit` and `load` return it; `load` reads classes and so needs `trust=True`.
+    """
+
+    def getModel(self) -> Any:  # noqa: N802 - Horovod's name
+        """Return a copy of the trained Keras model; not compiled."""
+        network = copied(self._require_fitted().module)
+        assert isinstance(network, Network)
+        return network.model
+
+    def setModel(self, module: Any) -> Any:  # noqa: N802
+        """Predict with a copy of another Keras model for the same columns; returns this object."""
+        return super().setModel(module if isinstance(module, Network) else Network(module))
+
+    def getHistory(self) -> Any:  # noqa: N802
+        """Return the metrics in the form of Keras' `History`: lists by name, with an element per epoch."""
+        records = self._records()
+        names = {name: None for record in records for name in record if name != "epoch"}
+        return {name: [record[name] for record in records if name in record] for name in names}
+
+
 # ----------------------------------------------------------------------------------------------------
 # Keras model as a torch module whose pickle holds its configuration and its variables, so that any Spark process can load it.
 
@@ -131,29 +155,6 @@ def _shaped(column: Tensor, shape: Sequence[int | None]) -> Tensor:
     """Reshape a column to an input's row shape if all its lengths are known."""
     lengths = [length for length in shape if length is not None]
     return column if len(lengths) < len(shape) else column.reshape(len(column), *lengths)
-
-
-class KerasModel(TorchModel):
-    """Trained Keras model. `transform` adds its outputs to a DataFrame, a column `<label>__output` for each label.
-
-    `KerasEstimator.fit` and `load` return it; `load` reads classes and so needs `trust=True`.
-    """
-
-    def getModel(self) -> Any:  # noqa: N802 - Horovod's name
-        """Return a copy of the trained Keras model; not compiled."""
-        network = copied(self._require_fitted().module)
-        assert isinstance(network, Network)
-        return network.model
-
-    def setModel(self, module: Any) -> Any:  # noqa: N802
-        """Predict with a copy of another Keras model for the same columns; returns this object."""
-        return super().setModel(module if isinstance(module, Network) else Network(module))
-
-    def getHistory(self) -> Any:  # noqa: N802
-        """Return the metrics in the form of Keras' `History`: lists by name, with an element per epoch."""
-        records = self._records()
-        names = {name: None for record in records for name in record if name != "epoch"}
-        return {name: [record[name] for record in records if name in record] for name in names}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -115,6 +115,10 @@ class LightningParams(TorchParams):
     )
 
 
+# ----------------------------------------------------------------------------------------------------
+# The estimator.
+
+
 @with_signature
 class TorchEstimator(LightningParams, estimator.TorchEstimator):
     """Estimator of a LightningModule: Lightning's `Trainer` on one rank per Spark task, over a DataFrame's rows.

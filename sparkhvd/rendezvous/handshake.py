@@ -21,125 +21,6 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous.event_loop import Wait, read, send
 from sparkhvd.settings import Settings
 
-# ----------------------------------------------------------------------------------------------------
-# Listening addresses of ranks, and the key and ranks of a job.
-
-KEY_BYTES = 32
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Listening address of a rank.
-
-    Attributes:
-        address: IPv4 or IPv6 address of one interface.
-        port: TCP port.
-        host_key: equal for processes that can reach each other's abstract Unix sockets; "" if unknown.
-        unix_name: name of the abstract Unix socket in hex; "" without one.
-    """
-
-    address: str
-    port: int
-    host_key: str
-    unix_name: str
-
-    def to_dict(self) -> dict[str, str | int]:
-        """Return a JSON object."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, str | int]) -> Endpoint:
-        """Rebuild an endpoint from `to_dict`."""
-        return cls(
-            str(values["address"]),
-            int(values["port"]),
-            str(values["host_key"]),
-            str(values["unix_name"]),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"[{self.address}]:{self.port}"
-            if ":" in self.address
-            else f"{self.address}:{self.port}"
-        )
-
-
-class HandshakeSide(Protocol):
-    """One side of a handshake: a rank of a job, or of a service with a key."""
-
-    @property
-    def key(self) -> bytes:
-        """32 bytes that both sides know."""
-
-    @property
-    def job_id(self) -> str:
-        """Name, the same on both sides."""
-
-    @property
-    def attempt(self) -> int:
-        """Number that distinguishes launches."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this side."""
-
-    @property
-    def size(self) -> int:
-        """Upper bound of the sides' numbers."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Ranks and key of one attempt, for connecting and authenticating.
-
-    Attributes:
-        key: 32 random bytes that only the ranks of this attempt know.
-        job_id: any name, the same on every rank.
-        attempt: counts the launches of the job.
-        rank: this rank.
-        size: number of ranks.
-        endpoints: listening address of each rank, by rank.
-    """
-
-    key: bytes = field(repr=False)
-    job_id: str
-    attempt: int
-    rank: int
-    size: int
-    endpoints: tuple[Endpoint, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.key) != KEY_BYTES:
-            raise InvalidArgumentError(
-                f"Job.key has {len(self.key)} bytes; it must have {KEY_BYTES}, from secrets.token_bytes()."
-            )
-        if not 0 <= self.rank < self.size or len(self.endpoints) != self.size:
-            raise InvalidArgumentError(
-                f"Job(rank={self.rank}, size={self.size}) with {len(self.endpoints)} endpoints; it needs one "
-                "endpoint per rank and a rank below size."
-            )
-
-    def to_json(self) -> str:
-        """Return JSON that includes the key: pass it by pipe, never in argv, the environment or a log."""
-        values = {**vars(self), "key": self.key.hex()}
-        values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
-        return json.dumps(values)
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Rebuild a job from `to_json`."""
-        values = json.loads(text)
-        return cls(
-            key=bytes.fromhex(values["key"]),
-            job_id=str(values["job_id"]),
-            attempt=int(values["attempt"]),
-            rank=int(values["rank"]),
-            size=int(values["size"]),
-            endpoints=tuple(Endpoint.from_dict(e) for e in values["endpoints"]),
-        )
-
-
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
 ABI_VERSION = 12
 WIRE_VERSION = 14
@@ -300,6 +181,125 @@ def answer(
     if stage.phase >= PHASE_STREAM:
         send(sock, WELCOME)
     return stage, client
+
+
+# ----------------------------------------------------------------------------------------------------
+# Listening addresses of ranks, and the key and ranks of a job.
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Listening address of a rank.
+
+    Attributes:
+        address: IPv4 or IPv6 address of one interface.
+        port: TCP port.
+        host_key: equal for processes that can reach each other's abstract Unix sockets; "" if unknown.
+        unix_name: name of the abstract Unix socket in hex; "" without one.
+    """
+
+    address: str
+    port: int
+    host_key: str
+    unix_name: str
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return a JSON object."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, str | int]) -> Endpoint:
+        """Rebuild an endpoint from `to_dict`."""
+        return cls(
+            str(values["address"]),
+            int(values["port"]),
+            str(values["host_key"]),
+            str(values["unix_name"]),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
+
+
+class HandshakeSide(Protocol):
+    """One side of a handshake: a rank of a job, or of a service with a key."""
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes that both sides know."""
+
+    @property
+    def job_id(self) -> str:
+        """Name, the same on both sides."""
+
+    @property
+    def attempt(self) -> int:
+        """Number that distinguishes launches."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this side."""
+
+    @property
+    def size(self) -> int:
+        """Upper bound of the sides' numbers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks and key of one attempt, for connecting and authenticating.
+
+    Attributes:
+        key: 32 random bytes that only the ranks of this attempt know.
+        job_id: any name, the same on every rank.
+        attempt: counts the launches of the job.
+        rank: this rank.
+        size: number of ranks.
+        endpoints: listening address of each rank, by rank.
+    """
+
+    key: bytes = field(repr=False)
+    job_id: str
+    attempt: int
+    rank: int
+    size: int
+    endpoints: tuple[Endpoint, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise InvalidArgumentError(
+                f"Job.key has {len(self.key)} bytes; it must have {KEY_BYTES}, from secrets.token_bytes()."
+            )
+        if not 0 <= self.rank < self.size or len(self.endpoints) != self.size:
+            raise InvalidArgumentError(
+                f"Job(rank={self.rank}, size={self.size}) with {len(self.endpoints)} endpoints; it needs one "
+                "endpoint per rank and a rank below size."
+            )
+
+    def to_json(self) -> str:
+        """Return JSON that includes the key: pass it by pipe, never in argv, the environment or a log."""
+        values = {**vars(self), "key": self.key.hex()}
+        values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Rebuild a job from `to_json`."""
+        values = json.loads(text)
+        return cls(
+            key=bytes.fromhex(values["key"]),
+            job_id=str(values["job_id"]),
+            attempt=int(values["attempt"]),
+            rank=int(values["rank"]),
+            size=int(values["size"]),
+            endpoints=tuple(Endpoint.from_dict(e) for e in values["endpoints"]),
+        )
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -48,6 +48,318 @@ from sparkhvd.rendezvous.handshake import (
 from sparkhvd.rendezvous.listener import Acceptor, Listener, tcp_place, unix_address
 from sparkhvd.settings import Settings
 
+# Polling interval for the listener of a missing rank.
+PROBE_S = 0.5
+RETRY_S = 0.1
+
+Proof = Callable[[socket.socket, float], Generator[Wait, None, bool]]
+
+
+class MeshBuilder:
+    """Connects one rank with all peers for one generation, and agrees with them on hosts."""
+
+    def __init__(
+        self,
+        job: Job,
+        listener: Listener,
+        settings: Settings,
+        generation: int,
+        early: list[EarlyConnection],
+        notices: list[Notice],
+    ) -> None:
+        self.job = job
+        self.errors = RendezvousErrors(job, listener.endpoint(), settings.connect_timeout_s)
+        self.streams = settings.streams
+        self.deadline = time.monotonic() + settings.connect_timeout_s
+        self.stage = ConnectionPhase(generation, PHASE_MESH)
+        self.early = early
+        self.notices = notices  # of this and of later generations
+        self.loop = EventLoop()
+        self.links: dict[int, PeerLink] = {}  # of this phase
+        self.met: list[
+            dict[int, PeerLink]
+        ] = []  # of earlier phases: for control frames, then by stream
+        self.serving: dict[int, Task] = {}
+        self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
+        self.last_error: dict[int, OSError | str] = {}
+        self.dialer = Dialer(job, listener.endpoint())
+        self.suspects = SuspectPeers(self.loop, self.errors)
+        self.acceptor = Acceptor(
+            job,
+            listener.sockets(),
+            self.loop,
+            current_turn=lambda: self.stage,
+            on_peer=self._receive_peer,
+            on_notice=self._receive_notice,
+            on_shortage=self._record_shortage,
+        )
+
+    def run(self) -> Connections:
+        """Connect to every other rank. Closes everything if it fails.
+
+        Raises:
+            CollectiveError: a rank is gone, or did not connect in time.
+            MismatchError: ranks disagree on the number of streams.
+        """
+        try:
+            for notice in self.notices:
+                if notice.generation == self.stage.generation:
+                    raise self.errors.reported(notice)
+            self.acceptor.start()
+            mesh = self._meet(self.peers)
+            check_streams(self.job.rank, self.streams, mesh)
+            hosts = agree_on_hosts(self.job, mesh)
+            self._replace_unix_links(mesh, hosts)
+            self._open_streams(hosts)
+        except MeetingError as error:
+            self.loop.close()  # ends the tasks that use the links
+            self._notify_others(error)
+            self._close_links()
+            raise error.cause from error.__cause__
+        except BaseException:
+            self._close_links()
+            raise
+        finally:
+            self.loop.close()
+        sockets, *further = [detach(links, self.job.size) for links in self.met]
+        return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
+
+    def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
+        """Return links to `peers` for the current phase; in the first phase with the row of each."""
+        self.peers = peers
+        self.links = {}
+        for early in [p for p in self.early if p.stage == self.stage]:
+            self.early.remove(early)
+            self._adopt(early.rank, early.sock)
+        tasks = [self._reach(r) if r < self.job.rank else self._probe(r) for r in sorted(peers)]
+        tasks.append(self._expire())
+        for task in tasks:
+            self.loop.start(task)
+        self.loop.run(self._is_complete)
+        for task in tasks:  # probes, and the deadline
+            self.loop.cancel(task)
+        return dict(self.links)
+
+    def _is_complete(self) -> bool:
+        ready = (
+            not self.suspects
+            and len(self.links) == len(self.peers)
+            and all(link.is_ready for link in self.links.values())
+        )
+        if not ready or self.stage.phase != PHASE_MESH:
+            return ready
+        row = own_row(self.job, self.links)
+        for peer, link in self.links.items():
+            if not link.has_own_row:
+                link.has_own_row = True
+                try:
+                    send(link.sock, NEWS.pack(NEWS_MET, self.streams - 1) + row)
+                except OSError as error:
+                    if not self._may_reach_again(
+                        peer, link, error
+                    ):  # else _serve() handles its end
+                        self.suspects.add(peer, error)
+        return not self.suspects and all(link.row is not None for link in self.links.values())
+
+    def _replace_unix_links(self, mesh: dict[int, PeerLink], hosts: tuple[int, ...]) -> None:
+        """Connect ranks of this host without shared memory by TCP, as the engine expects."""
+        split = frozenset(
+            peer
+            for peer, link in mesh.items()
+            if link.is_unix and hosts[peer] != hosts[self.job.rank]
+        )
+        if split:
+            self.stage = ConnectionPhase(self.stage.generation, PHASE_TCP)
+            self.dialer.unix_peers = frozenset()
+            # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
+            self.suspects.watch({peer: link for peer, link in mesh.items() if peer not in split})
+            try:
+                replaced = self._meet(split)
+            except BaseException:
+                for peer, link in mesh.items():
+                    self.links.setdefault(peer, link)
+                    if self.links[peer] is not link:
+                        link.sock.close()
+                raise
+            for peer in split:
+                mesh[peer].sock.close()
+            mesh.update(replaced)
+        self.links = mesh
+
+    def _open_streams(self, hosts: tuple[int, ...]) -> None:
+        """Open the tensor connections of all pairs, one phase per stream, because MAX_UNAUTHENTICATED limits all together."""
+        everybody = frozenset(self.links)
+        self.dialer.unix_peers = frozenset(
+            peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
+        )
+        self.suspects.watch(self.links)
+        for stream in range(self.streams):
+            self.met.append(self.links)
+            self.stage = ConnectionPhase(self.stage.generation, PHASE_STREAM + stream)
+            self._meet(everybody)
+        self.met.append(self.links)
+
+    # Failures
+
+    def _notify_others(self, error: MeetingError) -> None:
+        """Report the failure to every rank, best effort: else they would blame this rank, which only reports it.
+
+        Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
+        and else a notice.
+        """
+        news = NEWS.pack(error.news, error.rank) + bytes(self.job.size)
+        notified = {self.job.rank}
+        for peer, link in self.links.items():
+            awaits_row = self.stage.phase == PHASE_MESH and link.is_ready and not link.has_own_row
+            if awaits_row and peer not in self.suspects:
+                with contextlib.suppress(OSError):
+                    send(link.sock, news)
+                    notified.add(peer)
+        notice = Notice(self.job.rank, self.stage.generation, error.news, error.rank)
+        self.dialer.notify(sorted(set(range(self.job.size)) - notified), notice)
+
+    def _close_links(self) -> None:
+        for links in (*self.met, self.links):
+            for link in links.values():
+                link.sock.close()
+
+    def _expire(self) -> Task:
+        yield Wait(None, 0, self.deadline)
+        while self.suspects:  # their notices take precedence
+            yield from sleep(RETRY_S)
+        rows = {peer: link.row for peer, link in self.links.items()}
+        raise self.errors.expired(self.peers, rows, self.last_error)
+
+    # Incoming
+
+    def _receive_peer(self, stage: ConnectionPhase, peer: int, sock: socket.socket) -> None:
+        if stage == self.stage and peer in self.peers:
+            self._adopt(peer, sock)
+        elif stage > self.stage:
+            self.early.append(EarlyConnection(stage, peer, sock))
+        else:
+            sock.close()
+
+    def _receive_notice(self, notice: Notice) -> None:
+        """Fail by a notice of this generation, keep a later one, drop an earlier one."""
+        if notice.generation == self.stage.generation:
+            raise self.errors.reported(notice)
+        if notice.generation > self.stage.generation:
+            self.notices.append(notice)
+
+    def _record_shortage(self, error: OSError) -> None:
+        # A missing rank may have been refused because of it.
+        for peer in self.peers.difference(self.links):
+            self.last_error[peer] = error
+
+    def _adopt(self, peer: int, sock: socket.socket) -> None:
+        """Serve an authenticated connection of this phase, from a rank above this one."""
+        self.suspects.clear(peer)
+        old = self.links.pop(peer, None)
+        if old is not None:  # it reconnects after its first connection broke
+            self.loop.cancel(self.serving[peer])
+            old.sock.close()
+        self._start_serving(peer, PeerLink(sock), check_memory)
+
+    # Outgoing
+
+    def _reach(self, peer: int) -> Task:
+        """Connect to a rank below this one, with retries."""
+        while True:
+            sock = None
+            try:
+                sock = yield from self.dialer.dial(peer, self.deadline)
+                if (yield from self._introduce(peer, sock)):
+                    break
+                self.last_error[peer] = (
+                    "it gave a wrong proof: another job, attempt, generation or version of sparkhvd"
+                )
+            except OSError as error:
+                # The listener was open when its endpoint was published: refused means the process is gone.
+                if sock is None and error.errno == errno.ECONNREFUSED:
+                    self.suspects.add(peer, error)
+                    return
+                self.last_error[peer] = error
+            except BaseException:
+                if sock is not None:
+                    sock.close()
+                raise
+            if sock is not None:
+                sock.close()
+            yield from sleep(RETRY_S)
+        self._start_serving(peer, PeerLink(sock), offer_memory)
+
+    def _reach_again(self, peer: int) -> Task:
+        yield from sleep(RETRY_S)
+        yield from self._reach(peer)
+
+    def _may_reach_again(self, peer: int, link: PeerLink, error: OSError) -> bool:
+        """Return True if the accepting side may have ended a link before it read this rank's proof.
+
+        It does so when it has just completed an earlier generation; the next one accepts the connection.
+        """
+        return peer < self.job.rank and isinstance(error, ConnectionError) and not link.has_answered
+
+    def _introduce(self, peer: int, sock: socket.socket) -> Generator[Wait, None, bool]:
+        """Run the handshake until the deadline: the other rank may call init() much later than this one."""
+        return introduce(self.job, peer, self.stage, sock, self.deadline)
+
+    def _probe(self, peer: int) -> Task:
+        """Poll the listener of a rank above this one until that rank has connected."""
+        while True:
+            yield from sleep(PROBE_S)
+            if peer in self.links:
+                return
+            try:
+                yield from self.dialer.watch_listener(
+                    peer, partial(self.last_error.pop, peer, None)
+                )
+            except OSError as error:
+                if error.errno == errno.ECONNREFUSED and peer not in self.links:
+                    self.suspects.add(peer, error)
+                    return
+                self.last_error[peer] = error
+
+    # Both
+
+    def _start_serving(self, peer: int, link: PeerLink, prove: Proof) -> None:
+        self.links[peer] = link
+        self.serving[peer] = self._serve(peer, link, prove)
+        self.loop.start(self.serving[peer])
+
+    def _serve(self, peer: int, link: PeerLink, prove: Proof) -> Task:
+        """Prove shared memory over an authenticated connection, then read the peer's row."""
+        # Later than _expire(), whose error is more precise.
+        until = self.deadline + RETRY_S
+        try:
+            if self.stage.phase == PHASE_MESH and link.is_unix:
+                link.shares_memory = yield from prove(link.sock, until)
+            if self.stage.phase >= PHASE_STREAM and peer > self.job.rank:
+                yield from read(link.sock, len(WELCOME), until)
+            link.is_ready = True
+            if self.stage.phase != PHASE_MESH:
+                return
+            message = yield from read(link.sock, NEWS.size + self.job.size, until)
+        except OSError as error:
+            if self._may_reach_again(peer, link, error):
+                self.last_error[peer] = error
+                del self.links[peer]
+                link.sock.close()
+                self.loop.start(self._reach_again(peer))
+            else:
+                self.suspects.add(peer, error)
+            return
+        kind, about = NEWS.unpack_from(message)
+        if kind != NEWS_MET:
+            notice = Notice(peer, self.stage.generation, kind, about)
+            if notice.is_valid(self.job):
+                raise self.errors.reported(notice)
+            self.suspects.add(peer, f"it sent news of kind {kind} about rank {about}")
+            return
+        link.streams = 1 + about
+        link.row = message[NEWS.size :]
+
+
 # ----------------------------------------------------------------------------------------------------
 # Connections from this rank to the listeners of others.
 
@@ -439,315 +751,3 @@ def _has_room(descriptor: int) -> bool:
     return (
         is_sealed_against_shrinking(descriptor) and os.fstat(descriptor).st_size >= 2 * TOKEN_BYTES
     )
-
-
-# Polling interval for the listener of a missing rank.
-PROBE_S = 0.5
-RETRY_S = 0.1
-
-Proof = Callable[[socket.socket, float], Generator[Wait, None, bool]]
-
-
-class MeshBuilder:
-    """Connects one rank with all peers for one generation, and agrees with them on hosts."""
-
-    def __init__(
-        self,
-        job: Job,
-        listener: Listener,
-        settings: Settings,
-        generation: int,
-        early: list[EarlyConnection],
-        notices: list[Notice],
-    ) -> None:
-        self.job = job
-        self.errors = RendezvousErrors(job, listener.endpoint(), settings.connect_timeout_s)
-        self.streams = settings.streams
-        self.deadline = time.monotonic() + settings.connect_timeout_s
-        self.stage = ConnectionPhase(generation, PHASE_MESH)
-        self.early = early
-        self.notices = notices  # of this and of later generations
-        self.loop = EventLoop()
-        self.links: dict[int, PeerLink] = {}  # of this phase
-        self.met: list[
-            dict[int, PeerLink]
-        ] = []  # of earlier phases: for control frames, then by stream
-        self.serving: dict[int, Task] = {}
-        self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
-        self.last_error: dict[int, OSError | str] = {}
-        self.dialer = Dialer(job, listener.endpoint())
-        self.suspects = SuspectPeers(self.loop, self.errors)
-        self.acceptor = Acceptor(
-            job,
-            listener.sockets(),
-            self.loop,
-            current_turn=lambda: self.stage,
-            on_peer=self._receive_peer,
-            on_notice=self._receive_notice,
-            on_shortage=self._record_shortage,
-        )
-
-    def run(self) -> Connections:
-        """Connect to every other rank. Closes everything if it fails.
-
-        Raises:
-            CollectiveError: a rank is gone, or did not connect in time.
-            MismatchError: ranks disagree on the number of streams.
-        """
-        try:
-            for notice in self.notices:
-                if notice.generation == self.stage.generation:
-                    raise self.errors.reported(notice)
-            self.acceptor.start()
-            mesh = self._meet(self.peers)
-            check_streams(self.job.rank, self.streams, mesh)
-            hosts = agree_on_hosts(self.job, mesh)
-            self._replace_unix_links(mesh, hosts)
-            self._open_streams(hosts)
-        except MeetingError as error:
-            self.loop.close()  # ends the tasks that use the links
-            self._notify_others(error)
-            self._close_links()
-            raise error.cause from error.__cause__
-        except BaseException:
-            self._close_links()
-            raise
-        finally:
-            self.loop.close()
-        sockets, *further = [detach(links, self.job.size) for links in self.met]
-        return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
-
-    def _meet(self, peers: frozenset[int]) -> dict[int, PeerLink]:
-        """Return links to `peers` for the current phase; in the first phase with the row of each."""
-        self.peers = peers
-        self.links = {}
-        for early in [p for p in self.early if p.stage == self.stage]:
-            self.early.remove(early)
-            self._adopt(early.rank, early.sock)
-        tasks = [self._reach(r) if r < self.job.rank else self._probe(r) for r in sorted(peers)]
-        tasks.append(self._expire())
-        for task in tasks:
-            self.loop.start(task)
-        self.loop.run(self._is_complete)
-        for task in tasks:  # probes, and the deadline
-            self.loop.cancel(task)
-        return dict(self.links)
-
-    def _is_complete(self) -> bool:
-        ready = (
-            not self.suspects
-            and len(self.links) == len(self.peers)
-            and all(link.is_ready for link in self.links.values())
-        )
-        if not ready or self.stage.phase != PHASE_MESH:
-            return ready
-        row = own_row(self.job, self.links)
-        for peer, link in self.links.items():
-            if not link.has_own_row:
-                link.has_own_row = True
-                try:
-                    send(link.sock, NEWS.pack(NEWS_MET, self.streams - 1) + row)
-                except OSError as error:
-                    if not self._may_reach_again(
-                        peer, link, error
-                    ):  # else _serve() handles its end
-                        self.suspects.add(peer, error)
-        return not self.suspects and all(link.row is not None for link in self.links.values())
-
-    def _replace_unix_links(self, mesh: dict[int, PeerLink], hosts: tuple[int, ...]) -> None:
-        """Connect ranks of this host without shared memory by TCP, as the engine expects."""
-        split = frozenset(
-            peer
-            for peer, link in mesh.items()
-            if link.is_unix and hosts[peer] != hosts[self.job.rank]
-        )
-        if split:
-            self.stage = ConnectionPhase(self.stage.generation, PHASE_TCP)
-            self.dialer.unix_peers = frozenset()
-            # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
-            self.suspects.watch({peer: link for peer, link in mesh.items() if peer not in split})
-            try:
-                replaced = self._meet(split)
-            except BaseException:
-                for peer, link in mesh.items():
-                    self.links.setdefault(peer, link)
-                    if self.links[peer] is not link:
-                        link.sock.close()
-                raise
-            for peer in split:
-                mesh[peer].sock.close()
-            mesh.update(replaced)
-        self.links = mesh
-
-    def _open_streams(self, hosts: tuple[int, ...]) -> None:
-        """Open the tensor connections of all pairs, one phase per stream, because MAX_UNAUTHENTICATED limits all together."""
-        everybody = frozenset(self.links)
-        self.dialer.unix_peers = frozenset(
-            peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
-        )
-        self.suspects.watch(self.links)
-        for stream in range(self.streams):
-            self.met.append(self.links)
-            self.stage = ConnectionPhase(self.stage.generation, PHASE_STREAM + stream)
-            self._meet(everybody)
-        self.met.append(self.links)
-
-    # Failures
-
-    def _notify_others(self, error: MeetingError) -> None:
-        """Report the failure to every rank, best effort: else they would blame this rank, which only reports it.
-
-        Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
-        and else a notice.
-        """
-        news = NEWS.pack(error.news, error.rank) + bytes(self.job.size)
-        notified = {self.job.rank}
-        for peer, link in self.links.items():
-            awaits_row = self.stage.phase == PHASE_MESH and link.is_ready and not link.has_own_row
-            if awaits_row and peer not in self.suspects:
-                with contextlib.suppress(OSError):
-                    send(link.sock, news)
-                    notified.add(peer)
-        notice = Notice(self.job.rank, self.stage.generation, error.news, error.rank)
-        self.dialer.notify(sorted(set(range(self.job.size)) - notified), notice)
-
-    def _close_links(self) -> None:
-        for links in (*self.met, self.links):
-            for link in links.values():
-                link.sock.close()
-
-    def _expire(self) -> Task:
-        yield Wait(None, 0, self.deadline)
-        while self.suspects:  # their notices take precedence
-            yield from sleep(RETRY_S)
-        rows = {peer: link.row for peer, link in self.links.items()}
-        raise self.errors.expired(self.peers, rows, self.last_error)
-
-    # Incoming
-
-    def _receive_peer(self, stage: ConnectionPhase, peer: int, sock: socket.socket) -> None:
-        if stage == self.stage and peer in self.peers:
-            self._adopt(peer, sock)
-        elif stage > self.stage:
-            self.early.append(EarlyConnection(stage, peer, sock))
-        else:
-            sock.close()
-
-    def _receive_notice(self, notice: Notice) -> None:
-        """Fail by a notice of this generation, keep a later one, drop an earlier one."""
-        if notice.generation == self.stage.generation:
-            raise self.errors.reported(notice)
-        if notice.generation > self.stage.generation:
-            self.notices.append(notice)
-
-    def _record_shortage(self, error: OSError) -> None:
-        # A missing rank may have been refused because of it.
-        for peer in self.peers.difference(self.links):
-            self.last_error[peer] = error
-
-    def _adopt(self, peer: int, sock: socket.socket) -> None:
-        """Serve an authenticated connection of this phase, from a rank above this one."""
-        self.suspects.clear(peer)
-        old = self.links.pop(peer, None)
-        if old is not None:  # it reconnects after its first connection broke
-            self.loop.cancel(self.serving[peer])
-            old.sock.close()
-        self._start_serving(peer, PeerLink(sock), check_memory)
-
-    # Outgoing
-
-    def _reach(self, peer: int) -> Task:
-        """Connect to a rank below this one, with retries."""
-        while True:
-            sock = None
-            try:
-                sock = yield from self.dialer.dial(peer, self.deadline)
-                if (yield from self._introduce(peer, sock)):
-                    break
-                self.last_error[peer] = (
-                    "it gave a wrong proof: another job, attempt, generation or version of sparkhvd"
-                )
-            except OSError as error:
-                # The listener was open when its endpoint was published: refused means the process is gone.
-                if sock is None and error.errno == errno.ECONNREFUSED:
-                    self.suspects.add(peer, error)
-                    return
-                self.last_error[peer] = error
-            except BaseException:
-                if sock is not None:
-                    sock.close()
-                raise
-            if sock is not None:
-                sock.close()
-            yield from sleep(RETRY_S)
-        self._start_serving(peer, PeerLink(sock), offer_memory)
-
-    def _reach_again(self, peer: int) -> Task:
-        yield from sleep(RETRY_S)
-        yield from self._reach(peer)
-
-    def _may_reach_again(self, peer: int, link: PeerLink, error: OSError) -> bool:
-        """Return True if the accepting side may have ended a link before it read this rank's proof.
-
-        It does so when it has just completed an earlier generation; the next one accepts the connection.
-        """
-        return peer < self.job.rank and isinstance(error, ConnectionError) and not link.has_answered
-
-    def _introduce(self, peer: int, sock: socket.socket) -> Generator[Wait, None, bool]:
-        """Run the handshake until the deadline: the other rank may call init() much later than this one."""
-        return introduce(self.job, peer, self.stage, sock, self.deadline)
-
-    def _probe(self, peer: int) -> Task:
-        """Poll the listener of a rank above this one until that rank has connected."""
-        while True:
-            yield from sleep(PROBE_S)
-            if peer in self.links:
-                return
-            try:
-                yield from self.dialer.watch_listener(
-                    peer, partial(self.last_error.pop, peer, None)
-                )
-            except OSError as error:
-                if error.errno == errno.ECONNREFUSED and peer not in self.links:
-                    self.suspects.add(peer, error)
-                    return
-                self.last_error[peer] = error
-
-    # Both
-
-    def _start_serving(self, peer: int, link: PeerLink, prove: Proof) -> None:
-        self.links[peer] = link
-        self.serving[peer] = self._serve(peer, link, prove)
-        self.loop.start(self.serving[peer])
-
-    def _serve(self, peer: int, link: PeerLink, prove: Proof) -> Task:
-        """Prove shared memory over an authenticated connection, then read the peer's row."""
-        # Later than _expire(), whose error is more precise.
-        until = self.deadline + RETRY_S
-        try:
-            if self.stage.phase == PHASE_MESH and link.is_unix:
-                link.shares_memory = yield from prove(link.sock, until)
-            if self.stage.phase >= PHASE_STREAM and peer > self.job.rank:
-                yield from read(link.sock, len(WELCOME), until)
-            link.is_ready = True
-            if self.stage.phase != PHASE_MESH:
-                return
-            message = yield from read(link.sock, NEWS.size + self.job.size, until)
-        except OSError as error:
-            if self._may_reach_again(peer, link, error):
-                self.last_error[peer] = error
-                del self.links[peer]
-                link.sock.close()
-                self.loop.start(self._reach_again(peer))
-            else:
-                self.suspects.add(peer, error)
-            return
-        kind, about = NEWS.unpack_from(message)
-        if kind != NEWS_MET:
-            notice = Notice(peer, self.stage.generation, kind, about)
-            if notice.is_valid(self.job):
-                raise self.errors.reported(notice)
-            self.suspects.add(peer, f"it sent news of kind {kind} about rank {about}")
-            return
-        link.streams = 1 + about
-        link.row = message[NEWS.size :]

@@ -54,71 +54,6 @@ from sparkhvd.runner.reports import dump_result, peak_rss, report_of, report_of_
 from sparkhvd.settings import setting_variables
 from sparkhvd.topology import HOROVOD_NAMES
 
-# ----------------------------------------------------------------------------------------------------
-# Pickling for processes that multiprocessing spawns from a trainer, such as a DataLoader's. A spawned process imports
-# the `__main__` of its parent, here the trainer's module and not the user's script. So objects of the user's `__main__`
-# travel by value, in both directions; cloudpickle numbers such classes so that both sides recognize them.
-
-
-def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
-    """Make multiprocessing pickle classes and functions of the user's `__main__` by value.
-
-    Args:
-        dumps: pickles such an object by value.
-    """
-
-    def reduce(_: object, value: object) -> Any:
-        if (
-            isinstance(value, (type, FunctionType))
-            and value.__module__ == "__main__"
-            and not _is_importable(value)
-        ):
-            return pickle.loads, (dumps(value),)
-        return NotImplemented
-
-    # Pickle does not look up classes and functions in its dispatch table.
-    ForkingPickler.reducer_override = reduce  # type: ignore[method-assign]
-
-
-def _is_importable(value: type | FunctionType) -> bool:
-    """Return True if `__main__` has the object under its name, as pickle expects."""
-    named: object = sys.modules["__main__"]
-    for name in value.__qualname__.split("."):
-        named = getattr(named, name, None)
-    return named is value
-
-
-# ----------------------------------------------------------------------------------------------------
-# Threads of numpy's OpenBLAS in a process that will fork: one before the fork, the variable's number afterwards.
-
-VARIABLE = "OPENBLAS_NUM_THREADS"
-# Builds differ in the name; numpy's wheels have the first.
-_SETTERS = (
-    "scipy_openblas_set_num_threads64_",
-    "scipy_openblas_set_num_threads",
-    "openblas_set_num_threads64_",
-    "openblas_set_num_threads",
-)
-
-
-def hold_threads() -> None:
-    """Load OpenBLAS without extra threads."""
-    os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own
-
-
-def restore_threads() -> None:
-    """Set the threads of a loaded OpenBLAS to the variable's number, at most one per processor, as its default is."""
-    number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
-    if not number.isdecimal() or number == "1":
-        return
-    maps = Path("/proc/self/maps").read_text(errors="replace")
-    for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if "openblas" in line}:
-        library = ctypes.CDLL(path)
-        setter = next((name for name in _SETTERS if hasattr(library, name)), None)
-        if setter is not None:
-            getattr(library, setter)(min(int(number), len(os.sched_getaffinity(0))))
-
-
 _PR_SET_NAME = 15
 
 
@@ -416,6 +351,71 @@ def _flush_streams() -> None:
         with contextlib.suppress(Exception):  # the user's stream may have no `flush`, or fail
             if stream is not None:
                 stream.flush()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pickling for processes that multiprocessing spawns from a trainer, such as a DataLoader's. A spawned process imports
+# the `__main__` of its parent, here the trainer's module and not the user's script. So objects of the user's `__main__`
+# travel by value, in both directions; cloudpickle numbers such classes so that both sides recognize them.
+
+
+def pickle_main_by_value(dumps: Callable[[object], bytes]) -> None:
+    """Make multiprocessing pickle classes and functions of the user's `__main__` by value.
+
+    Args:
+        dumps: pickles such an object by value.
+    """
+
+    def reduce(_: object, value: object) -> Any:
+        if (
+            isinstance(value, (type, FunctionType))
+            and value.__module__ == "__main__"
+            and not _is_importable(value)
+        ):
+            return pickle.loads, (dumps(value),)
+        return NotImplemented
+
+    # Pickle does not look up classes and functions in its dispatch table.
+    ForkingPickler.reducer_override = reduce  # type: ignore[method-assign]
+
+
+def _is_importable(value: type | FunctionType) -> bool:
+    """Return True if `__main__` has the object under its name, as pickle expects."""
+    named: object = sys.modules["__main__"]
+    for name in value.__qualname__.split("."):
+        named = getattr(named, name, None)
+    return named is value
+
+
+# ----------------------------------------------------------------------------------------------------
+# Threads of numpy's OpenBLAS in a process that will fork: one before the fork, the variable's number afterwards.
+
+VARIABLE = "OPENBLAS_NUM_THREADS"
+# Builds differ in the name; numpy's wheels have the first.
+_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+
+
+def hold_threads() -> None:
+    """Load OpenBLAS without extra threads."""
+    os.environ[VARIABLE] = "1"  # noqa: TID251 - OpenBLAS's own
+
+
+def restore_threads() -> None:
+    """Set the threads of a loaded OpenBLAS to the variable's number, at most one per processor, as its default is."""
+    number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
+    if not number.isdecimal() or number == "1":
+        return
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    for path in {line.split(maxsplit=5)[5] for line in maps.splitlines() if "openblas" in line}:
+        library = ctypes.CDLL(path)
+        setter = next((name for name in _SETTERS if hasattr(library, name)), None)
+        if setter is not None:
+            getattr(library, setter)(min(int(number), len(os.sched_getaffinity(0))))
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer

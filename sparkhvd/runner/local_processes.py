@@ -34,6 +34,133 @@ from sparkhvd.runner.orphans import ParentDeathReaper, kill, marked
 from sparkhvd.runner.output import LineReader
 from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
+# Longer lines are passed on in pieces.
+_LINE_BYTES = 1 << 20
+# How long to read the rest of a rank's output, once no process can write to it.
+_DRAIN_S = 1.0
+# The same if no other process holds the pipes.
+_CLOSED_S = 0.1
+_GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
+
+
+class LocalProcesses:
+    """Processes of ranks; a context manager that kills the remaining ones. Created before the process has threads.
+
+    Args:
+        on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
+        on_end: called with rank and status (negative for a signal) when a rank has ended and its output is read.
+    """
+
+    def __init__(
+        self, on_line: Callable[[int, str, bytes], None], on_end: Callable[[int, int], None]
+    ) -> None:
+        self._on_line = on_line
+        self._on_end = on_end
+        self._mark = secrets.token_hex(8)
+        self._reaper = ParentDeathReaper(self._mark)
+        # Guards the processes: no signal may go to a pid that has been reused.
+        self._lock = threading.Lock()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: list[threading.Thread] = []
+
+    def start(self, given: HandedOver, command: Sequence[str]) -> None:
+        """Start a rank; its claim is closed after its end.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        try:
+            self._start(given, command)
+        except BaseException:
+            given.place.close()
+            raise
+
+    def _start(self, given: HandedOver, command: Sequence[str]) -> None:
+        rank = given.rank
+        # The command starts after the guard has its group: if this process is killed before, its standard input ends
+        # without a line.
+        process = subprocess.Popen(
+            [*_GATE, *command],
+            env=marked(given.variables, f"{self._mark}.{rank}"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=given.descriptors,
+            start_new_session=True,
+        )
+        self._reaper.add(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(b"\n")
+        with self._lock:
+            self._running[rank] = process
+        readers = [
+            _thread(self._read, rank, name, pipe)
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        self._waiting.append(_thread(self._wait, given, process, readers))
+
+    def send(self, number: int, rank: int | None = None) -> None:
+        """Signal the groups of all running ranks, or of one; SIGKILL also kills all processes that they started."""
+        with self._lock:
+            for each, process in self._running.items():
+                if rank in (None, each):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+        if number == signal.SIGKILL:  # the guard may have been killed
+            kill(self._mark if rank is None else f"{self._mark}.{rank}")
+
+    def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            LineReader(
+                pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
+            ).run()
+
+    def _wait(
+        self,
+        given: HandedOver,
+        process: subprocess.Popen[bytes],
+        readers: Sequence[threading.Thread],
+    ) -> None:
+        rank = given.rank
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        given.place.close()  # the other ranks see that this one is gone
+        with self._lock:
+            del self._running[rank]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # orphans of its group
+            self._reaper.remove(process.pid)
+            status = process.wait()
+        if not _join(readers, _CLOSED_S):
+            # An orphan in another session holds the pipes. Orphans that closed them end with the launch.
+            kill(f"{self._mark}.{rank}")
+            _join(readers, _DRAIN_S)
+        self._on_end(rank, status)
+
+    def __enter__(self) -> LocalProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        for thread in self._waiting:
+            thread.join()
+        self._reaper.__exit__()
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for the end of threads; return True if all have ended in time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
 # ----------------------------------------------------------------------------------------------------
 # What a script's ranks of one host receive: a command, variables, and inherited descriptors.
 
@@ -188,130 +315,3 @@ def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
         "MASTER_PORT": str(master[1]),
         "PYTHONUNBUFFERED": "1",  # lines arrive when the rank prints them
     }
-
-
-# Longer lines are passed on in pieces.
-_LINE_BYTES = 1 << 20
-# How long to read the rest of a rank's output, once no process can write to it.
-_DRAIN_S = 1.0
-# The same if no other process holds the pipes.
-_CLOSED_S = 0.1
-_GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
-
-
-class LocalProcesses:
-    """Processes of ranks; a context manager that kills the remaining ones. Created before the process has threads.
-
-    Args:
-        on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
-        on_end: called with rank and status (negative for a signal) when a rank has ended and its output is read.
-    """
-
-    def __init__(
-        self, on_line: Callable[[int, str, bytes], None], on_end: Callable[[int, int], None]
-    ) -> None:
-        self._on_line = on_line
-        self._on_end = on_end
-        self._mark = secrets.token_hex(8)
-        self._reaper = ParentDeathReaper(self._mark)
-        # Guards the processes: no signal may go to a pid that has been reused.
-        self._lock = threading.Lock()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._waiting: list[threading.Thread] = []
-
-    def start(self, given: HandedOver, command: Sequence[str]) -> None:
-        """Start a rank; its claim is closed after its end.
-
-        Raises:
-            OSError: the program cannot be started.
-        """
-        try:
-            self._start(given, command)
-        except BaseException:
-            given.place.close()
-            raise
-
-    def _start(self, given: HandedOver, command: Sequence[str]) -> None:
-        rank = given.rank
-        # The command starts after the guard has its group: if this process is killed before, its standard input ends
-        # without a line.
-        process = subprocess.Popen(
-            [*_GATE, *command],
-            env=marked(given.variables, f"{self._mark}.{rank}"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=given.descriptors,
-            start_new_session=True,
-        )
-        self._reaper.add(process.pid)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(b"\n")
-        with self._lock:
-            self._running[rank] = process
-        readers = [
-            _thread(self._read, rank, name, pipe)
-            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
-        ]
-        self._waiting.append(_thread(self._wait, given, process, readers))
-
-    def send(self, number: int, rank: int | None = None) -> None:
-        """Signal the groups of all running ranks, or of one; SIGKILL also kills all processes that they started."""
-        with self._lock:
-            for each, process in self._running.items():
-                if rank in (None, each):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-        if number == signal.SIGKILL:  # the guard may have been killed
-            kill(self._mark if rank is None else f"{self._mark}.{rank}")
-
-    def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
-        with pipe:
-            LineReader(
-                pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
-            ).run()
-
-    def _wait(
-        self,
-        given: HandedOver,
-        process: subprocess.Popen[bytes],
-        readers: Sequence[threading.Thread],
-    ) -> None:
-        rank = given.rank
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        given.place.close()  # the other ranks see that this one is gone
-        with self._lock:
-            del self._running[rank]
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # orphans of its group
-            self._reaper.remove(process.pid)
-            status = process.wait()
-        if not _join(readers, _CLOSED_S):
-            # An orphan in another session holds the pipes. Orphans that closed them end with the launch.
-            kill(f"{self._mark}.{rank}")
-            _join(readers, _DRAIN_S)
-        self._on_end(rank, status)
-
-    def __enter__(self) -> LocalProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.send(signal.SIGKILL)
-        for thread in self._waiting:
-            thread.join()
-        self._reaper.__exit__()
-
-
-def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Wait for the end of threads; return True if all have ended in time."""
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
-
-
-def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True)
-    thread.start()
-    return thread

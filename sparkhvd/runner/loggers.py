@@ -25,59 +25,6 @@ from sparkhvd.observe.system import Gpu, Sample, Sampler
 from sparkhvd.rank_messages import METRICS, log_metrics
 from sparkhvd.topology import RankContext, context
 
-# ----------------------------------------------------------------------------------------------------
-# Load of the ranks of `run(fn, loggers=[...])`: each rank logs once per second what its process uses.
-# Threads: one in each rank while `fn` runs, see `observe.system`. Failure: never reaches `fn`.
-
-
-class WithSystemMetrics:
-    """Function that logs the load of its rank while it runs."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        """Wrap a function; it keeps its name and code, for messages."""
-        functools.update_wrapper(self, fn)
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the function."""
-        place, began = context(), time.time()
-        fn: Callable[..., Any] = vars(self)["__wrapped__"]
-        if place is None:
-            return fn(*args, **kwargs)
-        node = f"{socket.gethostname()}-rank-{place.rank}"
-
-        def notify(sample: Sample) -> None:
-            numbers = {
-                f"system/{node}/{name}": value
-                for key, name in SYSTEM_METRICS.items()
-                if not math.isnan(value := getattr(sample, key))
-            }
-            log_metrics(numbers, int(sample.time - began))
-
-        sampler = Sampler(_OwnGpu(place), notify)
-        sampler.start()
-        with contextlib.closing(sampler):
-            return fn(*args, **kwargs)
-
-
-class _OwnGpu:
-    """GPU of this rank, once torch has initialized CUDA."""
-
-    def __init__(self, place: RankContext) -> None:
-        self._index = place.local_rank if place.gpu is None else place.gpu
-        self._found: Gpu | None = None
-        self._has_looked = False
-
-    def __call__(self) -> tuple[float, float]:
-        """Return percent and megabytes in use; NaN where they are unknown."""
-        torch = sys.modules.get("torch")
-        if not self._has_looked and torch is not None and torch.cuda.is_initialized():
-            self._has_looked = True
-            with contextlib.suppress(Exception):  # of torch, or of a device that is not there
-                uuid = torch.cuda.get_device_properties(self._index).uuid
-                self._found = Gpu.find(f"GPU-{uuid}")
-        return (math.nan, math.nan) if self._found is None else self._found()
-
-
 _LINE = re.compile(r"(?m)^(?:\S+ )?\[\d+\] " + METRICS + r"(\{.*\})\n")
 
 
@@ -162,3 +109,56 @@ def following(
         fanout.failed(e, {})
         raise
     fanout.finished(None, {})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Load of the ranks of `run(fn, loggers=[...])`: each rank logs once per second what its process uses.
+# Threads: one in each rank while `fn` runs, see `observe.system`. Failure: never reaches `fn`.
+
+
+class WithSystemMetrics:
+    """Function that logs the load of its rank while it runs."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        """Wrap a function; it keeps its name and code, for messages."""
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the function."""
+        place, began = context(), time.time()
+        fn: Callable[..., Any] = vars(self)["__wrapped__"]
+        if place is None:
+            return fn(*args, **kwargs)
+        node = f"{socket.gethostname()}-rank-{place.rank}"
+
+        def notify(sample: Sample) -> None:
+            numbers = {
+                f"system/{node}/{name}": value
+                for key, name in SYSTEM_METRICS.items()
+                if not math.isnan(value := getattr(sample, key))
+            }
+            log_metrics(numbers, int(sample.time - began))
+
+        sampler = Sampler(_OwnGpu(place), notify)
+        sampler.start()
+        with contextlib.closing(sampler):
+            return fn(*args, **kwargs)
+
+
+class _OwnGpu:
+    """GPU of this rank, once torch has initialized CUDA."""
+
+    def __init__(self, place: RankContext) -> None:
+        self._index = place.local_rank if place.gpu is None else place.gpu
+        self._found: Gpu | None = None
+        self._has_looked = False
+
+    def __call__(self) -> tuple[float, float]:
+        """Return percent and megabytes in use; NaN where they are unknown."""
+        torch = sys.modules.get("torch")
+        if not self._has_looked and torch is not None and torch.cuda.is_initialized():
+            self._has_looked = True
+            with contextlib.suppress(Exception):  # of torch, or of a device that is not there
+                uuid = torch.cuda.get_device_properties(self._index).uuid
+                self._found = Gpu.find(f"GPU-{uuid}")
+        return (math.nan, math.nan) if self._found is None else self._found()

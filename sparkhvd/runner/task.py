@@ -42,68 +42,6 @@ if TYPE_CHECKING:
     from sparkhvd.runner.protocol import Payload
 
 
-# ----------------------------------------------------------------------------------------------------
-# Output of a rank in its task: live to the driver, and to the task's stderr.
-
-
-class RankOutput:
-    """Routes a rank's output; a context manager.
-
-    Args:
-        sender: sends it to the driver; None without live output.
-        timestamp: whether lines on stderr start with the local time.
-        on_stderr: whether stderr gets all of it, nothing, or what the sender did not accept.
-    """
-
-    def __init__(
-        self,
-        sender: Sender | None,
-        *,
-        timestamp: bool,
-        on_stderr: Literal["always", "unsent", "never"],
-    ) -> None:
-        self._sender = sender
-        self._timestamp = timestamp
-        self._on_stderr = on_stderr
-
-    def line(self, line: str) -> None:
-        """Route a line of the trainer."""
-        self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
-
-    def message(self, text: str) -> None:
-        """Route a message for the driver."""
-        self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
-
-    def progress(self, text: str) -> None:
-        """Route a line about the training's progress; it is not written to stderr."""
-        if self._sender is not None:
-            self._sender.progress(text)
-
-    def _echo(self, text: str, *, is_sent: bool) -> None:
-        if self._on_stderr == "always" or (self._on_stderr == "unsent" and not is_sent):
-            for line in text.split("\n"):
-                log(line, timestamp=self._timestamp)
-
-    def close(self) -> tuple[tuple[int, str, int], ...]:
-        """Send the last lines to the driver; return records that it may not have received."""
-        return () if self._sender is None else tuple(self._sender.close())
-
-    def __enter__(self) -> RankOutput:
-        if self._sender is not None:
-            self._sender.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._sender is not None:
-            self._sender.__exit__()
-
-
-def log(line: str, *, timestamp: bool = False) -> None:
-    """Write a line to the task's stderr."""
-    sys.stderr.write(line_of(line, timestamp=timestamp))
-    sys.stderr.flush()
-
-
 @dataclass(frozen=True)
 class TaskSpec:
     """Specification of one attempt, equal for all ranks; travels as JSON inside Spark's closure.
@@ -460,3 +398,65 @@ def host_of(address: str) -> str:
     if not colon or not port.isdigit():
         host = address
     return host.strip("[]")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Output of a rank in its task: live to the driver, and to the task's stderr.
+
+
+class RankOutput:
+    """Routes a rank's output; a context manager.
+
+    Args:
+        sender: sends it to the driver; None without live output.
+        timestamp: whether lines on stderr start with the local time.
+        on_stderr: whether stderr gets all of it, nothing, or what the sender did not accept.
+    """
+
+    def __init__(
+        self,
+        sender: Sender | None,
+        *,
+        timestamp: bool,
+        on_stderr: Literal["always", "unsent", "never"],
+    ) -> None:
+        self._sender = sender
+        self._timestamp = timestamp
+        self._on_stderr = on_stderr
+
+    def line(self, line: str) -> None:
+        """Route a line of the trainer."""
+        self._echo(line, is_sent=self._sender is not None and self._sender.line(line))
+
+    def message(self, text: str) -> None:
+        """Route a message for the driver."""
+        self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
+
+    def progress(self, text: str) -> None:
+        """Route a line about the training's progress; it is not written to stderr."""
+        if self._sender is not None:
+            self._sender.progress(text)
+
+    def _echo(self, text: str, *, is_sent: bool) -> None:
+        if self._on_stderr == "always" or (self._on_stderr == "unsent" and not is_sent):
+            for line in text.split("\n"):
+                log(line, timestamp=self._timestamp)
+
+    def close(self) -> tuple[tuple[int, str, int], ...]:
+        """Send the last lines to the driver; return records that it may not have received."""
+        return () if self._sender is None else tuple(self._sender.close())
+
+    def __enter__(self) -> RankOutput:
+        if self._sender is not None:
+            self._sender.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sender is not None:
+            self._sender.__exit__()
+
+
+def log(line: str, *, timestamp: bool = False) -> None:
+    """Write a line to the task's stderr."""
+    sys.stderr.write(line_of(line, timestamp=timestamp))
+    sys.stderr.flush()

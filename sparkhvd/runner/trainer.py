@@ -35,102 +35,6 @@ from sparkhvd.runner.processes import (
 )
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_frame, read_report, write_frame
 
-# ----------------------------------------------------------------------------------------------------
-# Start of a trainer: pipes, environment, and the choice between a fork and a fresh process.
-
-_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-# Folders of Python's own modules.
-_OF_PYTHON = frozenset([*_STDLIB, *(f"{folder}/lib-dynload" for folder in _STDLIB)])
-
-
-@dataclass(frozen=True)
-class TrainerStart:
-    """Everything that the start of a trainer needs.
-
-    Attributes:
-        prologue: its first frame.
-        program: its second frame.
-        environ: environment of the process.
-        ends: descriptors that the process takes over.
-        result: this side's end of the result pipe.
-        log: this side's end of the output pipe.
-        is_late: whether the start is delayed, for a zygote, beyond the close of the listener by its owner.
-    """
-
-    prologue: Prologue
-    program: bytes
-    environ: dict[str, str]
-    ends: InheritedPipes
-    result: int
-    log: int
-    is_late: bool = False
-
-    def kept(self) -> TrainerStart:
-        """Return a delayed start with its own copy of the listener."""
-        listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
-        tcp, unix = listener
-        ends = replace(self.ends, listener=(tcp, unix))
-        return replace(
-            self, prologue=replace(self.prologue, listener=(tcp, unix)), ends=ends, is_late=True
-        )
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment with which the process imports."""
-        return {**self.environ, **self.prologue.variables()}
-
-    def close_listener(self) -> None:
-        """Close the listener of a delayed start."""
-        for fd in self.ends.listener:
-            if fd >= 0:
-                os.close(fd)
-
-    def abandon(self) -> None:
-        """Close all descriptors of a delayed start that is no longer needed."""
-        self.ends.close()
-        self.close_listener()
-        os.close(self.result)
-        os.close(self.log)
-
-
-def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
-    """Create the pipes and the environment of a process; return the pipe to it, and the start."""
-    spec_read, spec = os.pipe()
-    result, result_write = os.pipe()
-    log, log_write = os.pipe()
-    ends = InheritedPipes(spec_read, result_write, log_write, prologue.listener)
-    return spec, TrainerStart(prologue, program, _environment(prologue), ends, result, log)
-
-
-def prepare_nursery(prologue: Prologue) -> None:
-    """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
-    zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
-
-
-def may_fork(prologue: Prologue) -> bool:
-    """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
-    return prologue.nursery and not prologue.gpu_views and zygote_client.is_possible()
-
-
-def _environment(prologue: Prologue) -> dict[str, str]:
-    """Return the environment in which the process starts."""
-    inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
-    environ = {**inherited, **_loader_variables(prologue.env)}
-    if prologue.keep_freed_memory:
-        environ.update(allocator.start_variables(environ))
-    # The package must be found before the trainer sets its own path; "" is the working directory.
-    path = [entry or prologue.cwd for entry in prologue.sys_path]
-    # A notebook has that first, but has already imported Python's modules: a `secrets.py` there is not Python's.
-    path.sort(key=lambda entry: entry not in _OF_PYTHON)
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
-    return environ
-
-
-def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that work only if set before the process starts."""
-    prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
-    return {name: value for name, value in env.items() if name.startswith(prefixes)}
-
-
 LOG_TAIL_LINES = 100
 # Longer lines are passed on in pieces.
 _LINE_BYTES = 16 << 10
@@ -478,3 +382,99 @@ class _Closing:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Start of a trainer: pipes, environment, and the choice between a fork and a fresh process.
+
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+# Folders of Python's own modules.
+_OF_PYTHON = frozenset([*_STDLIB, *(f"{folder}/lib-dynload" for folder in _STDLIB)])
+
+
+@dataclass(frozen=True)
+class TrainerStart:
+    """Everything that the start of a trainer needs.
+
+    Attributes:
+        prologue: its first frame.
+        program: its second frame.
+        environ: environment of the process.
+        ends: descriptors that the process takes over.
+        result: this side's end of the result pipe.
+        log: this side's end of the output pipe.
+        is_late: whether the start is delayed, for a zygote, beyond the close of the listener by its owner.
+    """
+
+    prologue: Prologue
+    program: bytes
+    environ: dict[str, str]
+    ends: InheritedPipes
+    result: int
+    log: int
+    is_late: bool = False
+
+    def kept(self) -> TrainerStart:
+        """Return a delayed start with its own copy of the listener."""
+        listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
+        tcp, unix = listener
+        ends = replace(self.ends, listener=(tcp, unix))
+        return replace(
+            self, prologue=replace(self.prologue, listener=(tcp, unix)), ends=ends, is_late=True
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment with which the process imports."""
+        return {**self.environ, **self.prologue.variables()}
+
+    def close_listener(self) -> None:
+        """Close the listener of a delayed start."""
+        for fd in self.ends.listener:
+            if fd >= 0:
+                os.close(fd)
+
+    def abandon(self) -> None:
+        """Close all descriptors of a delayed start that is no longer needed."""
+        self.ends.close()
+        self.close_listener()
+        os.close(self.result)
+        os.close(self.log)
+
+
+def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
+    """Create the pipes and the environment of a process; return the pipe to it, and the start."""
+    spec_read, spec = os.pipe()
+    result, result_write = os.pipe()
+    log, log_write = os.pipe()
+    ends = InheritedPipes(spec_read, result_write, log_write, prologue.listener)
+    return spec, TrainerStart(prologue, program, _environment(prologue), ends, result, log)
+
+
+def prepare_nursery(prologue: Prologue) -> None:
+    """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
+    zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
+
+
+def may_fork(prologue: Prologue) -> bool:
+    """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
+    return prologue.nursery and not prologue.gpu_views and zygote_client.is_possible()
+
+
+def _environment(prologue: Prologue) -> dict[str, str]:
+    """Return the environment in which the process starts."""
+    inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
+    environ = {**inherited, **_loader_variables(prologue.env)}
+    if prologue.keep_freed_memory:
+        environ.update(allocator.start_variables(environ))
+    # The package must be found before the trainer sets its own path; "" is the working directory.
+    path = [entry or prologue.cwd for entry in prologue.sys_path]
+    # A notebook has that first, but has already imported Python's modules: a `secrets.py` there is not Python's.
+    path.sort(key=lambda entry: entry not in _OF_PYTHON)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path)) or environ.get("PYTHONPATH", "")
+    return environ
+
+
+def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that work only if set before the process starts."""
+    prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
+    return {name: value for name, value in env.items() if name.startswith(prefixes)}

@@ -547,6 +547,10 @@ _BROADCAST = "Using a target size"
 _unwatched = contextlib.nullcontext()
 
 
+# ----------------------------------------------------------------------------------------------------
+# Metrics of a run, and their sums over a pass.
+
+
 @dataclass(frozen=True)
 class Forward:
     """Outputs and loss of a rank's rows of a step.

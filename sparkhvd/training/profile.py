@@ -183,6 +183,10 @@ _HEAD, _WIDTH = len(_NUMBERS) + _NUM_BINS + 1, len(Sample._fields)
 _MOST_SAMPLES = 240
 
 
+# ----------------------------------------------------------------------------------------------------
+# Times of a training.
+
+
 class Profile:
     """Times of a training; every rank has one, and those of all ranks after each epoch.
 

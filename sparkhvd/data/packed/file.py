@@ -28,47 +28,6 @@ from sparkhvd.data.packed.checksums import (
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 
-# ----------------------------------------------------------------------------------------------------
-# Layout of columns in a packed file: its Parquet fields and their sizes.
-
-METADATA_KEY = b"sparkhvd"
-# Key in the description: true if blocks have checksums, see `checksums`.
-CHECKSUMS_KEY = "block_checksums"
-# First bytes of a Parquet file; it ends with the footer, the footer's length (4 bytes) and these again.
-MAGIC = b"PAR1"
-# A page's size is an int32 in Parquet; each column of a row group must stay below it.
-PAGE_BYTES = 1 << 30
-# Length prefix of a BYTE_ARRAY value.
-PREFIX_BYTES = 4
-
-
-def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """Return the type as stored in files, on any machine."""
-    return np.dtype(dtype).newbyteorder("<")
-
-
-def payload_types(column: Column) -> list[np.dtype[np.generic]]:
-    """Return the types of the BYTE_ARRAY columns of a column with variable rows: of sparse vectors indices and values."""
-    if column.is_fixed:
-        return []
-    values = little_endian(column.dtype)
-    return [np.dtype("<i4"), values] if column.kind == "sparse" else [values]
-
-
-def payloads(values: Ragged | SparseRows) -> list[Ragged]:
-    """Return the rows of the BYTE_ARRAY columns of a column, in the order of `payload_types`."""
-    return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
-
-
-def parquet_fields(column: Column) -> list[pa.Field]:
-    """Return the Parquet columns of a column. Required fields have no definition levels before the values."""
-    if column.is_fixed:
-        return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
-    names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]
-    ends = pa.field(f"{column.name}.ends", pa.binary(8), nullable=False)
-    return [ends, *(pa.field(n, pa.binary(), nullable=False) for n in names)]
-
-
 # By path, (blocks,) True for verified blocks.
 Checked = dict[str, Flags]
 # Bytes verified right after reading are still in the CPU's cache.
@@ -345,3 +304,44 @@ def _page_bytes(header: bytes) -> int:
         if byte < 0x80:
             break
     return (value >> 1) ^ -(value & 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Layout of columns in a packed file: its Parquet fields and their sizes.
+
+METADATA_KEY = b"sparkhvd"
+# Key in the description: true if blocks have checksums, see `checksums`.
+CHECKSUMS_KEY = "block_checksums"
+# First bytes of a Parquet file; it ends with the footer, the footer's length (4 bytes) and these again.
+MAGIC = b"PAR1"
+# A page's size is an int32 in Parquet; each column of a row group must stay below it.
+PAGE_BYTES = 1 << 30
+# Length prefix of a BYTE_ARRAY value.
+PREFIX_BYTES = 4
+
+
+def little_endian(dtype: str) -> np.dtype[np.generic]:
+    """Return the type as stored in files, on any machine."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def payload_types(column: Column) -> list[np.dtype[np.generic]]:
+    """Return the types of the BYTE_ARRAY columns of a column with variable rows: of sparse vectors indices and values."""
+    if column.is_fixed:
+        return []
+    values = little_endian(column.dtype)
+    return [np.dtype("<i4"), values] if column.kind == "sparse" else [values]
+
+
+def payloads(values: Ragged | SparseRows) -> list[Ragged]:
+    """Return the rows of the BYTE_ARRAY columns of a column, in the order of `payload_types`."""
+    return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
+
+
+def parquet_fields(column: Column) -> list[pa.Field]:
+    """Return the Parquet columns of a column. Required fields have no definition levels before the values."""
+    if column.is_fixed:
+        return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
+    names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]
+    ends = pa.field(f"{column.name}.ends", pa.binary(8), nullable=False)
+    return [ends, *(pa.field(n, pa.binary(), nullable=False) for n in names)]

@@ -28,96 +28,6 @@ from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
-# ----------------------------------------------------------------------------------------------------
-# Neighbouring rows of any length served by one read.
-
-
-@dataclass(frozen=True)
-class Span:
-    """Neighbouring rows of a row group served by one read.
-
-    Attributes:
-        group: the row group.
-        low: its first row.
-        ends: (rows + 1,) elements of the row group before the first row, and up to each row's end.
-        wanted: positions of the rows to return; None means all.
-    """
-
-    group: int
-    low: int
-    ends: Array
-    wanted: Array | None
-
-    def page_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the rows in the page, including their length prefixes."""
-        elements = int(self.ends[-1] - self.ends[0])
-        return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
-
-    def row_begins(self, itemsize: int) -> Array:
-        """Return (rows,) the offsets of each row's values, in bytes from the first row's length."""
-        rows = np.arange(1, len(self.ends), dtype=np.int64)
-        begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
-        return begins
-
-    def stays(self, itemsize: int) -> bool:
-        """Return True if values can stay in place as in the page."""
-        return self.wanted is None and itemsize <= PREFIX_BYTES
-
-    def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of memory of the rows."""
-        if self.stays(itemsize):
-            return self.page_bytes(itemsize)
-        counts = np.diff(self.ends)
-        return int((counts if self.wanted is None else counts[self.wanted]).sum()) * itemsize
-
-
-# ----------------------------------------------------------------------------------------------------
-# Concurrent reads of a remote file.
-
-# Each column of a row group is a separate request, which mostly waits.
-_THREADS = 12
-# The longest wait for all of them.
-_REQUESTS_S = 3600.0
-
-
-def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Run concurrent calls that wait for a remote store; raise the first error when all have ended.
-
-    Raises:
-        TimeoutError: the store has not answered some calls for an hour.
-    """
-    waiting = iter(calls)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while not errors:
-            with lock:
-                call = next(waiting, None)
-            if call is None:
-                return
-            try:
-                call()
-            except BaseException as e:  # noqa: BLE001 - raised below
-                errors.append(e)
-
-    # Daemons, because a read may hang forever.
-    threads = [
-        threading.Thread(target=work, name="sparkhvd-read", daemon=True)
-        for _ in range(min(_THREADS, len(calls)) - 1)
-    ]
-    for thread in threads:
-        thread.start()
-    work()
-    deadline = time.monotonic() + _REQUESTS_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError(f"requests to the store have not been answered for {_REQUESTS_S:g} s")
-    if errors:
-        raise errors[0]
-
-
 # Reading over a gap of this size costs about as much as another read.
 _GAP_BYTES = 128 << 10
 
@@ -343,6 +253,96 @@ class RowSource:
                 f"{file.row_groups} with {self._num_parquet_columns}"
             )
         return opened
+
+
+# ----------------------------------------------------------------------------------------------------
+# Neighbouring rows of any length served by one read.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring rows of a row group served by one read.
+
+    Attributes:
+        group: the row group.
+        low: its first row.
+        ends: (rows + 1,) elements of the row group before the first row, and up to each row's end.
+        wanted: positions of the rows to return; None means all.
+    """
+
+    group: int
+    low: int
+    ends: Array
+    wanted: Array | None
+
+    def page_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the rows in the page, including their length prefixes."""
+        elements = int(self.ends[-1] - self.ends[0])
+        return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
+
+    def row_begins(self, itemsize: int) -> Array:
+        """Return (rows,) the offsets of each row's values, in bytes from the first row's length."""
+        rows = np.arange(1, len(self.ends), dtype=np.int64)
+        begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
+        return begins
+
+    def stays(self, itemsize: int) -> bool:
+        """Return True if values can stay in place as in the page."""
+        return self.wanted is None and itemsize <= PREFIX_BYTES
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes of memory of the rows."""
+        if self.stays(itemsize):
+            return self.page_bytes(itemsize)
+        counts = np.diff(self.ends)
+        return int((counts if self.wanted is None else counts[self.wanted]).sum()) * itemsize
+
+
+# ----------------------------------------------------------------------------------------------------
+# Concurrent reads of a remote file.
+
+# Each column of a row group is a separate request, which mostly waits.
+_THREADS = 12
+# The longest wait for all of them.
+_REQUESTS_S = 3600.0
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Run concurrent calls that wait for a remote store; raise the first error when all have ended.
+
+    Raises:
+        TimeoutError: the store has not answered some calls for an hour.
+    """
+    waiting = iter(calls)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                call = next(waiting, None)
+            if call is None:
+                return
+            try:
+                call()
+            except BaseException as e:  # noqa: BLE001 - raised below
+                errors.append(e)
+
+    # Daemons, because a read may hang forever.
+    threads = [
+        threading.Thread(target=work, name="sparkhvd-read", daemon=True)
+        for _ in range(min(_THREADS, len(calls)) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    work()
+    deadline = time.monotonic() + _REQUESTS_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"requests to the store have not been answered for {_REQUESTS_S:g} s")
+    if errors:
+        raise errors[0]
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -42,336 +42,6 @@ from sparkhvd.data.reading.subset import (
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
-# ----------------------------------------------------------------------------------------------------
-# Prefetch in a thread; its consumer waits with a deadline.
-
-# Longest wait for one chunk, which may be all the rows of a slow store, and, at the end of an epoch, for a thread
-# in a read that may hang forever (a mount whose server is gone).
-READ_S = 3600.0
-STOP_S = 60.0
-
-Item = TypeVar("Item")
-
-
-class Prefetch(Generic[Item]):
-    """Runs an iterator in a thread, at most `length` items ahead."""
-
-    def __init__(self, items: Iterator[Item], length: int) -> None:
-        self._items = items
-        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=length)
-        self._length = length
-        self._has_all = False  # reading has finished
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_nearly_empty(self) -> bool:
-        """True if reading has finished, and at most half of the queue is used."""
-        return self._has_all and 2 * self._queue.qsize() <= self._length + 1
-
-    def get(self) -> Item | BaseException:
-        """Return the next item, or the error that ended the thread."""
-        deadline = time.monotonic() + READ_S
-        while not self._stopping.is_set():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return TimeoutError(f"nothing came for {READ_S:g} s, from the store or a decoder")
-            try:
-                return self._queue.get(timeout=min(left, 1.0))
-            except queue.Empty:
-                continue
-        return InvalidArgumentError(
-            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
-            "a time."
-        )
-
-    def stop(self, limit_s: float) -> bool:
-        """End the thread and wait for it up to a limit; return True if it has ended."""
-        self._stopping.set()
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            # A thread waiting for space in the queue continues once there is some.
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.05)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        failure: BaseException
-        try:
-            for item in self._items:
-                if self._stopping.is_set():
-                    return
-                self._queue.put(item)
-                if self._stopping.is_set():
-                    return
-            self._has_all = True
-            failure = InternalError("The reader ran out of rows before the epoch's end.")
-        except BaseException as error:  # noqa: BLE001 - a thread boundary: the consumer raises it
-            failure = error
-        while not self._stopping.is_set():
-            try:
-                self._queue.put(failure, timeout=0.05)
-            except queue.Full:
-                continue
-            return
-
-
-# ----------------------------------------------------------------------------------------------------
-# Rows of a subset held in memory, read once by a rank or jointly by the ranks of a host.
-
-
-class Sharing(Protocol):
-    """Ranks of a host that share rows in memory.
-
-    Attributes:
-        part: (number, count) of this rank's part of the rows.
-    """
-
-    part: tuple[int, int]
-
-    def gather(
-        self, values: Mapping[str, Values] | None, error: BaseException | None = None
-    ) -> dict[str, Values] | None:
-        """Join the parts of all ranks, in order, on all ranks; None if they cannot share memory.
-
-        Raises `error`, or another rank's.
-        """
-
-
-class ResidentRows:
-    """Holder of rows, read on first use; used by one thread at a time."""
-
-    def __init__(
-        self,
-        source: Source,
-        names: Sequence[str],
-        rows: Rows | int,
-        division: RowDivision,
-        *,
-        sharing: Sharing | None,
-    ) -> None:
-        """Prepare; reads nothing.
-
-        Args:
-            source: of the files; closed when the rows are in memory.
-            names: columns to read.
-            rows: numbers of the rows, or a count for all, starting at 0.
-            division: of the rows into parts.
-            sharing: the ranks of this host, which read a part each; None reads all rows.
-        """
-        self._source = source
-        self._names = list(names)
-        self._rows = rows
-        self._division = division
-        self._sharing = sharing
-        self._values: dict[str, Values] | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        """True if the ranks of this host read together, which requires all of them."""
-        return self._sharing is not None
-
-    def values(self) -> dict[str, Values]:
-        """Return all rows by column, read by the first call. A collective call on the host if shared."""
-        if self._values is None:
-            self._values = self._read_all()
-            self._source.close()
-        return self._values
-
-    @property
-    def is_unread(self) -> bool:
-        """True if the rows are not yet read."""
-        return self._values is None
-
-    def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
-        """Return a function that permutes the rows for an epoch, once, for the first thread that calls it."""
-        lock, made = threading.Lock(), list[Rows]()
-
-        def permute() -> Rows:
-            with lock:
-                if not made:
-                    made.append(permutation(count_of(self._rows), seed, epoch))
-            return made[0]
-
-        return permute
-
-    def clear(self) -> None:
-        """Release the rows."""
-        self._values = None
-
-    def _read_all(self) -> dict[str, Values]:
-        if self._sharing is None:
-            return self._read_part((0, 1))
-        part: dict[str, Values] | None = None
-        error: BaseException | None = None
-        try:
-            part = self._read_part(self._sharing.part)
-        except BaseException as e:  # noqa: BLE001 - raised after the waiting ranks are notified
-            error = e
-        values = self._sharing.gather(part, error)
-        return self._read_part((0, 1)) if values is None else values
-
-    def _read_part(self, part: tuple[int, int]) -> dict[str, Values]:
-        return read_rows(self._source, self._names, self._rows, part, self._division)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Batches of a rank, and their arrays.
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one rank at one step.
-
-    Attributes:
-        columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
-            vectors `SparseRows`; of a column with a collate function its result.
-        num_rows: rows of this rank, possibly 0.
-        rows_per_rank: rows of every rank at this step, known without communication.
-        step: counts from 0 in each epoch.
-        num_broken: rows of this rank skipped by a decoder; `rows_per_rank` counts them.
-    """
-
-    columns: dict[str, Any]
-    num_rows: int
-    rows_per_rank: tuple[int, ...]
-    step: int
-    num_broken: int = 0
-
-
-def no_rows(column: Column) -> Values:
-    """Return zero rows of a column."""
-    if column.kind == "sparse":
-        return SparseRows.empty(column.dtype, column.num_elements)
-    return np.empty((0, *(column.row_shape or ())), column.row_dtype)
-
-
-def row_bytes(column: Column) -> int:
-    """Return the bytes of a row of a batch; 0 if only its stored form has a known size."""
-    if column.is_fixed or not column.row_shape:
-        return column.row_bytes if column.is_fixed else 0
-    if column.kind == "sparse" or -1 in column.row_shape:
-        return 0
-    return math.prod(column.row_shape) * column.row_dtype.itemsize
-
-
-def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Return an array in page-locked memory; torch keeps freed memory for the next."""
-    import torch
-
-    num_bytes = math.prod(shape) * dtype.itemsize
-    flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return flat.view(dtype).reshape(shape)
-
-
-def packed(values: Values) -> Values:
-    """Copy the rows to their own memory if they refer to shared values."""
-    return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
-
-
-# ----------------------------------------------------------------------------------------------------
-# Decoding of a reader's rows in threads, a chunk of several batches at a time.
-# Threads: the reading thread submits and collects chunks; threads of the pool decode rows, and share only the chunk's memory.
-
-# Switch interval of the GIL while threads decode. With Python's 5 ms a thread that returns from a decoder in C
-# finds the GIL taken again and again by others, which release it only for a read: two threads are then as slow as one.
-_SWITCH_S = 0.0005
-# Skipped values that are printed; the others are only counted.
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Decoded rows of several batches.
-
-    Attributes:
-        columns: by name.
-        num_rows: including skipped rows.
-        kept: ascending numbers of the kept rows; None means all.
-    """
-
-    columns: dict[str, Any]
-    num_rows: int
-    kept: Rows | None = None
-
-    def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Return the columns of some rows, and the number of kept rows."""
-        if self.kept is not None:
-            start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
-        return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
-
-
-class Decoding:
-    """User functions on the columns of a reader, with their threads.
-
-    Attributes:
-        num_ahead: chunks to submit before the first is collected, to keep the threads busy.
-    """
-
-    def __init__(
-        self, functions: RowFunctions, columns: Sequence[Column], num_workers: int
-    ) -> None:
-        """Start the threads, if several are requested and there is something to decode.
-
-        Args:
-            functions: the user's.
-            columns: to read, as `with_decoded` described them.
-            num_workers: threads; 1 is the reading thread itself.
-        """
-        self._functions, self._columns = functions, columns
-        self._pool: ThreadPoolExecutor | None = None
-        if num_workers > 1 and any(column.has_decoder for column in columns):
-            self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        self.num_ahead = int(self._pool is not None)
-        self._shown: set[str] = set()
-
-    def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
-        """Start decoding rows; return a function that waits for them.
-
-        Args:
-            taken: columns as they are stored; they must stay valid until the end.
-            num_rows: their number.
-            packs: copy the chunk to its own memory.
-        """
-        has_functions = self._functions.decoders or self._functions.collate
-        begin = self._functions.begin if has_functions else _as_they_are
-        decoded = begin(self._columns, taken, self._pool)
-
-        def finish() -> Chunk:
-            found = decoded()
-            self._show(found.broken)
-            columns = found.columns
-            if packs:
-                columns = {name: packed(rows) for name, rows in columns.items()}
-            return Chunk(columns, num_rows, found.kept)
-
-        return finish
-
-    def _show(self, broken: Sequence[str]) -> None:
-        """Print the first skipped values."""
-        room = max(0, _SHOWN - len(self._shown))
-        for text in [each for each in broken if each not in self._shown][:room]:
-            self._shown.add(text)
-            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
-            sys.stderr.write(
-                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
-            )
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-def _as_they_are(
-    columns: Sequence[Column], values: dict[str, Any], pool: object
-) -> Callable[[], Decoded]:
-    return lambda: Decoded(values)
-
 
 class Reader:
     """Reader of the batches of one rank, epoch by epoch; a context manager.
@@ -713,3 +383,334 @@ def _explained(error: BaseException, store: Store, manifest: Manifest, where: st
         kind = "materialized data in the store" if manifest.layout == PACKED else "Parquet files in"
         return StoreError(f"Reading the {kind} {store.url} failed at {where}: {reason}")
     return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Prefetch in a thread; its consumer waits with a deadline.
+
+# Longest wait for one chunk, which may be all the rows of a slow store, and, at the end of an epoch, for a thread
+# in a read that may hang forever (a mount whose server is gone).
+READ_S = 3600.0
+STOP_S = 60.0
+
+Item = TypeVar("Item")
+
+
+class Prefetch(Generic[Item]):
+    """Runs an iterator in a thread, at most `length` items ahead."""
+
+    def __init__(self, items: Iterator[Item], length: int) -> None:
+        self._items = items
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=length)
+        self._length = length
+        self._has_all = False  # reading has finished
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_nearly_empty(self) -> bool:
+        """True if reading has finished, and at most half of the queue is used."""
+        return self._has_all and 2 * self._queue.qsize() <= self._length + 1
+
+    def get(self) -> Item | BaseException:
+        """Return the next item, or the error that ended the thread."""
+        deadline = time.monotonic() + READ_S
+        while not self._stopping.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return TimeoutError(f"nothing came for {READ_S:g} s, from the store or a decoder")
+            try:
+                return self._queue.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                continue
+        return InvalidArgumentError(
+            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
+            "a time."
+        )
+
+    def stop(self, limit_s: float) -> bool:
+        """End the thread and wait for it up to a limit; return True if it has ended."""
+        self._stopping.set()
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            # A thread waiting for space in the queue continues once there is some.
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.05)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure: BaseException
+        try:
+            for item in self._items:
+                if self._stopping.is_set():
+                    return
+                self._queue.put(item)
+                if self._stopping.is_set():
+                    return
+            self._has_all = True
+            failure = InternalError("The reader ran out of rows before the epoch's end.")
+        except BaseException as error:  # noqa: BLE001 - a thread boundary: the consumer raises it
+            failure = error
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(failure, timeout=0.05)
+            except queue.Full:
+                continue
+            return
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows of a subset held in memory, read once by a rank or jointly by the ranks of a host.
+
+
+class Sharing(Protocol):
+    """Ranks of a host that share rows in memory.
+
+    Attributes:
+        part: (number, count) of this rank's part of the rows.
+    """
+
+    part: tuple[int, int]
+
+    def gather(
+        self, values: Mapping[str, Values] | None, error: BaseException | None = None
+    ) -> dict[str, Values] | None:
+        """Join the parts of all ranks, in order, on all ranks; None if they cannot share memory.
+
+        Raises `error`, or another rank's.
+        """
+
+
+class ResidentRows:
+    """Holder of rows, read on first use; used by one thread at a time."""
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        rows: Rows | int,
+        division: RowDivision,
+        *,
+        sharing: Sharing | None,
+    ) -> None:
+        """Prepare; reads nothing.
+
+        Args:
+            source: of the files; closed when the rows are in memory.
+            names: columns to read.
+            rows: numbers of the rows, or a count for all, starting at 0.
+            division: of the rows into parts.
+            sharing: the ranks of this host, which read a part each; None reads all rows.
+        """
+        self._source = source
+        self._names = list(names)
+        self._rows = rows
+        self._division = division
+        self._sharing = sharing
+        self._values: dict[str, Values] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the ranks of this host read together, which requires all of them."""
+        return self._sharing is not None
+
+    def values(self) -> dict[str, Values]:
+        """Return all rows by column, read by the first call. A collective call on the host if shared."""
+        if self._values is None:
+            self._values = self._read_all()
+            self._source.close()
+        return self._values
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the rows are not yet read."""
+        return self._values is None
+
+    def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
+        """Return a function that permutes the rows for an epoch, once, for the first thread that calls it."""
+        lock, made = threading.Lock(), list[Rows]()
+
+        def permute() -> Rows:
+            with lock:
+                if not made:
+                    made.append(permutation(count_of(self._rows), seed, epoch))
+            return made[0]
+
+        return permute
+
+    def clear(self) -> None:
+        """Release the rows."""
+        self._values = None
+
+    def _read_all(self) -> dict[str, Values]:
+        if self._sharing is None:
+            return self._read_part((0, 1))
+        part: dict[str, Values] | None = None
+        error: BaseException | None = None
+        try:
+            part = self._read_part(self._sharing.part)
+        except BaseException as e:  # noqa: BLE001 - raised after the waiting ranks are notified
+            error = e
+        values = self._sharing.gather(part, error)
+        return self._read_part((0, 1)) if values is None else values
+
+    def _read_part(self, part: tuple[int, int]) -> dict[str, Values]:
+        return read_rows(self._source, self._names, self._rows, part, self._division)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batches of a rank, and their arrays.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one rank at one step.
+
+    Attributes:
+        columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
+            vectors `SparseRows`; of a column with a collate function its result.
+        num_rows: rows of this rank, possibly 0.
+        rows_per_rank: rows of every rank at this step, known without communication.
+        step: counts from 0 in each epoch.
+        num_broken: rows of this rank skipped by a decoder; `rows_per_rank` counts them.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    rows_per_rank: tuple[int, ...]
+    step: int
+    num_broken: int = 0
+
+
+def no_rows(column: Column) -> Values:
+    """Return zero rows of a column."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements)
+    return np.empty((0, *(column.row_shape or ())), column.row_dtype)
+
+
+def row_bytes(column: Column) -> int:
+    """Return the bytes of a row of a batch; 0 if only its stored form has a known size."""
+    if column.is_fixed or not column.row_shape:
+        return column.row_bytes if column.is_fixed else 0
+    if column.kind == "sparse" or -1 in column.row_shape:
+        return 0
+    return math.prod(column.row_shape) * column.row_dtype.itemsize
+
+
+def pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    """Return an array in page-locked memory; torch keeps freed memory for the next."""
+    import torch
+
+    num_bytes = math.prod(shape) * dtype.itemsize
+    flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return flat.view(dtype).reshape(shape)
+
+
+def packed(values: Values) -> Values:
+    """Copy the rows to their own memory if they refer to shared values."""
+    return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
+
+
+# ----------------------------------------------------------------------------------------------------
+# Decoding of a reader's rows in threads, a chunk of several batches at a time.
+# Threads: the reading thread submits and collects chunks; threads of the pool decode rows, and share only the chunk's memory.
+
+# Switch interval of the GIL while threads decode. With Python's 5 ms a thread that returns from a decoder in C
+# finds the GIL taken again and again by others, which release it only for a read: two threads are then as slow as one.
+_SWITCH_S = 0.0005
+# Skipped values that are printed; the others are only counted.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Decoded rows of several batches.
+
+    Attributes:
+        columns: by name.
+        num_rows: including skipped rows.
+        kept: ascending numbers of the kept rows; None means all.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    kept: Rows | None = None
+
+    def cut(self, start: int, stop: int) -> tuple[dict[str, Any], int]:
+        """Return the columns of some rows, and the number of kept rows."""
+        if self.kept is not None:
+            start, stop = (int(n) for n in np.searchsorted(self.kept, (start, stop)))
+        return {name: rows[start:stop] for name, rows in self.columns.items()}, stop - start
+
+
+class Decoding:
+    """User functions on the columns of a reader, with their threads.
+
+    Attributes:
+        num_ahead: chunks to submit before the first is collected, to keep the threads busy.
+    """
+
+    def __init__(
+        self, functions: RowFunctions, columns: Sequence[Column], num_workers: int
+    ) -> None:
+        """Start the threads, if several are requested and there is something to decode.
+
+        Args:
+            functions: the user's.
+            columns: to read, as `with_decoded` described them.
+            num_workers: threads; 1 is the reading thread itself.
+        """
+        self._functions, self._columns = functions, columns
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 1 and any(column.has_decoder for column in columns):
+            self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self.num_ahead = int(self._pool is not None)
+        self._shown: set[str] = set()
+
+    def begin(self, taken: dict[str, Any], num_rows: int, *, packs: bool) -> Callable[[], Chunk]:
+        """Start decoding rows; return a function that waits for them.
+
+        Args:
+            taken: columns as they are stored; they must stay valid until the end.
+            num_rows: their number.
+            packs: copy the chunk to its own memory.
+        """
+        has_functions = self._functions.decoders or self._functions.collate
+        begin = self._functions.begin if has_functions else _as_they_are
+        decoded = begin(self._columns, taken, self._pool)
+
+        def finish() -> Chunk:
+            found = decoded()
+            self._show(found.broken)
+            columns = found.columns
+            if packs:
+                columns = {name: packed(rows) for name, rows in columns.items()}
+            return Chunk(columns, num_rows, found.kept)
+
+        return finish
+
+    def _show(self, broken: Sequence[str]) -> None:
+        """Print the first skipped values."""
+        room = max(0, _SHOWN - len(self._shown))
+        for text in [each for each in broken if each not in self._shown][:room]:
+            self._shown.add(text)
+            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
+            sys.stderr.write(
+                f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
+            )
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _as_they_are(
+    columns: Sequence[Column], values: dict[str, Any], pool: object
+) -> Callable[[], Decoded]:
+    return lambda: Decoded(values)

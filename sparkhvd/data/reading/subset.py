@@ -24,6 +24,156 @@ from sparkhvd.data.reading.sampler import (
 from sparkhvd.data.reading.source import Source
 from sparkhvd.errors import InvalidArgumentError
 
+SUBSETS = ("all", "train", "validation")
+
+
+def column_names(manifest: Manifest) -> list[str]:
+    """Return the columns read for training: features, labels, sample weight and group."""
+    split = manifest.schema.validation
+    return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
+
+
+def is_flagged(manifest: Manifest, subset: str) -> bool:
+    """Return True if a column marks the rows of the subset."""
+    return subset != "all" and manifest.schema.validation is not None
+
+
+@dataclass(frozen=True)
+class RowDivision:
+    """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
+
+    Attributes:
+        edges: row numbers of the source's piece edges, at which parts are cut; None cuts anywhere.
+    """
+
+    edges: Rows | None = None
+
+    def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
+        """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""
+        if count == 1:
+            return rows
+        low, high = (self._cut(rows, n, count) for n in (number, number + 1))
+        return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
+
+    def _cut(self, rows: Rows | int, number: int, count: int) -> int:
+        """Return the position in a selection at which a part begins."""
+        cut = count_of(rows) * number // count
+        if self.edges is None:
+            return cut
+        return _nearest(
+            self.edges if isinstance(rows, int) else np.searchsorted(rows, self.edges), cut
+        )
+
+
+def _nearest(edges: Rows, wanted: int) -> int:
+    return int(edges[np.argmin(np.abs(edges - wanted))])
+
+
+def read_flags(
+    source: Source, manifest: Manifest, usable: Rows | None = None, part: tuple[int, int] = (0, 1)
+) -> Flags:
+    """Read the validation flags of the usable rows, or of a part of them.
+
+    Args:
+        source: of the manifest's files.
+        manifest: with a validation column.
+        usable: ascending numbers of the usable rows; None means all.
+        part: (number, count) of the part.
+    """
+    column = manifest.schema.validation
+    assert column is not None
+    rows = manifest.num_rows if usable is None else usable
+    values = read_rows(source, [column.name], rows, part, RowDivision(source.block_edges))
+    flags: Flags = np.asarray(values[column.name]) != 0
+    return flags
+
+
+def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Rows:
+    """Read the group number of every row, or of a part of the rows."""
+    column = manifest.schema.group
+    assert column is not None
+    division = RowDivision(source.block_edges)
+    return np.asarray(
+        read_rows(source, [column.name], manifest.num_rows, part, division)[column.name]
+    )
+
+
+def flagged(flags: Flags, subset: str) -> Rows:
+    """Return the ascending positions of the subset's rows."""
+    return np.flatnonzero(flags if subset == "validation" else ~flags)
+
+
+def select_rows(
+    source: Source,
+    manifest: Manifest,
+    subset: str,
+    *,
+    validation: float | None,
+    seed: int,
+    usable: Rows | None = None,
+    flags: Flags | None = None,
+    groups: Rows | None = None,
+) -> Rows | int:
+    """Return the ascending numbers of the rows of a subset, or a count for all, starting at 0.
+
+    Args:
+        source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
+        manifest: of the data.
+        subset: "all", "train" or "validation".
+        validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
+        seed: decides the split.
+        usable: ascending numbers of the usable rows; None means all.
+        flags: the validation flags of the usable rows, if already read.
+        groups: the group number of each row; a fraction then selects whole groups.
+
+    Raises:
+        InvalidArgumentError: the data have no validation rows.
+    """
+    total: Rows | int = manifest.num_rows if usable is None else usable
+    if subset == "all":
+        return total
+    if is_flagged(manifest, subset):
+        if flags is None:
+            flags = read_flags(source, manifest, usable)
+        chosen = flagged(flags, subset)
+        return chosen if usable is None else usable[chosen]
+    if not validation:
+        if subset == "train":
+            return total
+        raise InvalidArgumentError(
+            "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
+            "validation=0.1, or read subset='all'."
+        )
+    if groups is None:
+        train, held_out = split_validation(count_of(total), validation, seed)
+    else:
+        train, held_out = split_groups(groups, validation, seed)
+    chosen = train if subset == "train" else held_out
+    return chosen if usable is None else usable[chosen]
+
+
+def fits_in_memory(rows: Rows | int, row_bytes: int, limit_bytes: int) -> bool:
+    """Return True if rows of `row_bytes` bytes are held in memory under this limit."""
+    return count_of(rows) * row_bytes <= limit_bytes
+
+
+def count_of(rows: Rows | int) -> int:
+    """Return the number of rows of a selection."""
+    return rows if isinstance(rows, int) else len(rows)
+
+
+def read_rows(
+    source: Source,
+    names: Sequence[str],
+    rows: Rows | int,
+    part: tuple[int, int],
+    division: RowDivision,
+) -> dict[str, Values]:
+    """Read columns of a part of the rows, as by `Source.read`."""
+    numbers = division.part(rows, *part)
+    return source.read(names, None if isinstance(numbers, int) else numbers)
+
+
 # ----------------------------------------------------------------------------------------------------
 # Plan epochs of whole groups: rows with an equal value of a column stay together, on one rank.
 # Groups are permuted, not rows. The sequence is cut between ranks at the end of the group nearest to equal numbers of rows, and
@@ -236,153 +386,3 @@ def group_plan(
         block_rows,
     )
     return GroupPlan(size, batch_size, total, num_steps, (), order)
-
-
-SUBSETS = ("all", "train", "validation")
-
-
-def column_names(manifest: Manifest) -> list[str]:
-    """Return the columns read for training: features, labels, sample weight and group."""
-    split = manifest.schema.validation
-    return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
-
-
-def is_flagged(manifest: Manifest, subset: str) -> bool:
-    """Return True if a column marks the rows of the subset."""
-    return subset != "all" and manifest.schema.validation is not None
-
-
-@dataclass(frozen=True)
-class RowDivision:
-    """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
-
-    Attributes:
-        edges: row numbers of the source's piece edges, at which parts are cut; None cuts anywhere.
-    """
-
-    edges: Rows | None = None
-
-    def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
-        """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""
-        if count == 1:
-            return rows
-        low, high = (self._cut(rows, n, count) for n in (number, number + 1))
-        return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
-
-    def _cut(self, rows: Rows | int, number: int, count: int) -> int:
-        """Return the position in a selection at which a part begins."""
-        cut = count_of(rows) * number // count
-        if self.edges is None:
-            return cut
-        return _nearest(
-            self.edges if isinstance(rows, int) else np.searchsorted(rows, self.edges), cut
-        )
-
-
-def _nearest(edges: Rows, wanted: int) -> int:
-    return int(edges[np.argmin(np.abs(edges - wanted))])
-
-
-def read_flags(
-    source: Source, manifest: Manifest, usable: Rows | None = None, part: tuple[int, int] = (0, 1)
-) -> Flags:
-    """Read the validation flags of the usable rows, or of a part of them.
-
-    Args:
-        source: of the manifest's files.
-        manifest: with a validation column.
-        usable: ascending numbers of the usable rows; None means all.
-        part: (number, count) of the part.
-    """
-    column = manifest.schema.validation
-    assert column is not None
-    rows = manifest.num_rows if usable is None else usable
-    values = read_rows(source, [column.name], rows, part, RowDivision(source.block_edges))
-    flags: Flags = np.asarray(values[column.name]) != 0
-    return flags
-
-
-def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Rows:
-    """Read the group number of every row, or of a part of the rows."""
-    column = manifest.schema.group
-    assert column is not None
-    division = RowDivision(source.block_edges)
-    return np.asarray(
-        read_rows(source, [column.name], manifest.num_rows, part, division)[column.name]
-    )
-
-
-def flagged(flags: Flags, subset: str) -> Rows:
-    """Return the ascending positions of the subset's rows."""
-    return np.flatnonzero(flags if subset == "validation" else ~flags)
-
-
-def select_rows(
-    source: Source,
-    manifest: Manifest,
-    subset: str,
-    *,
-    validation: float | None,
-    seed: int,
-    usable: Rows | None = None,
-    flags: Flags | None = None,
-    groups: Rows | None = None,
-) -> Rows | int:
-    """Return the ascending numbers of the rows of a subset, or a count for all, starting at 0.
-
-    Args:
-        source: of the manifest's files; read only if a column marks the validation rows and `flags` is None.
-        manifest: of the data.
-        subset: "all", "train" or "validation".
-        validation: the validation fraction; None if the manifest has a validation column (or there is no validation).
-        seed: decides the split.
-        usable: ascending numbers of the usable rows; None means all.
-        flags: the validation flags of the usable rows, if already read.
-        groups: the group number of each row; a fraction then selects whole groups.
-
-    Raises:
-        InvalidArgumentError: the data have no validation rows.
-    """
-    total: Rows | int = manifest.num_rows if usable is None else usable
-    if subset == "all":
-        return total
-    if is_flagged(manifest, subset):
-        if flags is None:
-            flags = read_flags(source, manifest, usable)
-        chosen = flagged(flags, subset)
-        return chosen if usable is None else usable[chosen]
-    if not validation:
-        if subset == "train":
-            return total
-        raise InvalidArgumentError(
-            "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
-            "validation=0.1, or read subset='all'."
-        )
-    if groups is None:
-        train, held_out = split_validation(count_of(total), validation, seed)
-    else:
-        train, held_out = split_groups(groups, validation, seed)
-    chosen = train if subset == "train" else held_out
-    return chosen if usable is None else usable[chosen]
-
-
-def fits_in_memory(rows: Rows | int, row_bytes: int, limit_bytes: int) -> bool:
-    """Return True if rows of `row_bytes` bytes are held in memory under this limit."""
-    return count_of(rows) * row_bytes <= limit_bytes
-
-
-def count_of(rows: Rows | int) -> int:
-    """Return the number of rows of a selection."""
-    return rows if isinstance(rows, int) else len(rows)
-
-
-def read_rows(
-    source: Source,
-    names: Sequence[str],
-    rows: Rows | int,
-    part: tuple[int, int],
-    division: RowDivision,
-) -> dict[str, Values]:
-    """Read columns of a part of the rows, as by `Source.read`."""
-    numbers = division.part(rows, *part)
-    return source.read(names, None if isinstance(numbers, int) else numbers)

@@ -48,246 +48,6 @@ from sparkhvd.training.program import Program, dump_program
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.types import Loss
 
-# ----------------------------------------------------------------------------------------------------
-# Options of the training loop that follow from several Params: the monitored number, the returned epoch, early stopping.
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """Fields of `TrainSpec` with these names.
-
-    Attributes:
-        monitor: number of the history that selects the best epoch.
-        return_best: return the best epoch's weights instead of the last one's.
-        early_stopping: when to stop before the last epoch, or None.
-    """
-
-    monitor: Monitor = Monitor()
-    return_best: bool = False
-    early_stopping: EarlyStopping | None = None
-
-    def describe(self, *, has_schedule: bool) -> dict[str, object]:
-        """Return the facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
-
-        Args:
-            has_schedule: True if the fit has a learning-rate scheduler.
-        """
-        is_seen = self.return_best or has_schedule
-        return {
-            "return_model": "best" if self.return_best else "last",
-            "monitor": f"{self.monitor.mode} of {self.monitor.name}" if is_seen else None,
-        }
-
-
-def loop_options(
-    options: FitOptions, *, model: nn.Module, metric_names: Sequence[str], has_validation: bool
-) -> LoopOptions:
-    """Derive the options of the training loop.
-
-    Args:
-        options: of the fit.
-        model: the module to train.
-        metric_names: of the fit's metrics, as prefixes of history keys.
-        has_validation: some rows validate.
-
-    Raises:
-        InvalidArgumentError: two Params contradict each other.
-    """
-    check_precision(options.precision, model)
-    if options.validation_steps_per_epoch is not None and not has_validation:
-        raise InvalidArgumentError(
-            "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1."
-        )
-    keys = _HistoryKeys.of(options, metric_names, has_validation=has_validation)
-    default = "val_loss" if has_validation else "loss"
-    name = options.monitor or default
-    keys.check("monitor", name)
-    monitor = Monitor(name, options.monitor_mode)
-    return LoopOptions(
-        monitor, _returns_best(options, has_validation), _early_stopping(options, monitor, keys)
-    )
-
-
-@dataclass(frozen=True)
-class _HistoryKeys:
-    """Keys of the history's records.
-
-    Attributes:
-        names: keys or prefixes known before the first epoch.
-        is_open: True if user code may log other keys.
-    """
-
-    names: tuple[str, ...]
-    is_open: bool
-
-    @classmethod
-    def of(
-        cls, options: FitOptions, metric_names: Sequence[str], *, has_validation: bool
-    ) -> _HistoryKeys:
-        names = ("loss", *metric_names)
-        functions = (options.train_step, options.validation_step, options.train_fn)
-        is_open = bool(options.callbacks) or any(each is not None for each in functions)
-        validated = tuple(f"val_{name}" for name in names) if has_validation else ()
-        return cls(names + validated, is_open=is_open)
-
-    def check(self, param: str, name: str) -> None:
-        """Reject a key that no record will have."""
-        # A metric with several values has a key for each, known only after the first epoch.
-        if (
-            self.is_open
-            or name in self.names
-            or name.startswith(tuple(f"{n}_" for n in self.names))
-        ):
-            return
-        raise InvalidArgumentError(
-            f"{param} is {name!r}, which the history will not have. It will have {', '.join(map(repr, self.names))}."
-        )
-
-
-def _returns_best(options: FitOptions, has_validation: bool) -> bool:
-    if options.return_model != "best":
-        return False
-    if not has_validation and options.monitor is None:
-        name = "return_model='best'" if "return_model" in options.explicit else "restore_best"
-        raise InvalidArgumentError(
-            f"{name} needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
-            "another number of the history as monitor."
-        )
-    return True
-
-
-def _early_stopping(
-    options: FitOptions, monitor: Monitor, keys: _HistoryKeys
-) -> EarlyStopping | None:
-    entries = options.early_stopping
-    if entries is None:
-        return None
-    unknown = sorted(set(entries) - {"monitor", "mode", "patience", "min_delta"})
-    if unknown:
-        raise InvalidArgumentError(
-            f"early_stopping has {', '.join(map(repr, unknown))}. It may have 'monitor', 'mode', 'patience' and "
-            "'min_delta'."
-        )
-    name, mode = entries.get("monitor", monitor.name), entries.get("mode", monitor.mode)
-    if mode not in ("min", "max"):
-        raise InvalidArgumentError(
-            f"early_stopping's monitor's mode is {mode!r}; it must be one of 'min', 'max'."
-        )
-    keys.check("early_stopping's monitor", name)
-    patience, min_delta = entries.get("patience", 1), entries.get("min_delta", 0.0)
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise InvalidArgumentError(
-            f"early_stopping's patience is {patience!r}; it must be a whole number of epochs, at least 1."
-        )
-    if not isinstance(min_delta, (int, float)) or not min_delta >= 0:
-        raise InvalidArgumentError(
-            f"early_stopping's min_delta is {min_delta!r}; it must be a number, at least 0."
-        )
-    return EarlyStopping(Monitor(name, mode), patience, float(min_delta))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss accepts them with the labels.
-
-Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
-
-
-class PairingCheck:
-    """Check that loss and metrics pair rows, run once when the shapes of outputs and labels are known."""
-
-    def __init__(
-        self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
-    ) -> None:
-        self._losses, self._metrics = losses, metrics
-        # The ranks check it if the driver could not.
-        self.is_left = is_asked and bool(losses)
-
-    def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        """Warn about functions that do not pair rows."""
-        if self.is_left:
-            self.is_left = False
-            if text := unpaired(self._losses, self._metrics, outputs, labels):
-                warnings.warn(text, stacklevel=2)
-
-
-def try_model(
-    model: torch.nn.Module,
-    inputs: InputBinding,
-    schema: DataSchema,
-    labels: LabelBinding | None,
-    examples: Mapping[str, Any] | None = None,
-    metrics: Sequence[AnyMetric] = (),
-    precision: str = "32",
-    compare: Compare | None = None,
-) -> tuple[int, ...] | None:
-    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
-
-    Returns None if only ranks can find out, see `trial_outputs`.
-
-    Args:
-        model: of the user.
-        inputs: binding of columns to its arguments.
-        schema: columns whose shapes are known.
-        labels: binding of the labels that the loss compares with the outputs; None if the user's code computes the loss.
-        examples: collated columns, for two rows.
-        metrics: of the fit.
-        precision: the Param.
-        compare: called with matching outputs and labels.
-
-    Raises:
-        InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or metric
-            does not fit its output.
-    """
-    trial = in_mode(light_copy(model), is_training=False)
-    names = [c.name for c in schema.labels]
-    run = functools.partial(
-        trial_outputs,
-        inputs=inputs,
-        columns=schema.features,
-        examples=examples,
-        precision=precision,
-    )
-    outputs = run(trial, labels=names)
-    if outputs is None:
-        return None
-    widths = [heads.rows(output).shape[1] for output in outputs]
-    fitted = fitted_widths(widths, names)
-    rows = None if labels is None else _zero_labels(schema, labels)
-    if labels is None or rows is None:
-        return fitted
-    if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
-        return fitted
-    # Some models return other values in training.
-    with torch.random.fork_rng(devices=[]):
-        trained = run(in_mode(trial, is_training=True))
-    if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:
-        return fitted
-    raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")
-
-
-def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
-    """Make two rows of the labels; None if a shape is unknown."""
-    if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
-        return None
-    return labels.apply({c.name: zeros(c) for c in schema.labels})
-
-
-def _mismatch(
-    labels: LabelBinding,
-    outputs: tuple[Tensor, ...],
-    rows: tuple[Tensor, ...],
-    metrics: Sequence[AnyMetric],
-    compare: Compare | None,
-) -> InvalidArgumentError | None:
-    try:
-        matched = labels.match(outputs, rows)
-        try_metrics(metrics, outputs, matched)
-    except InvalidArgumentError as e:
-        return e
-    if compare is not None:
-        compare(outputs, matched)
-    return None
-
 
 @dataclass(frozen=True)
 class FitRequest:
@@ -573,3 +333,244 @@ def bind_features(
         if not user.feeds_model:
             raise
         return each_column(schema)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Options of the training loop that follow from several Params: the monitored number, the returned epoch, early stopping.
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Fields of `TrainSpec` with these names.
+
+    Attributes:
+        monitor: number of the history that selects the best epoch.
+        return_best: return the best epoch's weights instead of the last one's.
+        early_stopping: when to stop before the last epoch, or None.
+    """
+
+    monitor: Monitor = Monitor()
+    return_best: bool = False
+    early_stopping: EarlyStopping | None = None
+
+    def describe(self, *, has_schedule: bool) -> dict[str, object]:
+        """Return the facts that a resumed fit must share: they decide which checkpoints are kept and what a schedule has seen.
+
+        Args:
+            has_schedule: True if the fit has a learning-rate scheduler.
+        """
+        is_seen = self.return_best or has_schedule
+        return {
+            "return_model": "best" if self.return_best else "last",
+            "monitor": f"{self.monitor.mode} of {self.monitor.name}" if is_seen else None,
+        }
+
+
+def loop_options(
+    options: FitOptions, *, model: nn.Module, metric_names: Sequence[str], has_validation: bool
+) -> LoopOptions:
+    """Derive the options of the training loop.
+
+    Args:
+        options: of the fit.
+        model: the module to train.
+        metric_names: of the fit's metrics, as prefixes of history keys.
+        has_validation: some rows validate.
+
+    Raises:
+        InvalidArgumentError: two Params contradict each other.
+    """
+    check_precision(options.precision, model)
+    if options.validation_steps_per_epoch is not None and not has_validation:
+        raise InvalidArgumentError(
+            "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1."
+        )
+    keys = _HistoryKeys.of(options, metric_names, has_validation=has_validation)
+    default = "val_loss" if has_validation else "loss"
+    name = options.monitor or default
+    keys.check("monitor", name)
+    monitor = Monitor(name, options.monitor_mode)
+    return LoopOptions(
+        monitor, _returns_best(options, has_validation), _early_stopping(options, monitor, keys)
+    )
+
+
+@dataclass(frozen=True)
+class _HistoryKeys:
+    """Keys of the history's records.
+
+    Attributes:
+        names: keys or prefixes known before the first epoch.
+        is_open: True if user code may log other keys.
+    """
+
+    names: tuple[str, ...]
+    is_open: bool
+
+    @classmethod
+    def of(
+        cls, options: FitOptions, metric_names: Sequence[str], *, has_validation: bool
+    ) -> _HistoryKeys:
+        names = ("loss", *metric_names)
+        functions = (options.train_step, options.validation_step, options.train_fn)
+        is_open = bool(options.callbacks) or any(each is not None for each in functions)
+        validated = tuple(f"val_{name}" for name in names) if has_validation else ()
+        return cls(names + validated, is_open=is_open)
+
+    def check(self, param: str, name: str) -> None:
+        """Reject a key that no record will have."""
+        # A metric with several values has a key for each, known only after the first epoch.
+        if (
+            self.is_open
+            or name in self.names
+            or name.startswith(tuple(f"{n}_" for n in self.names))
+        ):
+            return
+        raise InvalidArgumentError(
+            f"{param} is {name!r}, which the history will not have. It will have {', '.join(map(repr, self.names))}."
+        )
+
+
+def _returns_best(options: FitOptions, has_validation: bool) -> bool:
+    if options.return_model != "best":
+        return False
+    if not has_validation and options.monitor is None:
+        name = "return_model='best'" if "return_model" in options.explicit else "restore_best"
+        raise InvalidArgumentError(
+            f"{name} needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
+            "another number of the history as monitor."
+        )
+    return True
+
+
+def _early_stopping(
+    options: FitOptions, monitor: Monitor, keys: _HistoryKeys
+) -> EarlyStopping | None:
+    entries = options.early_stopping
+    if entries is None:
+        return None
+    unknown = sorted(set(entries) - {"monitor", "mode", "patience", "min_delta"})
+    if unknown:
+        raise InvalidArgumentError(
+            f"early_stopping has {', '.join(map(repr, unknown))}. It may have 'monitor', 'mode', 'patience' and "
+            "'min_delta'."
+        )
+    name, mode = entries.get("monitor", monitor.name), entries.get("mode", monitor.mode)
+    if mode not in ("min", "max"):
+        raise InvalidArgumentError(
+            f"early_stopping's monitor's mode is {mode!r}; it must be one of 'min', 'max'."
+        )
+    keys.check("early_stopping's monitor", name)
+    patience, min_delta = entries.get("patience", 1), entries.get("min_delta", 0.0)
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise InvalidArgumentError(
+            f"early_stopping's patience is {patience!r}; it must be a whole number of epochs, at least 1."
+        )
+    if not isinstance(min_delta, (int, float)) or not min_delta >= 0:
+        raise InvalidArgumentError(
+            f"early_stopping's min_delta is {min_delta!r}; it must be a number, at least 0."
+        )
+    return EarlyStopping(Monitor(name, mode), patience, float(min_delta))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss accepts them with the labels.
+
+Compare: TypeAlias = "Callable[[Sequence[Tensor], Sequence[Tensor]], None]"
+
+
+class PairingCheck:
+    """Check that loss and metrics pair rows, run once when the shapes of outputs and labels are known."""
+
+    def __init__(
+        self, losses: Sequence[Loss], metrics: Sequence[AnyMetric], *, is_asked: bool
+    ) -> None:
+        self._losses, self._metrics = losses, metrics
+        # The ranks check it if the driver could not.
+        self.is_left = is_asked and bool(losses)
+
+    def __call__(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        """Warn about functions that do not pair rows."""
+        if self.is_left:
+            self.is_left = False
+            if text := unpaired(self._losses, self._metrics, outputs, labels):
+                warnings.warn(text, stacklevel=2)
+
+
+def try_model(
+    model: torch.nn.Module,
+    inputs: InputBinding,
+    schema: DataSchema,
+    labels: LabelBinding | None,
+    examples: Mapping[str, Any] | None = None,
+    metrics: Sequence[AnyMetric] = (),
+    precision: str = "32",
+    compare: Compare | None = None,
+) -> tuple[int, ...] | None:
+    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
+
+    Returns None if only ranks can find out, see `trial_outputs`.
+
+    Args:
+        model: of the user.
+        inputs: binding of columns to its arguments.
+        schema: columns whose shapes are known.
+        labels: binding of the labels that the loss compares with the outputs; None if the user's code computes the loss.
+        examples: collated columns, for two rows.
+        metrics: of the fit.
+        precision: the Param.
+        compare: called with matching outputs and labels.
+
+    Raises:
+        InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or metric
+            does not fit its output.
+    """
+    trial = in_mode(light_copy(model), is_training=False)
+    names = [c.name for c in schema.labels]
+    run = functools.partial(
+        trial_outputs,
+        inputs=inputs,
+        columns=schema.features,
+        examples=examples,
+        precision=precision,
+    )
+    outputs = run(trial, labels=names)
+    if outputs is None:
+        return None
+    widths = [heads.rows(output).shape[1] for output in outputs]
+    fitted = fitted_widths(widths, names)
+    rows = None if labels is None else _zero_labels(schema, labels)
+    if labels is None or rows is None:
+        return fitted
+    if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
+        return fitted
+    # Some models return other values in training.
+    with torch.random.fork_rng(devices=[]):
+        trained = run(in_mode(trial, is_training=True))
+    if trained is None or _mismatch(labels, trained, rows, metrics, compare) is None:
+        return fitted
+    raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")
+
+
+def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
+    """Make two rows of the labels; None if a shape is unknown."""
+    if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
+        return None
+    return labels.apply({c.name: zeros(c) for c in schema.labels})
+
+
+def _mismatch(
+    labels: LabelBinding,
+    outputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    metrics: Sequence[AnyMetric],
+    compare: Compare | None,
+) -> InvalidArgumentError | None:
+    try:
+        matched = labels.match(outputs, rows)
+        try_metrics(metrics, outputs, matched)
+    except InvalidArgumentError as e:
+        return e
+    if compare is not None:
+        compare(outputs, matched)
+    return None

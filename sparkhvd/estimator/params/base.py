@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# ----------------------------------------------------------------------------------------------------
-# Arguments of Horovod's other estimators, unknown here, with a hint for the error.
-
-ELSEWHERE = {
-    "num_gpus": "It is of horovod.spark.lightning; give num_proc.",
-    "logger": "It is of horovod.spark.lightning; progress= gets the record of each epoch.",
-    "log_every_n_steps": "It is of horovod.spark.lightning; progress= gets the record of each epoch.",
-    "loader_num_epochs": "It is of horovod.spark.lightning; every epoch reads each row once.",
-    "profiler": "It is of horovod.spark.lightning; sparkhvd.Settings(timeline=...) writes a timeline.",
-    "trainer_args": "It is of horovod.spark.lightning; each thing that a fit may do has an argument of its own.",
-    "debug_data_loader": "It is of horovod.spark.lightning.",
-    "train_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",
-    "val_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",
-    "custom_objects": "It is of horovod.spark.keras.",
-    "checkpoint_callback": "It is of horovod.spark.keras; a checkpoint is always written.",
-    "backend_env": "It is of horovod.spark.keras; set variables in Spark's configuration (spark.executorEnv.NAME).",
-}
-
-
 T = TypeVar("T", bound=type)
 Options = TypeVar("Options", bound="DataclassInstance")
 
@@ -271,3 +252,22 @@ def with_signature(cls: T) -> T:
         own + [inspect.Parameter(name, keyword, default=None) for name in names]
     )
     return cls
+
+
+# ----------------------------------------------------------------------------------------------------
+# Arguments of Horovod's other estimators, unknown here, with a hint for the error.
+
+ELSEWHERE = {
+    "num_gpus": "It is of horovod.spark.lightning; give num_proc.",
+    "logger": "It is of horovod.spark.lightning; progress= gets the record of each epoch.",
+    "log_every_n_steps": "It is of horovod.spark.lightning; progress= gets the record of each epoch.",
+    "loader_num_epochs": "It is of horovod.spark.lightning; every epoch reads each row once.",
+    "profiler": "It is of horovod.spark.lightning; sparkhvd.Settings(timeline=...) writes a timeline.",
+    "trainer_args": "It is of horovod.spark.lightning; each thing that a fit may do has an argument of its own.",
+    "debug_data_loader": "It is of horovod.spark.lightning.",
+    "train_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",
+    "val_async_data_loader_queue_size": "It is of horovod.spark.lightning; batches are always read ahead.",
+    "custom_objects": "It is of horovod.spark.keras.",
+    "checkpoint_callback": "It is of horovod.spark.keras; a checkpoint is always written.",
+    "backend_env": "It is of horovod.spark.keras; set variables in Spark's configuration (spark.executorEnv.NAME).",
+}

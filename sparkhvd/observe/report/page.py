@@ -20,134 +20,6 @@ from sparkhvd.observe.report.charts import (
     waterfall,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Document of a report: JSON values, with these entries, each of which may be missing.
-#     run_id, store, state, error    which run; "finished", "failed" or "interrupted", and why
-#     began, seconds                 time of the start (ISO, UTC); seconds of the whole fit on the driver
-#     phases                         [{"name", "seconds"}], in order; their sum is `seconds`
-#     history                        the records of the epochs, as `TorchModel.history`
-#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by rank
-#     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}] by rank, each a list by
-#                                    sample, one per second or less; `time` in seconds since 1970, null for what is not known
-#     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i / `per_octave`) seconds
-#     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
-#     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
-#     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
-#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
-#                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
-#     params, settings, versions     texts by name; those that were given, or differ from the default
-#
-# A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
-
-Document: TypeAlias = "Mapping[str, Any]"
-
-JSON_NAME, HTML_NAME = "report.json", "report.html"
-_FORMAT = 1
-_NOT_FINITE = ("nan", "inf", "-inf")
-# Entries of an epoch's record about its execution, not its results.
-OF_EPOCH = (
-    "epoch",
-    "seconds",
-    "rows",
-    "rows_per_s",
-    "data_wait_s",
-    "comm_wait_s",
-    "rank_wait_s",
-    "slowest_rank",
-    "lr",
-    "ranks",
-    "repeated_rows",
-    "rank_changes",
-    "broken_rows",
-    "val_broken_rows",
-)
-
-
-def dumps(document: Document) -> bytes:
-    """Return a document as JSON."""
-    values = {"format": _FORMAT, **document}
-    return json.dumps(_plain(values), allow_nan=False, indent=1).encode()
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value
-
-
-def loads(data: bytes, place: str) -> dict[str, Any]:
-    """Return the document of `dumps`.
-
-    Raises:
-        InvalidArgumentError: it is no document, or of a newer format; `place` names it.
-    """
-    try:
-        values = json.loads(data)
-        version = values["format"]
-    except (ValueError, KeyError, TypeError):
-        raise InvalidArgumentError(
-            f"{place} is no report of a fit. Give a run's folder, or its {JSON_NAME}."
-        ) from None
-    if version != _FORMAT:
-        raise InvalidArgumentError(
-            f"{place} has format version {version}; this sparkhvd reads {_FORMAT}. Read it with the sparkhvd that wrote it."
-        )
-    return dict(values)
-
-
-def is_number(value: object) -> TypeGuard[float | str]:
-    """Return whether a value is a number of a document, finite or not."""
-    return isinstance(value, (int, float)) or value in _NOT_FINITE
-
-
-def number(value: object) -> float:
-    """Return a number of a document; NaN for a text or None."""
-    return float(value) if is_number(value) else math.nan
-
-
-def total(values: Sequence[object]) -> float:
-    """Return the sum of the finite numbers."""
-    return math.fsum(x for x in map(number, values) if math.isfinite(x))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Load of the ranks over the time of a training, as charts.
-
-# Numbers of the load, in the order of their charts.
-_TITLES = {
-    "cpu_percent": "CPU of each rank, percent of one",
-    "rss_megabytes": "memory of each rank, MB",
-    "gpu_percent": "GPU of each rank, percent of the time",
-    "gpu_megabytes": "memory of each rank's GPU, MB",
-}
-
-
-def load_charts(document: Document) -> list[tuple[str, str]]:
-    """Return title and chart of each known number; only the first of many ranks."""
-    ranks = list(document.get("load") or ())[:NUM_COLOURS]
-    began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
-    charts = []
-    for name, title in _TITLES.items():
-        series = [
-            Series(
-                f"rank {index}",
-                [number(t) - began for t in rank["time"]],
-                [number(value) for value in rank[name]],
-            )
-            for index, rank in enumerate(ranks)
-            if rank["time"]
-        ]
-        if series and (chart := lines(title, series, from_zero=True, axis="seconds")):
-            charts.append((title, chart))
-    return charts
-
-
-# Limits of epochs and ranks shown in a table or chart.
-_MOST_EPOCHS, _MOST_RANKS = 40, 16
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--fg:#1b1b1a;--dim:#63625d;--line:#dedcd6;--card:#f3f2ee;--bad:#b3261e;
 --c0:#2a78d6;--c1:#eb6834;--c2:#1baf7a;--c3:#eda100;--c4:#e87ba4;--c5:#4a3aa7;--c6:#008300;--c7:#8a8984}
@@ -495,3 +367,133 @@ def _ranks(document: Document) -> str:
 
 def _names(values: Mapping[str, object] | None) -> str:
     return _table(["name", "value"], ((n, str(v)) for n, v in sorted((values or {}).items())))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Document of a report: JSON values, with these entries, each of which may be missing.
+#     run_id, store, state, error    which run; "finished", "failed" or "interrupted", and why
+#     began, seconds                 time of the start (ISO, UTC); seconds of the whole fit on the driver
+#     phases                         [{"name", "seconds"}], in order; their sum is `seconds`
+#     history                        the records of the epochs, as `TorchModel.history`
+#     epochs                         [{"epoch", "rows", "seconds", "data_wait_s", "gradient_wait_s"}], each a list by rank
+#     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}] by rank, each a list by
+#                                    sample, one per second or less; `time` in seconds since 1970, null for what is not known
+#     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i / `per_octave`) seconds
+#     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
+#     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
+#     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
+#     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after
+#                                    the start, from how many to how many; rows of the epoch that are trained on again. The last two may be missing
+#     params, settings, versions     texts by name; those that were given, or differ from the default
+#
+# A number that is not finite is a text ("nan", "inf", "-inf"), which JSON can hold.
+
+Document: TypeAlias = "Mapping[str, Any]"
+
+JSON_NAME, HTML_NAME = "report.json", "report.html"
+_FORMAT = 1
+_NOT_FINITE = ("nan", "inf", "-inf")
+# Entries of an epoch's record about its execution, not its results.
+OF_EPOCH = (
+    "epoch",
+    "seconds",
+    "rows",
+    "rows_per_s",
+    "data_wait_s",
+    "comm_wait_s",
+    "rank_wait_s",
+    "slowest_rank",
+    "lr",
+    "ranks",
+    "repeated_rows",
+    "rank_changes",
+    "broken_rows",
+    "val_broken_rows",
+)
+
+
+def dumps(document: Document) -> bytes:
+    """Return a document as JSON."""
+    values = {"format": _FORMAT, **document}
+    return json.dumps(_plain(values), allow_nan=False, indent=1).encode()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+def loads(data: bytes, place: str) -> dict[str, Any]:
+    """Return the document of `dumps`.
+
+    Raises:
+        InvalidArgumentError: it is no document, or of a newer format; `place` names it.
+    """
+    try:
+        values = json.loads(data)
+        version = values["format"]
+    except (ValueError, KeyError, TypeError):
+        raise InvalidArgumentError(
+            f"{place} is no report of a fit. Give a run's folder, or its {JSON_NAME}."
+        ) from None
+    if version != _FORMAT:
+        raise InvalidArgumentError(
+            f"{place} has format version {version}; this sparkhvd reads {_FORMAT}. Read it with the sparkhvd that wrote it."
+        )
+    return dict(values)
+
+
+def is_number(value: object) -> TypeGuard[float | str]:
+    """Return whether a value is a number of a document, finite or not."""
+    return isinstance(value, (int, float)) or value in _NOT_FINITE
+
+
+def number(value: object) -> float:
+    """Return a number of a document; NaN for a text or None."""
+    return float(value) if is_number(value) else math.nan
+
+
+def total(values: Sequence[object]) -> float:
+    """Return the sum of the finite numbers."""
+    return math.fsum(x for x in map(number, values) if math.isfinite(x))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Load of the ranks over the time of a training, as charts.
+
+# Numbers of the load, in the order of their charts.
+_TITLES = {
+    "cpu_percent": "CPU of each rank, percent of one",
+    "rss_megabytes": "memory of each rank, MB",
+    "gpu_percent": "GPU of each rank, percent of the time",
+    "gpu_megabytes": "memory of each rank's GPU, MB",
+}
+
+
+def load_charts(document: Document) -> list[tuple[str, str]]:
+    """Return title and chart of each known number; only the first of many ranks."""
+    ranks = list(document.get("load") or ())[:NUM_COLOURS]
+    began = min((number(t) for rank in ranks for t in rank["time"]), default=math.nan)
+    charts = []
+    for name, title in _TITLES.items():
+        series = [
+            Series(
+                f"rank {index}",
+                [number(t) - began for t in rank["time"]],
+                [number(value) for value in rank[name]],
+            )
+            for index, rank in enumerate(ranks)
+            if rank["time"]
+        ]
+        if series and (chart := lines(title, series, from_zero=True, axis="seconds")):
+            charts.append((title, chart))
+    return charts
+
+
+# Limits of epochs and ranks shown in a table or chart.
+_MOST_EPOCHS, _MOST_RANKS = 40, 16

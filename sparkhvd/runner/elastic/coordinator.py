@@ -63,97 +63,6 @@ if TYPE_CHECKING:
     from sparkhvd.runner.protocol import Payload
 
 
-# ----------------------------------------------------------------------------------------------------
-# Ends of a function's processes: whose results count, and which failure is the root cause. Pure.
-
-_FAILED = 1
-# Longest part of an outcome's message in the line of a change.
-_SHOWN = 200
-
-
-def end_of(outcome: Outcome) -> RankEnded:
-    """Return the end of a process for the launcher."""
-    assert outcome.rank is not None
-    # A replacement would raise the same before it is a rank.
-    is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
-    status = 0 if outcome.kind == OutcomeKind.OK else _FAILED
-    return RankEnded(outcome.rank, status, _how(outcome), is_final)
-
-
-def _how(outcome: Outcome) -> str:
-    """Describe the end of a process for the line of a change."""
-    if outcome.kind == OutcomeKind.LOST:
-        return "was lost with its Spark task"
-    if outcome.kind == OutcomeKind.PREFLIGHT:
-        return f"could not start: {outcome.message[:_SHOWN]}"
-    if outcome.error:
-        text = outcome.message.partition("\n")[0]
-        return f"raised {outcome.error}: {text[:_SHOWN]}"
-    return f"ended with {outcome.exit}"
-
-
-@dataclass(frozen=True)
-class JobFailure:
-    """Failure of a job, and whether all of its ranks were lost, so that a relaunch may help."""
-
-    error: SparkhvdError
-    is_lost: bool
-
-
-class ProcessOutcomes:
-    """Outcomes of a job's processes.
-
-    Args:
-        job_result: end of the job.
-        outcomes: of its processes, by number.
-    """
-
-    def __init__(self, job_result: JobResult, outcomes: Mapping[int, Outcome]) -> None:
-        self._outcomes = outcomes
-        self._members = job_result.members
-        self._failed = [self._ranked(outcomes[ended.rank]) for ended in job_result.failed]
-        self._cause = root_cause(self._failed)
-
-    def order(self) -> list[int]:
-        """Return the numbers of the processes whose results count, by rank."""
-        well = [
-            number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
-        ]
-        # Without `init()` in the function there are no members.
-        return [number for number in self._members if number in well] or sorted(well)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether losses alone explain the end."""
-        return self._cause is None or is_retryable(self._cause)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the last generation, for an error."""
-        return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
-
-    def failure(self, problem: str) -> JobFailure:
-        """Return the failure of a job that has not finished.
-
-        Args:
-            problem: why it could not continue; "" if only its processes have failed.
-        """
-        error: SparkhvdError | None = None
-        if self._cause is not None:
-            error = error_of(self._cause, self.size, others=self._failed)
-            if not problem:
-                return JobFailure(error, self.is_lost)
-        problem = problem or STATE_IS_GONE
-        elastic = ElasticError(f"The elastic job cannot continue: {problem}.")
-        elastic.__cause__ = error
-        return JobFailure(elastic, self.is_lost and problem == STATE_IS_GONE)
-
-    def _ranked(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of a process with its last rank."""
-        number, members = outcome.rank, self._members
-        return replace(outcome, rank=members.index(number) if number in members else number)
-
-
 _READ_BYTES = 1 << 20
 # How long to wait for further tasks once one has connected: Spark starts them together if it can.
 _TOGETHER_S = 1.0
@@ -398,6 +307,97 @@ def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message
                 raise ConnectionResetError("closed by the task")
             came += part
     return unpack(frame)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ends of a function's processes: whose results count, and which failure is the root cause. Pure.
+
+_FAILED = 1
+# Longest part of an outcome's message in the line of a change.
+_SHOWN = 200
+
+
+def end_of(outcome: Outcome) -> RankEnded:
+    """Return the end of a process for the launcher."""
+    assert outcome.rank is not None
+    # A replacement would raise the same before it is a rank.
+    is_final = outcome.kind in (OutcomeKind.EXCEPTION, OutcomeKind.EXIT, OutcomeKind.PREFLIGHT)
+    status = 0 if outcome.kind == OutcomeKind.OK else _FAILED
+    return RankEnded(outcome.rank, status, _how(outcome), is_final)
+
+
+def _how(outcome: Outcome) -> str:
+    """Describe the end of a process for the line of a change."""
+    if outcome.kind == OutcomeKind.LOST:
+        return "was lost with its Spark task"
+    if outcome.kind == OutcomeKind.PREFLIGHT:
+        return f"could not start: {outcome.message[:_SHOWN]}"
+    if outcome.error:
+        text = outcome.message.partition("\n")[0]
+        return f"raised {outcome.error}: {text[:_SHOWN]}"
+    return f"ended with {outcome.exit}"
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """Failure of a job, and whether all of its ranks were lost, so that a relaunch may help."""
+
+    error: SparkhvdError
+    is_lost: bool
+
+
+class ProcessOutcomes:
+    """Outcomes of a job's processes.
+
+    Args:
+        job_result: end of the job.
+        outcomes: of its processes, by number.
+    """
+
+    def __init__(self, job_result: JobResult, outcomes: Mapping[int, Outcome]) -> None:
+        self._outcomes = outcomes
+        self._members = job_result.members
+        self._failed = [self._ranked(outcomes[ended.rank]) for ended in job_result.failed]
+        self._cause = root_cause(self._failed)
+
+    def order(self) -> list[int]:
+        """Return the numbers of the processes whose results count, by rank."""
+        well = [
+            number for number, outcome in self._outcomes.items() if outcome.kind == OutcomeKind.OK
+        ]
+        # Without `init()` in the function there are no members.
+        return [number for number in self._members if number in well] or sorted(well)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether losses alone explain the end."""
+        return self._cause is None or is_retryable(self._cause)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the last generation, for an error."""
+        return max(len(self._members), 1, *(1 + (each.rank or 0) for each in self._failed))
+
+    def failure(self, problem: str) -> JobFailure:
+        """Return the failure of a job that has not finished.
+
+        Args:
+            problem: why it could not continue; "" if only its processes have failed.
+        """
+        error: SparkhvdError | None = None
+        if self._cause is not None:
+            error = error_of(self._cause, self.size, others=self._failed)
+            if not problem:
+                return JobFailure(error, self.is_lost)
+        problem = problem or STATE_IS_GONE
+        elastic = ElasticError(f"The elastic job cannot continue: {problem}.")
+        elastic.__cause__ = error
+        return JobFailure(elastic, self.is_lost and problem == STATE_IS_GONE)
+
+    def _ranked(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a process with its last rank."""
+        number, members = outcome.rank, self._members
+        return replace(outcome, rank=members.index(number) if number in members else number)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -42,73 +42,6 @@ from sparkhvd.runner.supervisor import HostLost, RankEnded, SignalReceived
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings, Settings
 
-# ----------------------------------------------------------------------------------------------------
-# Hosts of an elastic job without Spark: how to reach them, where its processes listen, and requests to agents.
-
-
-@dataclass(frozen=True)
-class HostGroup:
-    """Constant facts of a running job.
-
-    Attributes:
-        hosts: names of the initial hosts. If all of them are this host, later ones must be, too.
-        reach: how other hosts are reached.
-        settings: of the launch.
-        env: variables of the ranks: all of them if this is the only host, else additions to those of an ssh login.
-    """
-
-    hosts: tuple[str, ...]
-    reach: Reach
-    settings: JobSettings
-    env: Mapping[str, str] = field(repr=False)
-
-    @property
-    def others(self) -> list[str]:
-        """Hosts other than this one."""
-        return [host for host in self.hosts if not self.reach.is_here(host)]
-
-    def address(self) -> str:
-        """Return the address of this host at which all processes reach it."""
-        if not self.others or loopback_addresses(self.hosts, self.reach):
-            return LOOPBACK
-        return own_address(self.settings.values.interfaces, bare(self.others[0]))
-
-    def order(
-        self,
-        host: str,
-        *,
-        command: Sequence[str] | None = None,
-        sys_path: Sequence[str] = (),
-        use_gpu: bool | None = None,
-    ) -> StartRequest:
-        """Return the request for the agent of a host; see `StartRequest` for the arguments."""
-        return StartRequest(
-            first=0,
-            count=0,
-            cwd=os.getcwd(),
-            env=dict(self.env),
-            settings=self.settings.to_json(),
-            address=loopback_addresses(self.hosts, self.reach).get(host, ""),
-            towards=bare(self.others[0]),
-            command=None if command is None else list(command),
-            sys_path=list(sys_path),
-            use_gpu=use_gpu,
-            is_elastic=True,
-        )
-
-    def checked(self, found: Discovered) -> Discovered:
-        """Merge names of this host in what was discovered, or return a problem."""
-        if found.hosts is not None:
-            found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
-        new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
-        if self.others or not new:
-            return found
-        return Discovered(
-            None,
-            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
-        )
-
-
 R = TypeVar("R")
 
 # How long interrupted ranks may take, beyond their grace, to be killed and reported.
@@ -333,3 +266,70 @@ class _Job:
                     message=event.why,
                 )
         self.events.put(event)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Hosts of an elastic job without Spark: how to reach them, where its processes listen, and requests to agents.
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Constant facts of a running job.
+
+    Attributes:
+        hosts: names of the initial hosts. If all of them are this host, later ones must be, too.
+        reach: how other hosts are reached.
+        settings: of the launch.
+        env: variables of the ranks: all of them if this is the only host, else additions to those of an ssh login.
+    """
+
+    hosts: tuple[str, ...]
+    reach: Reach
+    settings: JobSettings
+    env: Mapping[str, str] = field(repr=False)
+
+    @property
+    def others(self) -> list[str]:
+        """Hosts other than this one."""
+        return [host for host in self.hosts if not self.reach.is_here(host)]
+
+    def address(self) -> str:
+        """Return the address of this host at which all processes reach it."""
+        if not self.others or loopback_addresses(self.hosts, self.reach):
+            return LOOPBACK
+        return own_address(self.settings.values.interfaces, bare(self.others[0]))
+
+    def order(
+        self,
+        host: str,
+        *,
+        command: Sequence[str] | None = None,
+        sys_path: Sequence[str] = (),
+        use_gpu: bool | None = None,
+    ) -> StartRequest:
+        """Return the request for the agent of a host; see `StartRequest` for the arguments."""
+        return StartRequest(
+            first=0,
+            count=0,
+            cwd=os.getcwd(),
+            env=dict(self.env),
+            settings=self.settings.to_json(),
+            address=loopback_addresses(self.hosts, self.reach).get(host, ""),
+            towards=bare(self.others[0]),
+            command=None if command is None else list(command),
+            sys_path=list(sys_path),
+            use_gpu=use_gpu,
+            is_elastic=True,
+        )
+
+    def checked(self, found: Discovered) -> Discovered:
+        """Merge names of this host in what was discovered, or return a problem."""
+        if found.hosts is not None:
+            found = replace(found, hosts=tuple(merged(found.hosts, self.reach.is_here)))
+        new = [host.name for host in found.hosts or () if not self.reach.is_here(host.name)]
+        if self.others or not new:
+            return found
+        return Discovered(
+            None,
+            f"{new[0]} cannot be used: the ranks of this host listen where only this host reaches them. Begin with several hosts.",
+        )

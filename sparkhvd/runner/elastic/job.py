@@ -68,6 +68,193 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
+R = TypeVar("R")
+# Range of process numbers of an attempt, for live output.
+_NUMBERS = 1 << 14
+# How long tasks may take to leave at the end.
+_LEAVE_S = 2.0
+
+
+def launch_elastic(
+    shim: SparkShim,
+    fn: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    ranks: RankRange,
+    options: LaunchOptions,
+) -> JobReport[R]:
+    """Call `fn(*args, **kwargs)` as an elastic job, in one stage of a session.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the cluster cannot run this job. `fn` has not started.
+        ElasticError: there were too few ranks for too long, or too many changes.
+        RankError: `fn` failed on every rank, or all ranks were lost more often than `max_retries` allows.
+    """
+    if not shim.is_connect:  # the driver's port replaces the store
+        options = replace(options, shared=None, run_dir=None, mailbox=None)
+    largest = ranks.largest()
+    program = launching.dump_call(fn, args, kwargs)
+    check_size(program, shim)
+    plan = make_plan(shim, largest, options, program, is_barrier=False)
+    limits = ranks.options(
+        ranks.first(plan.configured_slots or ranks.least or plan.size),
+        options.start_timeout_s or plan.settings.values.start_timeout_s,
+    )
+    slots = plan.configured_slots
+    if slots is not None and limits.smallest > slots and not plan.is_dynamic:
+        raise PreflightError(
+            f"min_num_proc is {limits.smallest}, and the application can run {slots} tasks at once. Lower it, or give the application more cores."
+        )
+
+    def usable() -> int | None:
+        """Return the slots; None if more may come, for which the job itself waits."""
+        count = plan.slots()
+        return None if count is None or count < limits.smallest else count
+
+    log = functools.partial(print_line, options.verbose)
+    is_alone = options.is_alone or plan.gpus.mode == decide.GpuMode.HOST
+    share = share_of(plan.options.profile)
+    application, most = shim.application(), limits.largest
+    last_progress: object = None
+    with launch_ticket(application, share, limits.smallest, is_alone=is_alone, most=most) as place:
+        for attempt in range(options.max_retries + 1):
+            with place.slots(usable, limits.start_timeout_s, log):
+                ended = _Attempt(plan, limits, attempt).run()
+            if isinstance(ended, JobReport):
+                return ended
+            if not ended.is_lost or attempt == options.max_retries:
+                raise ended.error
+            if options.progress is not None:
+                progress = options.progress()
+                if attempt > 0 and progress == last_progress:
+                    raise no_progress(ended.error, attempt + 1, progress)
+                last_progress = progress
+            options.relaunched(str(ended.error))
+            log(f"{ended.error}\nRelaunching ({attempt + 1} of {options.max_retries}).")
+    raise AssertionError("the last attempt returns or raises")
+
+
+class _Attempt:
+    """One attempt of a job."""
+
+    def __init__(self, plan: LaunchPlan, limits: ElasticOptions, number: int) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._named = Attempt(secrets.token_hex(32), secrets.token_hex(8), number, _NUMBERS)
+        self._submitted_at = time.time()
+        self._stages: Stages | None = None
+
+    def run(self) -> JobReport[Any] | JobFailure:
+        """Run it to its end."""
+        plan, largest = self._plan, self._limits.largest
+        live = plan.live_output(self._named)
+        with contextlib.ExitStack() as stack:
+            coordinator = stack.enter_context(self._coordinator())
+            spec = plan.spec(_NUMBERS, self._named, coordinator.address, live)
+            spec = replace(spec, elastic=self._terms().to_dict())
+            coordinator.take(spec)
+            stack.enter_context(live)
+            self._stages = stages = self._prepare(stack, spec, coordinator)
+            stages.submit(largest, coordinator.poll)
+            try:
+                with plain_interrupts():
+                    result = coordinator.run()
+            finally:
+                coordinator.dismiss()
+                stages.end(_LEAVE_S)
+        if result is None:
+            return self._unreported(stages.ended())
+        own = Outcome(_NUMBERS - 1, OutcomeKind.OK, unsent=result.unsent)
+        live.show_rest((own, *result.outcomes.values()))
+        for change in result.changes:
+            plan.options.ranks_changed(change)
+        if result.job_result.has_finished:
+            return self._report(result)
+        return self._failure(result, stages)
+
+    def _coordinator(self) -> AttemptCoordinator:
+        plan, options = self._plan, self._plan.options
+        if options.shared is not None:
+            return CoordinatorInTask(plan.shim, options, self._limits.largest)
+        return CoordinatorInDriver(
+            plan.shim, functools.partial(print_line, options.verbose), self._replace
+        )
+
+    def _replace(self) -> None:
+        if self._stages is not None:
+            self._stages.add()
+
+    def _terms(self) -> CoordinatorTerms:
+        first = self._limits.first
+        return CoordinatorTerms(self._limits, min(first, self._plan.slots() or first))
+
+    def _prepare(
+        self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
+    ) -> Stages:
+        """Prepare the stages; their resources end with the stack."""
+        plan, limits, job_id = self._plan, self._limits, self._named.job_id
+        program = stack.enter_context(carried(plan.shim, plan.program))
+        is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
+        stack.enter_context(live_output.hidden_failures(plan.shim, job_id, is_hidden=is_hidden))
+        body = task.make_task(spec, program, plan.shared, "sparkhvd.runner.elastic.coordinator")
+
+        def make(size: int) -> DataFrame:
+            profile = plan.options.profile
+            return plan.shim.stage(size, body, row_schema(), profile, is_barrier=False)
+
+        text = f"sparkhvd: {limits.smallest} to {limits.largest} ranks, attempt {spec.attempt + 1}"
+        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.record_end)
+
+    # --- The end. ---
+
+    def _report(self, result: AttemptResult) -> JobReport[Any]:
+        order = ProcessOutcomes(result.job_result, result.outcomes).order()
+        outcomes = tuple(
+            replace(result.outcomes[number], rank=rank) for rank, number in enumerate(order)
+        )
+        return JobReport(
+            results=[launching.load_result(result.results[number]) for number in order],
+            attempts=self._named.number + 1,
+            launch_s=max(0.0, outcomes[0].started_at - self._submitted_at),
+            run_s=max(outcome.run_s for outcome in outcomes),
+            outcomes=outcomes,
+        )
+
+    def _failure(self, result: AttemptResult, stages: Stages) -> JobFailure:
+        job_result = result.job_result
+        if result.refused:
+            return JobFailure(PreflightError(result.refused), is_lost=False)
+        ends = ProcessOutcomes(job_result, result.outcomes)
+        if job_result.problem == STAGE_HAS_ENDED and ends.is_lost:
+            cause = self._of_spark(stages.ended())
+            cause = cause or Outcome(None, OutcomeKind.SPARK, message=f"{STAGE_HAS_ENDED} early")
+            return JobFailure(error_of(cause, ends.size), is_retryable(cause))
+        if not job_result.has_begun:
+            return JobFailure(not_started(self._limits.start_timeout_s), is_lost=False)
+        return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
+
+    def _unreported(self, future: Future) -> JobFailure:
+        """Return the failure of an attempt whose coordinator, in a task, has not reported."""
+        cause = self._of_spark(future)
+        if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
+            where = "" if cause is None else f" ({cause.message})"
+            text = f"its coordinator was lost with its Spark task{where}"
+            return JobFailure(
+                ElasticError(f"The elastic job cannot continue: {text}."), is_lost=True
+            )
+        assert cause is not None
+        return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
+
+    def _of_spark(self, future: Future) -> Outcome | None:
+        """Return the cause of the stage's end from Spark or its tasks; None if unknown."""
+        if (error := future.exception()) is not None:
+            if isinstance(error, SparkhvdError):  # Spark itself is gone
+                raise error
+            return from_spark_failure(str(error), self._plan.shim.worker_python())
+        return root_cause(Outcome.from_json(bytes(row["data"]).decode()) for row in future.result())
+
+
 # ----------------------------------------------------------------------------------------------------
 # Spark stages of an elastic job, in threads beside the deciding one.
 
@@ -342,193 +529,6 @@ class CoordinatorInTask:
 
     def __exit__(self, *_: object) -> None:
         self._news.__exit__(None, None, None)
-
-
-R = TypeVar("R")
-# Range of process numbers of an attempt, for live output.
-_NUMBERS = 1 << 14
-# How long tasks may take to leave at the end.
-_LEAVE_S = 2.0
-
-
-def launch_elastic(
-    shim: SparkShim,
-    fn: Callable[..., R],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    ranks: RankRange,
-    options: LaunchOptions,
-) -> JobReport[R]:
-    """Call `fn(*args, **kwargs)` as an elastic job, in one stage of a session.
-
-    Raises:
-        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: the cluster cannot run this job. `fn` has not started.
-        ElasticError: there were too few ranks for too long, or too many changes.
-        RankError: `fn` failed on every rank, or all ranks were lost more often than `max_retries` allows.
-    """
-    if not shim.is_connect:  # the driver's port replaces the store
-        options = replace(options, shared=None, run_dir=None, mailbox=None)
-    largest = ranks.largest()
-    program = launching.dump_call(fn, args, kwargs)
-    check_size(program, shim)
-    plan = make_plan(shim, largest, options, program, is_barrier=False)
-    limits = ranks.options(
-        ranks.first(plan.configured_slots or ranks.least or plan.size),
-        options.start_timeout_s or plan.settings.values.start_timeout_s,
-    )
-    slots = plan.configured_slots
-    if slots is not None and limits.smallest > slots and not plan.is_dynamic:
-        raise PreflightError(
-            f"min_num_proc is {limits.smallest}, and the application can run {slots} tasks at once. Lower it, or give the application more cores."
-        )
-
-    def usable() -> int | None:
-        """Return the slots; None if more may come, for which the job itself waits."""
-        count = plan.slots()
-        return None if count is None or count < limits.smallest else count
-
-    log = functools.partial(print_line, options.verbose)
-    is_alone = options.is_alone or plan.gpus.mode == decide.GpuMode.HOST
-    share = share_of(plan.options.profile)
-    application, most = shim.application(), limits.largest
-    last_progress: object = None
-    with launch_ticket(application, share, limits.smallest, is_alone=is_alone, most=most) as place:
-        for attempt in range(options.max_retries + 1):
-            with place.slots(usable, limits.start_timeout_s, log):
-                ended = _Attempt(plan, limits, attempt).run()
-            if isinstance(ended, JobReport):
-                return ended
-            if not ended.is_lost or attempt == options.max_retries:
-                raise ended.error
-            if options.progress is not None:
-                progress = options.progress()
-                if attempt > 0 and progress == last_progress:
-                    raise no_progress(ended.error, attempt + 1, progress)
-                last_progress = progress
-            options.relaunched(str(ended.error))
-            log(f"{ended.error}\nRelaunching ({attempt + 1} of {options.max_retries}).")
-    raise AssertionError("the last attempt returns or raises")
-
-
-class _Attempt:
-    """One attempt of a job."""
-
-    def __init__(self, plan: LaunchPlan, limits: ElasticOptions, number: int) -> None:
-        self._plan = plan
-        self._limits = limits
-        self._named = Attempt(secrets.token_hex(32), secrets.token_hex(8), number, _NUMBERS)
-        self._submitted_at = time.time()
-        self._stages: Stages | None = None
-
-    def run(self) -> JobReport[Any] | JobFailure:
-        """Run it to its end."""
-        plan, largest = self._plan, self._limits.largest
-        live = plan.live_output(self._named)
-        with contextlib.ExitStack() as stack:
-            coordinator = stack.enter_context(self._coordinator())
-            spec = plan.spec(_NUMBERS, self._named, coordinator.address, live)
-            spec = replace(spec, elastic=self._terms().to_dict())
-            coordinator.take(spec)
-            stack.enter_context(live)
-            self._stages = stages = self._prepare(stack, spec, coordinator)
-            stages.submit(largest, coordinator.poll)
-            try:
-                with plain_interrupts():
-                    result = coordinator.run()
-            finally:
-                coordinator.dismiss()
-                stages.end(_LEAVE_S)
-        if result is None:
-            return self._unreported(stages.ended())
-        own = Outcome(_NUMBERS - 1, OutcomeKind.OK, unsent=result.unsent)
-        live.show_rest((own, *result.outcomes.values()))
-        for change in result.changes:
-            plan.options.ranks_changed(change)
-        if result.job_result.has_finished:
-            return self._report(result)
-        return self._failure(result, stages)
-
-    def _coordinator(self) -> AttemptCoordinator:
-        plan, options = self._plan, self._plan.options
-        if options.shared is not None:
-            return CoordinatorInTask(plan.shim, options, self._limits.largest)
-        return CoordinatorInDriver(
-            plan.shim, functools.partial(print_line, options.verbose), self._replace
-        )
-
-    def _replace(self) -> None:
-        if self._stages is not None:
-            self._stages.add()
-
-    def _terms(self) -> CoordinatorTerms:
-        first = self._limits.first
-        return CoordinatorTerms(self._limits, min(first, self._plan.slots() or first))
-
-    def _prepare(
-        self, stack: contextlib.ExitStack, spec: task.TaskSpec, coordinator: AttemptCoordinator
-    ) -> Stages:
-        """Prepare the stages; their resources end with the stack."""
-        plan, limits, job_id = self._plan, self._limits, self._named.job_id
-        program = stack.enter_context(carried(plan.shim, plan.program))
-        is_hidden = plan.options.verbose < SHOWS_SPARKS_LOG
-        stack.enter_context(live_output.hidden_failures(plan.shim, job_id, is_hidden=is_hidden))
-        body = task.make_task(spec, program, plan.shared, "sparkhvd.runner.elastic.coordinator")
-
-        def make(size: int) -> DataFrame:
-            profile = plan.options.profile
-            return plan.shim.stage(size, body, row_schema(), profile, is_barrier=False)
-
-        text = f"sparkhvd: {limits.smallest} to {limits.largest} ranks, attempt {spec.attempt + 1}"
-        return Stages(plan.shim, make, f"sparkhvd-{job_id}", text, coordinator.record_end)
-
-    # --- The end. ---
-
-    def _report(self, result: AttemptResult) -> JobReport[Any]:
-        order = ProcessOutcomes(result.job_result, result.outcomes).order()
-        outcomes = tuple(
-            replace(result.outcomes[number], rank=rank) for rank, number in enumerate(order)
-        )
-        return JobReport(
-            results=[launching.load_result(result.results[number]) for number in order],
-            attempts=self._named.number + 1,
-            launch_s=max(0.0, outcomes[0].started_at - self._submitted_at),
-            run_s=max(outcome.run_s for outcome in outcomes),
-            outcomes=outcomes,
-        )
-
-    def _failure(self, result: AttemptResult, stages: Stages) -> JobFailure:
-        job_result = result.job_result
-        if result.refused:
-            return JobFailure(PreflightError(result.refused), is_lost=False)
-        ends = ProcessOutcomes(job_result, result.outcomes)
-        if job_result.problem == STAGE_HAS_ENDED and ends.is_lost:
-            cause = self._of_spark(stages.ended())
-            cause = cause or Outcome(None, OutcomeKind.SPARK, message=f"{STAGE_HAS_ENDED} early")
-            return JobFailure(error_of(cause, ends.size), is_retryable(cause))
-        if not job_result.has_begun:
-            return JobFailure(not_started(self._limits.start_timeout_s), is_lost=False)
-        return ends.failure(job_result.problem.replace(STAGE_HAS_ENDED, ""))
-
-    def _unreported(self, future: Future) -> JobFailure:
-        """Return the failure of an attempt whose coordinator, in a task, has not reported."""
-        cause = self._of_spark(future)
-        if future.exception() is None and (cause is None or cause.kind == OutcomeKind.LOST):
-            where = "" if cause is None else f" ({cause.message})"
-            text = f"its coordinator was lost with its Spark task{where}"
-            return JobFailure(
-                ElasticError(f"The elastic job cannot continue: {text}."), is_lost=True
-            )
-        assert cause is not None
-        return JobFailure(error_of(cause, self._limits.first), is_retryable(cause))
-
-    def _of_spark(self, future: Future) -> Outcome | None:
-        """Return the cause of the stage's end from Spark or its tasks; None if unknown."""
-        if (error := future.exception()) is not None:
-            if isinstance(error, SparkhvdError):  # Spark itself is gone
-                raise error
-            return from_spark_failure(str(error), self._plan.shim.worker_python())
-        return root_cause(Outcome.from_json(bytes(row["data"]).decode()) for row in future.result())
 
 
 # ----------------------------------------------------------------------------------------------------

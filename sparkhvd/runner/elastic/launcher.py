@@ -27,72 +27,6 @@ from sparkhvd.runner.supervisor import (
     ended_how,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Lines of the launcher about changes of the ranks.
-
-
-@dataclass
-class ChangeReport:
-    """Describes changes. A change superseded before the ranks had connected is merged into the next one."""
-
-    _before: int | None = None
-    _lost: dict[int, str] = field(default_factory=dict)
-    _seconds: float = 0.0
-
-    def describe(
-        self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
-    ) -> RankChange | None:
-        """Describe a change; None if it was superseded.
-
-        Args:
-            formed: the change.
-            hosts: of processes, by number.
-            ends: how processes have ended, by number.
-        """
-        change = formed.change
-        self._before = change.before if self._before is None else self._before
-        self._lost.update(change.lost)
-        self._seconds += formed.seconds
-        if not formed.has_met:
-            return None
-        before, lost, seconds = self._before, self._lost, self._seconds
-        self._before, self._lost, self._seconds = None, {}, 0.0
-        if before == 0:
-            why = ", ".join(_counted(hosts[number] for number in change.members))
-        else:
-            parts = [
-                f"process {number} on {hosts[number]} {ends.get(number, how)}"
-                for number, how in sorted(lost.items())
-            ]
-            parts += [
-                f"process {number} on {hosts[number]} joined as rank {change.members.index(number)}"
-                for number in change.joined
-            ]
-            why = "; ".join(parts) or change.why or "requested"
-        return RankChange(change.generation, before, len(change.members), seconds, why)
-
-
-def listed(since: Mapping[int, float], hosts: Mapping[int, str], now: float) -> str:
-    """List processes with their hosts and the seconds since their start.
-
-    Args:
-        since: when they were started, by number.
-        hosts: of processes, by number.
-        now: the time.
-    """
-    return ", ".join(
-        f"process {number} on {hosts[number]} (started {now - at:.0f} s ago)"
-        for number, at in sorted(since.items())
-    )
-
-
-def _counted(hosts: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for host in hosts:
-        counts[host] = counts.get(host, 0) + 1
-    return [f"{count} on {host}" for host, count in counts.items()]
-
-
 # An excluded process has this long to end by itself, once it runs again.
 LEFT_OUT_S = 30.0
 # When processes that have started and not joined are first logged, and how often then.
@@ -441,3 +375,69 @@ class ElasticLauncher:
             if change := self._report.describe(formed, self._places, self._ends):
                 self._log(str(change))
                 self.changes.append(replace(change, at=time.time()))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Lines of the launcher about changes of the ranks.
+
+
+@dataclass
+class ChangeReport:
+    """Describes changes. A change superseded before the ranks had connected is merged into the next one."""
+
+    _before: int | None = None
+    _lost: dict[int, str] = field(default_factory=dict)
+    _seconds: float = 0.0
+
+    def describe(
+        self, formed: GenerationFormed, hosts: Mapping[int, str], ends: Mapping[int, str]
+    ) -> RankChange | None:
+        """Describe a change; None if it was superseded.
+
+        Args:
+            formed: the change.
+            hosts: of processes, by number.
+            ends: how processes have ended, by number.
+        """
+        change = formed.change
+        self._before = change.before if self._before is None else self._before
+        self._lost.update(change.lost)
+        self._seconds += formed.seconds
+        if not formed.has_met:
+            return None
+        before, lost, seconds = self._before, self._lost, self._seconds
+        self._before, self._lost, self._seconds = None, {}, 0.0
+        if before == 0:
+            why = ", ".join(_counted(hosts[number] for number in change.members))
+        else:
+            parts = [
+                f"process {number} on {hosts[number]} {ends.get(number, how)}"
+                for number, how in sorted(lost.items())
+            ]
+            parts += [
+                f"process {number} on {hosts[number]} joined as rank {change.members.index(number)}"
+                for number in change.joined
+            ]
+            why = "; ".join(parts) or change.why or "requested"
+        return RankChange(change.generation, before, len(change.members), seconds, why)
+
+
+def listed(since: Mapping[int, float], hosts: Mapping[int, str], now: float) -> str:
+    """List processes with their hosts and the seconds since their start.
+
+    Args:
+        since: when they were started, by number.
+        hosts: of processes, by number.
+        now: the time.
+    """
+    return ", ".join(
+        f"process {number} on {hosts[number]} (started {now - at:.0f} s ago)"
+        for number, at in sorted(since.items())
+    )
+
+
+def _counted(hosts: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for host in hosts:
+        counts[host] = counts.get(host, 0) + 1
+    return [f"{count} on {host}" for host, count in counts.items()]

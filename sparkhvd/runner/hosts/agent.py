@@ -42,164 +42,6 @@ from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.settings import JobSettings, Settings
 
-# ----------------------------------------------------------------------------------------------------
-# Processes of an elastic job on this host: the launcher's own, or an agent's.
-
-
-class Members:
-    """Processes of the user's command.
-
-    Args:
-        processes: runs them.
-        command: program and arguments.
-        env: variables of all of them.
-        settings: of the launch.
-        address: where they listen.
-    """
-
-    def __init__(
-        self,
-        processes: LocalProcesses,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        settings: Settings,
-        address: str,
-    ) -> None:
-        self._processes = processes
-        self._command = command
-        self._env = env
-        self._settings = settings
-        self._address = address
-
-    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Start a process.
-
-        Args:
-            join_token: to the job.
-            slot: its number among the slots of this host.
-            slots: of this host.
-
-        Raises:
-            PreflightError: it cannot listen.
-            OSError: it cannot be started.
-        """
-        listener = Listener.bind(self._address, self._settings)
-        threads = max(1, int(cpus.allowed() / slots))
-        given = hand_over_member(listener, join_token, self._env, slot, threads)
-        self._processes.start(given, self._command)
-
-    def send(self, number: int, member: int | None = None) -> None:
-        """Send a signal to all processes, or to one."""
-        self._processes.send(number, member)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Processes of an elastic function on this host: the launcher's own, or an agent's.
-
-
-class FunctionMembers:
-    """Trainers of members; a context manager that kills the remaining ones.
-
-    **Threads**: one per process, beside its trainer's.
-
-    Args:
-        plan: what they need.
-        program: pickled call.
-        address: where they listen.
-        host: name of this host.
-        log: called with each line of their output, from threads.
-        on_end: called with the outcome of a process and its pickled result, from threads.
-    """
-
-    def __init__(
-        self,
-        plan: TrainersPlan,
-        program: bytes,
-        address: str,
-        host: str,
-        log: Callable[[str], None],
-        on_end: Callable[[Outcome, bytes], None],
-    ) -> None:
-        self._plan = plan
-        self._program = program
-        self._address = address
-        self._host = host
-        self._log = log
-        self._on_end = on_end
-        # Guards the running processes.
-        self._lock = threading.Lock()
-        self._running: dict[int, Trainer] = {}
-        self._is_over = False
-        self._threads: list[threading.Thread] = []
-
-    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Start a process; see `Members.start`."""
-        thread = threading.Thread(
-            target=self._run_process, args=(join_token, slot, slots), daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
-
-    def send(self, number: int, member: int | None = None) -> None:
-        """Raise KeyboardInterrupt in all processes, or in one, or kill them."""
-        with self._lock:
-            for each, trainer in self._running.items():
-                if member in (None, each):
-                    trainer.kill() if number == signal.SIGKILL else trainer.interrupt()
-
-    def __enter__(self) -> FunctionMembers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        self.send(signal.SIGKILL)
-        for thread in self._threads:
-            thread.join()
-
-    def _run_process(self, join_token: JoinToken, slot: int, slots: int) -> None:
-        """Run a process to its end, and report it."""
-        number, result = join_token.number, b""
-        try:
-            outcome, result = self._run(join_token, slot, slots)
-        except Exception as error:  # noqa: BLE001 - the launcher must be notified of every end
-            text = str(error) if isinstance(error, PreflightError) else repr(error)
-            outcome = Outcome(number, OutcomeKind.PREFLIGHT, exit="not started", message=text)
-        self._on_end(replace(outcome, host=self._host), result)
-
-    def _run(self, join_token: JoinToken, slot: int, slots: int) -> tuple[Outcome, bytes]:
-        number = join_token.number
-        plan = replace(self._plan, num_threads=max(1, int(cpus.allowed() / slots)))
-        given = ([number], self._address, plan, self._program, self._log, lambda _: None)
-        with Trainers(*given) as trainers:
-            (trainer,) = trainers.all
-            with self._lock:
-                self._running[number] = trainer
-            if self._is_over:
-                trainer.kill()
-            try:
-                mode = trainers.gpu_plan.mode
-                (seen,) = trainers.gpus(self._host)
-                seen = agreement.RankGpus(self._host, slot, seen.uuids, seen.error)
-                required = trainers.gpu_plan.is_required
-                if problem := agreement.check_gpus(mode, [seen], is_required=required):
-                    raise PreflightError(problem)
-                trainer.send(
-                    JobFrame(
-                        json.dumps(join_token.to_dict()),
-                        plan.settings.to_json(),
-                        local_rank=slot,
-                        gpu=agreement.own_gpu(mode, [seen], slot, (), None).ordinal,
-                        env=member_variables(slot),
-                        is_elastic=True,
-                    )
-                )
-                trainer.wait()
-            finally:
-                with self._lock:
-                    del self._running[number]
-            return trainer.outcome(host=self._host), trainer.result
-
-
 # One line for `python -c`: prints the version of this Python before any import, and takes the module path from the
 # first line. Leaves out the working directory, a login's home, whose `json.py` is not Python's.
 MARK = b"sparkhvd-agent "
@@ -536,3 +378,161 @@ class _FunctionRanks:
 
     def __exit__(self, *_: object) -> None:
         self._trainers.__exit__()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Processes of an elastic job on this host: the launcher's own, or an agent's.
+
+
+class Members:
+    """Processes of the user's command.
+
+    Args:
+        processes: runs them.
+        command: program and arguments.
+        env: variables of all of them.
+        settings: of the launch.
+        address: where they listen.
+    """
+
+    def __init__(
+        self,
+        processes: LocalProcesses,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        settings: Settings,
+        address: str,
+    ) -> None:
+        self._processes = processes
+        self._command = command
+        self._env = env
+        self._settings = settings
+        self._address = address
+
+    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
+        """Start a process.
+
+        Args:
+            join_token: to the job.
+            slot: its number among the slots of this host.
+            slots: of this host.
+
+        Raises:
+            PreflightError: it cannot listen.
+            OSError: it cannot be started.
+        """
+        listener = Listener.bind(self._address, self._settings)
+        threads = max(1, int(cpus.allowed() / slots))
+        given = hand_over_member(listener, join_token, self._env, slot, threads)
+        self._processes.start(given, self._command)
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Send a signal to all processes, or to one."""
+        self._processes.send(number, member)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Processes of an elastic function on this host: the launcher's own, or an agent's.
+
+
+class FunctionMembers:
+    """Trainers of members; a context manager that kills the remaining ones.
+
+    **Threads**: one per process, beside its trainer's.
+
+    Args:
+        plan: what they need.
+        program: pickled call.
+        address: where they listen.
+        host: name of this host.
+        log: called with each line of their output, from threads.
+        on_end: called with the outcome of a process and its pickled result, from threads.
+    """
+
+    def __init__(
+        self,
+        plan: TrainersPlan,
+        program: bytes,
+        address: str,
+        host: str,
+        log: Callable[[str], None],
+        on_end: Callable[[Outcome, bytes], None],
+    ) -> None:
+        self._plan = plan
+        self._program = program
+        self._address = address
+        self._host = host
+        self._log = log
+        self._on_end = on_end
+        # Guards the running processes.
+        self._lock = threading.Lock()
+        self._running: dict[int, Trainer] = {}
+        self._is_over = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, join_token: JoinToken, slot: int, slots: int) -> None:
+        """Start a process; see `Members.start`."""
+        thread = threading.Thread(
+            target=self._run_process, args=(join_token, slot, slots), daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def send(self, number: int, member: int | None = None) -> None:
+        """Raise KeyboardInterrupt in all processes, or in one, or kill them."""
+        with self._lock:
+            for each, trainer in self._running.items():
+                if member in (None, each):
+                    trainer.kill() if number == signal.SIGKILL else trainer.interrupt()
+
+    def __enter__(self) -> FunctionMembers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self.send(signal.SIGKILL)
+        for thread in self._threads:
+            thread.join()
+
+    def _run_process(self, join_token: JoinToken, slot: int, slots: int) -> None:
+        """Run a process to its end, and report it."""
+        number, result = join_token.number, b""
+        try:
+            outcome, result = self._run(join_token, slot, slots)
+        except Exception as error:  # noqa: BLE001 - the launcher must be notified of every end
+            text = str(error) if isinstance(error, PreflightError) else repr(error)
+            outcome = Outcome(number, OutcomeKind.PREFLIGHT, exit="not started", message=text)
+        self._on_end(replace(outcome, host=self._host), result)
+
+    def _run(self, join_token: JoinToken, slot: int, slots: int) -> tuple[Outcome, bytes]:
+        number = join_token.number
+        plan = replace(self._plan, num_threads=max(1, int(cpus.allowed() / slots)))
+        given = ([number], self._address, plan, self._program, self._log, lambda _: None)
+        with Trainers(*given) as trainers:
+            (trainer,) = trainers.all
+            with self._lock:
+                self._running[number] = trainer
+            if self._is_over:
+                trainer.kill()
+            try:
+                mode = trainers.gpu_plan.mode
+                (seen,) = trainers.gpus(self._host)
+                seen = agreement.RankGpus(self._host, slot, seen.uuids, seen.error)
+                required = trainers.gpu_plan.is_required
+                if problem := agreement.check_gpus(mode, [seen], is_required=required):
+                    raise PreflightError(problem)
+                trainer.send(
+                    JobFrame(
+                        json.dumps(join_token.to_dict()),
+                        plan.settings.to_json(),
+                        local_rank=slot,
+                        gpu=agreement.own_gpu(mode, [seen], slot, (), None).ordinal,
+                        env=member_variables(slot),
+                        is_elastic=True,
+                    )
+                )
+                trainer.wait()
+            finally:
+                with self._lock:
+                    del self._running[number]
+            return trainer.outcome(host=self._host), trainer.result

@@ -21,65 +21,6 @@ from sparkhvd.runner.live.frames import ACK, HEADER, MAX_RECORD_BYTES, PURPOSE, 
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
-# ----------------------------------------------------------------------------------------------------
-# Records of ranks on the driver's stream, each once.
-
-
-class Display:
-    """Shows the records of an attempt's ranks, for one thread at a time."""
-
-    def __init__(
-        self,
-        show: Callable[[str], None],
-        size: int,
-        progress: Callable[[str], None] = lambda _: None,
-        elsewhere: str = "",
-    ) -> None:
-        """Create a display.
-
-        Args:
-            show: called with whole lines.
-            size: number of ranks.
-            progress: called with a line about the training's progress.
-            elsewhere: where lost lines can be found; "" for nowhere.
-        """
-        self._elsewhere = elsewhere
-        self._show = show
-        self._progress = progress
-        # Number of the last shown record, by rank.
-        self._shown = [0] * size
-
-    def last(self, rank: int) -> int:
-        """Return the number of the last shown record of a rank; 0 for none."""
-        return self._shown[rank]
-
-    def take(self, rank: int, record: Record) -> None:
-        """Show a record, unless it was shown before; progress has no number."""
-        if record.number == 0:
-            with contextlib.suppress(Exception):
-                self._progress(record.text)
-        if record.number <= self._shown[rank]:
-            return
-        # A broken stream never breaks training; text that it refuses is lost.
-        with contextlib.suppress(Exception):
-            self._show(record.text)
-        self._shown[rank] = record.number
-
-    def show_rest(self, outcomes: Iterable[Outcome]) -> None:
-        """Show what ranks had not sent when they ended, and count lost lines."""
-        for outcome in outcomes:
-            if outcome.rank is not None:
-                self._show_unsent(outcome.rank, [Record(*fields) for fields in outcome.unsent])
-
-    def _show_unsent(self, rank: int, records: Sequence[Record]) -> None:
-        lost = [each for each in records if not each.text and each.number > self._shown[rank]]
-        if lost:
-            text = left_out(rank, sum(each.lines for each in lost), self._elsewhere)
-            self.take(rank, Record(lost[-1].number, text))
-        for record in records:
-            self.take(rank, record)
-
-
 # Timeouts for the handshake of a connection, and for the rest of a record.
 _HANDSHAKE_S = 5.0
 _RECORD_S = 30.0
@@ -240,3 +181,62 @@ class Receiver:
             text = yield from read(sock, num_bytes, time.monotonic() + _RECORD_S)
             self._display.take(rank, Record(number, text.decode(errors="replace")))
             send(sock, ACK.pack(self._display.last(rank)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Records of ranks on the driver's stream, each once.
+
+
+class Display:
+    """Shows the records of an attempt's ranks, for one thread at a time."""
+
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        size: int,
+        progress: Callable[[str], None] = lambda _: None,
+        elsewhere: str = "",
+    ) -> None:
+        """Create a display.
+
+        Args:
+            show: called with whole lines.
+            size: number of ranks.
+            progress: called with a line about the training's progress.
+            elsewhere: where lost lines can be found; "" for nowhere.
+        """
+        self._elsewhere = elsewhere
+        self._show = show
+        self._progress = progress
+        # Number of the last shown record, by rank.
+        self._shown = [0] * size
+
+    def last(self, rank: int) -> int:
+        """Return the number of the last shown record of a rank; 0 for none."""
+        return self._shown[rank]
+
+    def take(self, rank: int, record: Record) -> None:
+        """Show a record, unless it was shown before; progress has no number."""
+        if record.number == 0:
+            with contextlib.suppress(Exception):
+                self._progress(record.text)
+        if record.number <= self._shown[rank]:
+            return
+        # A broken stream never breaks training; text that it refuses is lost.
+        with contextlib.suppress(Exception):
+            self._show(record.text)
+        self._shown[rank] = record.number
+
+    def show_rest(self, outcomes: Iterable[Outcome]) -> None:
+        """Show what ranks had not sent when they ended, and count lost lines."""
+        for outcome in outcomes:
+            if outcome.rank is not None:
+                self._show_unsent(outcome.rank, [Record(*fields) for fields in outcome.unsent])
+
+    def _show_unsent(self, rank: int, records: Sequence[Record]) -> None:
+        lost = [each for each in records if not each.text and each.number > self._shown[rank]]
+        if lost:
+            text = left_out(rank, sum(each.lines for each in lost), self._elsewhere)
+            self.take(rank, Record(lost[-1].number, text))
+        for record in records:
+            self.take(rank, record)

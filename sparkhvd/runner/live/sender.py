@@ -13,6 +13,133 @@ from typing import Any, Protocol
 
 from sparkhvd.runner.live.frames import Record, left_out
 
+# How long the end of a rank may be delayed for its last lines.
+FLUSH_S = 2.0
+_ABORT_S = 0.2
+
+
+class Carrier(Protocol):
+    """Carries records to the driver."""
+
+    def deliver(self, backlog: Backlog) -> None:
+        """Deliver records until the backlog has ended and is empty, or `abort` is called."""
+        ...
+
+    def abort(self) -> None:
+        """End `deliver` soon."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the driver was never reached, for so long that the end need not wait."""
+        ...
+
+
+@dataclass(frozen=True)
+class OutputRoute:
+    """Route of an attempt's output to the driver; travels as JSON.
+
+    Attributes:
+        address: host and port of the driver; None if it reads files.
+        folder: of these files; "" without them.
+        shows_lines: whether ordinary lines take this route, or messages only.
+        on_terminal: whether the task's stderr is the driver's, so that nothing may take both routes.
+        is_shown: whether left out lines may appear on that stderr.
+        at_once: whether a rank connects before its first line, because the driver reports missing connections.
+    """
+
+    address: tuple[str, int] | None = None
+    folder: str = ""
+    shows_lines: bool = True
+    on_terminal: bool = False
+    is_shown: bool = True
+    at_once: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, from which `from_dict` rebuilds it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> OutputRoute:
+        """Rebuild it from `to_dict`, after JSON."""
+        address = fields["address"]
+        return cls(**{**fields, "address": address and (address[0], address[1])})
+
+    @property
+    def elsewhere(self) -> str:
+        """Where left out lines are; "" for nowhere."""
+        if not self.on_terminal:
+            return "the executor's log has all"
+        return "they are on stderr" if self.is_shown else ""
+
+
+class Sender:
+    """Sender of one rank's lines; a context manager."""
+
+    def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
+        """Prepare a sender; it starts with the first line, or inside `with` if the route connects at once.
+
+        Args:
+            way: route to the driver.
+            rank: of the lines.
+            carrier: carries them there.
+        """
+        self._carrier = carrier
+        self._at_once = way.at_once
+        self._backlog = Backlog(
+            rank, way.elsewhere, shows_lines=way.shows_lines, is_limited=not way.on_terminal
+        )
+        # Guards the start.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def line(self, line: str) -> bool:
+        """Send a line that starts with its rank; return False if it is left out. Never blocks."""
+        return self._started(self._backlog.line(line))
+
+    def message(self, text: str) -> bool:
+        """Send a message of such lines, with a rate of its own; return False if it is left out."""
+        return self._started(self._backlog.message(text))
+
+    def progress(self, text: str) -> None:
+        """Send a line about the training's progress, replacing the last one; lost with its connection."""
+        self._started(self._backlog.progress(text))
+
+    def _started(self, is_taken: bool) -> bool:
+        if is_taken and self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._is_closed:
+                    self._thread = threading.Thread(
+                        target=self._carrier.deliver,
+                        args=(self._backlog,),
+                        name="sparkhvd-live",
+                        daemon=True,
+                    )
+                    self._thread.start()
+        return is_taken
+
+    def close(self) -> list[Record]:
+        """End within `FLUSH_S`; return the last records that the driver may not have shown."""
+        self._backlog.end()
+        with self._lock:
+            self._is_closed = True
+        if self._thread is not None:
+            self._thread.join(0.0 if self._carrier.is_lost else FLUSH_S - _ABORT_S)
+            self._carrier.abort()
+            self._thread.join(_ABORT_S)
+        return self._backlog.rest()
+
+    def __enter__(self) -> Sender:
+        if self._at_once:  # the first poll drops progress, and connects for it
+            self.progress("begins")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_closed:
+            self.close()
+
+
 # ----------------------------------------------------------------------------------------------------
 # Rate limits of a rank's output to the driver.
 
@@ -222,130 +349,3 @@ class Backlog:
                 # The driver may have shown it, so it is not necessarily lost.
                 found.appendleft(record if room >= 0 else record._replace(text=""))
             return list(found)
-
-
-# How long the end of a rank may be delayed for its last lines.
-FLUSH_S = 2.0
-_ABORT_S = 0.2
-
-
-class Carrier(Protocol):
-    """Carries records to the driver."""
-
-    def deliver(self, backlog: Backlog) -> None:
-        """Deliver records until the backlog has ended and is empty, or `abort` is called."""
-        ...
-
-    def abort(self) -> None:
-        """End `deliver` soon."""
-        ...
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the driver was never reached, for so long that the end need not wait."""
-        ...
-
-
-@dataclass(frozen=True)
-class OutputRoute:
-    """Route of an attempt's output to the driver; travels as JSON.
-
-    Attributes:
-        address: host and port of the driver; None if it reads files.
-        folder: of these files; "" without them.
-        shows_lines: whether ordinary lines take this route, or messages only.
-        on_terminal: whether the task's stderr is the driver's, so that nothing may take both routes.
-        is_shown: whether left out lines may appear on that stderr.
-        at_once: whether a rank connects before its first line, because the driver reports missing connections.
-    """
-
-    address: tuple[str, int] | None = None
-    folder: str = ""
-    shows_lines: bool = True
-    on_terminal: bool = False
-    is_shown: bool = True
-    at_once: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, from which `from_dict` rebuilds it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> OutputRoute:
-        """Rebuild it from `to_dict`, after JSON."""
-        address = fields["address"]
-        return cls(**{**fields, "address": address and (address[0], address[1])})
-
-    @property
-    def elsewhere(self) -> str:
-        """Where left out lines are; "" for nowhere."""
-        if not self.on_terminal:
-            return "the executor's log has all"
-        return "they are on stderr" if self.is_shown else ""
-
-
-class Sender:
-    """Sender of one rank's lines; a context manager."""
-
-    def __init__(self, way: OutputRoute, rank: int, carrier: Carrier) -> None:
-        """Prepare a sender; it starts with the first line, or inside `with` if the route connects at once.
-
-        Args:
-            way: route to the driver.
-            rank: of the lines.
-            carrier: carries them there.
-        """
-        self._carrier = carrier
-        self._at_once = way.at_once
-        self._backlog = Backlog(
-            rank, way.elsewhere, shows_lines=way.shows_lines, is_limited=not way.on_terminal
-        )
-        # Guards the start.
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-
-    def line(self, line: str) -> bool:
-        """Send a line that starts with its rank; return False if it is left out. Never blocks."""
-        return self._started(self._backlog.line(line))
-
-    def message(self, text: str) -> bool:
-        """Send a message of such lines, with a rate of its own; return False if it is left out."""
-        return self._started(self._backlog.message(text))
-
-    def progress(self, text: str) -> None:
-        """Send a line about the training's progress, replacing the last one; lost with its connection."""
-        self._started(self._backlog.progress(text))
-
-    def _started(self, is_taken: bool) -> bool:
-        if is_taken and self._thread is None:
-            with self._lock:
-                if self._thread is None and not self._is_closed:
-                    self._thread = threading.Thread(
-                        target=self._carrier.deliver,
-                        args=(self._backlog,),
-                        name="sparkhvd-live",
-                        daemon=True,
-                    )
-                    self._thread.start()
-        return is_taken
-
-    def close(self) -> list[Record]:
-        """End within `FLUSH_S`; return the last records that the driver may not have shown."""
-        self._backlog.end()
-        with self._lock:
-            self._is_closed = True
-        if self._thread is not None:
-            self._thread.join(0.0 if self._carrier.is_lost else FLUSH_S - _ABORT_S)
-            self._carrier.abort()
-            self._thread.join(_ABORT_S)
-        return self._backlog.rest()
-
-    def __enter__(self) -> Sender:
-        if self._at_once:  # the first poll drops progress, and connects for it
-            self.progress("begins")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_closed:
-            self.close()

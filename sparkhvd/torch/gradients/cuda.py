@@ -45,79 +45,6 @@ from sparkhvd.torch.gradients.dense import (
 )
 from sparkhvd.torch.gradients.layout import Slices, flat, offsets_of
 
-# ----------------------------------------------------------------------------------------------------
-# Gradients in flat memory of a GPU.
-
-
-class FlatGradients:
-    """Flat memory of a bucket, with a slot for the gradient of each parameter.
-
-    Args:
-        flat: the memory, of one type; is set to zero.
-        entries: the parameters.
-        offsets: first element of each.
-        num_values: number of elements of gradients; others may follow.
-
-    Attributes:
-        flat: the memory.
-        slots: for each parameter its `.grad` tensor. Users may change it: `model.cpu()` replaces its memory.
-    """
-
-    __slots__ = ("_addresses", "_entries", "_homes", "_values", "flat", "slots")
-
-    def __init__(
-        self, flat: Tensor, entries: Sequence[GradientSlot], offsets: Sequence[int], num_values: int
-    ) -> None:
-        flat.zero_()
-        first = flat.storage_offset()
-        self.flat = flat
-        self._entries = entries
-        self._values = flat[:num_values]
-        # Where the slots must lie.
-        self._homes = [
-            flat.as_strided(entry.shape, entry.stride, first + offset).detach()
-            for entry, offset in zip(entries, offsets, strict=True)
-        ]
-        self._addresses = [home.data_ptr() for home in self._homes]
-        self.slots = [home.data for home in self._homes]  # each counts its own changes
-
-    def slot(self, number: int) -> Tensor:
-        """Return the slot of a parameter: the same tensor as before, unless its memory was replaced."""
-        slot = self.slots[number]
-        if slot.data_ptr() != self._addresses[number]:
-            slot = self.slots[number] = self._homes[number].data
-        return slot
-
-    def find_slots(self) -> list[Tensor]:
-        """Return the slots of all parameters, as `slot` does."""
-        for number, (slot, address) in enumerate(zip(self.slots, self._addresses, strict=True)):
-            if slot.data_ptr() != address:
-                self.slots[number] = self._homes[number].data
-        return self.slots
-
-    @torch.no_grad()
-    def show(self) -> None:
-        """Move `.grad` to the flat memory, before any backward."""
-        for entry, slot in zip(self._entries, self.slots, strict=True):
-            grad = entry.param.grad
-            if grad is not None:
-                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-            entry.param.grad = slot
-
-    def zero(self) -> None:
-        """Set all gradients to zero in place."""
-        self._values.zero_()
-        for number, entry in enumerate(self._entries):
-            entry.param.grad = self.slot(number)
-
-    def scale(self, slots: list[Tensor], factor: float) -> None:
-        """Multiply some slots with a factor."""
-        if len(slots) == len(self.slots):
-            self._values.mul_(factor)  # one launch
-        elif slots:
-            torch._foreach_mul_(slots, factor)
-
-
 # Gradients from this size on are scaled while they are copied: a GPU of 3 TB/s moves their bytes again in the time of a
 # launch on the host, about 5 us.
 _LARGE_BYTES = 8 << 20
@@ -454,6 +381,79 @@ def assign_memory(
     for bucket, length in zip(buckets, lengths, strict=True):
         bucket.lay_out(memory[first : first + bucket.num_bytes])
         first += length
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gradients in flat memory of a GPU.
+
+
+class FlatGradients:
+    """Flat memory of a bucket, with a slot for the gradient of each parameter.
+
+    Args:
+        flat: the memory, of one type; is set to zero.
+        entries: the parameters.
+        offsets: first element of each.
+        num_values: number of elements of gradients; others may follow.
+
+    Attributes:
+        flat: the memory.
+        slots: for each parameter its `.grad` tensor. Users may change it: `model.cpu()` replaces its memory.
+    """
+
+    __slots__ = ("_addresses", "_entries", "_homes", "_values", "flat", "slots")
+
+    def __init__(
+        self, flat: Tensor, entries: Sequence[GradientSlot], offsets: Sequence[int], num_values: int
+    ) -> None:
+        flat.zero_()
+        first = flat.storage_offset()
+        self.flat = flat
+        self._entries = entries
+        self._values = flat[:num_values]
+        # Where the slots must lie.
+        self._homes = [
+            flat.as_strided(entry.shape, entry.stride, first + offset).detach()
+            for entry, offset in zip(entries, offsets, strict=True)
+        ]
+        self._addresses = [home.data_ptr() for home in self._homes]
+        self.slots = [home.data for home in self._homes]  # each counts its own changes
+
+    def slot(self, number: int) -> Tensor:
+        """Return the slot of a parameter: the same tensor as before, unless its memory was replaced."""
+        slot = self.slots[number]
+        if slot.data_ptr() != self._addresses[number]:
+            slot = self.slots[number] = self._homes[number].data
+        return slot
+
+    def find_slots(self) -> list[Tensor]:
+        """Return the slots of all parameters, as `slot` does."""
+        for number, (slot, address) in enumerate(zip(self.slots, self._addresses, strict=True)):
+            if slot.data_ptr() != address:
+                self.slots[number] = self._homes[number].data
+        return self.slots
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Move `.grad` to the flat memory, before any backward."""
+        for entry, slot in zip(self._entries, self.slots, strict=True):
+            grad = entry.param.grad
+            if grad is not None:
+                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+            entry.param.grad = slot
+
+    def zero(self) -> None:
+        """Set all gradients to zero in place."""
+        self._values.zero_()
+        for number, entry in enumerate(self._entries):
+            entry.param.grad = self.slot(number)
+
+    def scale(self, slots: list[Tensor], factor: float) -> None:
+        """Multiply some slots with a factor."""
+        if len(slots) == len(self.slots):
+            self._values.mul_(factor)  # one launch
+        elif slots:
+            torch._foreach_mul_(slots, factor)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -321,6 +321,10 @@ class ReducedGradients:
         return None if reference is None else reference()
 
 
+# ----------------------------------------------------------------------------------------------------
+# The reducer itself.
+
+
 class Reducer:
     """Reduces the gradients of some parameters over all ranks, cycle by cycle.
 

@@ -41,177 +41,6 @@ from sparkhvd.torch.optimizer.sharded_state import (
 )
 from sparkhvd.torch.optimizer.shards import Gatherer, Shard, ShardLayout
 
-# ----------------------------------------------------------------------------------------------------
-# Gradients of a sharded optimizer: each rank's reduced part, gathered, and clipped by their norm.
-
-# Number of cached sets of parameters with a gradient; a model may use other sets in every step.
-_MAX_GATHERERS = 16
-
-
-class WholeGradients:
-    """Gathers whole gradients into `.grad`, once per cycle.
-
-    Args:
-        division: of the optimizer.
-
-    Attributes:
-        cycles: for each reducer the cycle with whole gradients.
-    """
-
-    def __init__(self, division: ShardLayout) -> None:
-        self._division = division
-        self.cycles: tuple[int, ...] = ()
-        self._gatherers: dict[tuple[int, ...], Gatherer] = {}
-        self._num_gatherers = 0  # created so far
-
-    def clear(self) -> None:
-        """Forget the gathered sets of parameters, after others were added."""
-        self._gatherers = {}
-
-    def gather(self, cycles: tuple[int, ...]) -> None:
-        """Gather the gradients of these cycles; every rank must call this."""
-        if self.cycles != cycles:
-            self._gather()
-            self.cycles = cycles
-
-    def _gather(self) -> None:
-        division = self._division
-        params = [s.param for s in division.shards.values() if s.is_cut]
-        if division.gpu is not None:
-            on_gpu = [p for p in params if not p.is_cpu]
-            division.gpu.gather_cut({id(p): p.grad for p in on_gpu if p.grad is not None})
-        grads = {i: p.grad for i, p in enumerate(p for p in params if p.is_cpu)}
-        if not grads:
-            return
-        present = {i: grad for i, grad in grads.items() if grad is not None}
-        indices, gradients = tuple(present), list(present.values())
-        gatherer = self._gatherers.get(indices)
-        if gatherer is None:
-            if len(self._gatherers) >= _MAX_GATHERERS:
-                self._gatherers.clear()
-            self._num_gatherers += 1
-            name = (
-                f"{division.label}.gradients.{self._num_gatherers} (all ranks must call "
-                "synchronize(), or use param_groups between backward() and step())"
-            )
-            gatherer = Gatherer(division.context, name, gradients, division.configuration.number)
-            self._gatherers[indices] = gatherer
-        gatherer.gather(gradients)
-
-
-def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
-    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must call this.
-
-    Returns:
-        The norm of all gradients.
-    """
-    for shard in division.shards.values():
-        shard.take_gradient()
-    parts = [s.part.grad for s in division.shards.values() if s.part is not None]
-    gradients = [grad for grad in parts if grad is not None]
-    total = _total_norm(division, gradients, norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for grad in gradients:
-        grad.mul_(factor.to(grad.device, grad.dtype))
-    return total
-
-
-def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    norm: Tensor
-    # Since torch 2.6; on a GPU for many gradients at a time.
-    if get_total_norm := getattr(torch.nn.utils, "get_total_norm", None):
-        norm = get_total_norm(gradients, norm_type)
-    elif gradients:
-        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients]
-        norm = torch.linalg.vector_norm(
-            torch.stack([each.to(norms[0].device) for each in norms]), norm_type
-        )
-    else:
-        norm = torch.zeros(())
-    return norm
-
-
-def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float) -> Tensor:
-    norm = _local_norm(gradients, norm_type).double()
-    is_max = math.isinf(norm_type)
-    # On a GPU if any rank's gradients are, also for a rank without a part.
-    place = next((p for p in division.shards if not p.is_cpu), None)
-    if place is not None and norm.is_cpu:
-        norm = place.new_empty((), dtype=norm.dtype).copy_(norm)
-    total = allreduce(
-        norm if is_max else norm.pow(norm_type),
-        op=ReduceOp.MAX if is_max else ReduceOp.SUM,
-        name=f"{division.label}.norm",
-        process_set=division.configuration.process_set,
-    )
-    # The common type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
-    dtypes = [p.grad.dtype for p in division.shards if p.grad is not None]
-    dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()]).to_real()
-    return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Exchange of the stepped parameters of a sharded optimizer.
-
-
-class ParameterExchange:
-    """Copies stepped parameters to all other ranks.
-
-    Args:
-        division: of the optimizer.
-    """
-
-    def __init__(self, division: ShardLayout) -> None:
-        self._division = division
-        # The gatherer's numbers of parameters and of frozen parameters.
-        self._gathered_kind = (-1, -1)
-        self._gathered: list[Tensor] = []
-        self._gatherer: Gatherer | None = None
-
-    def run(self, frozen: Iterable[Tensor]) -> None:
-        """Exchange the parameters except frozen ones; every rank must call this."""
-        ids = set(map(id, frozen))
-        shards = self._division.shards
-        stepped = [s for s in shards.values() if id(s.param) not in ids]
-        works = self._start_gathering(stepped, len(ids))
-        if self._division.gpu is not None:
-            self._division.gpu.gather_parameters([s for s in stepped if not s.param.is_cpu])
-        self._exchange_whole([s for s in stepped if s.param.is_cpu and not s.is_cut])
-        for work in works:
-            work.wait()
-        written([p for p in shards if p.grad is not None])
-
-    def _start_gathering(self, stepped: Sequence[Shard], num_frozen: int) -> list[Work]:
-        """Start to gather cut parameters from the parts of all ranks."""
-        division = self._division
-        kind = (len(division.shards), num_frozen)
-        if self._gatherer is None or kind != self._gathered_kind:
-            self._gathered = [s.param for s in stepped if s.is_cut and s.param.is_cpu]
-            # A new name, because the engine knows the old name with other shapes.
-            name = f"{division.label}.parameters.{kind[0]}.{kind[1]}"
-            number = division.configuration.number
-            self._gatherer = Gatherer(division.context, name, self._gathered, number)
-            self._gathered_kind = kind
-        return self._gatherer.start(self._gathered)
-
-    def _exchange_whole(self, whole: Sequence[Shard]) -> None:
-        """Exchange whole parameters, with one operation per type."""
-        division = self._division
-        for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
-            # In the order of receipt: by owner.
-            ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
-            owned = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
-            flat = torch.cat(owned) if owned else torch.empty(0, dtype=dtype)
-            name = f"{division.label}.whole.{dtype}"
-            sent = torch.view_as_real(flat) if dtype.is_complex else flat
-            work = start_allgather(division.context, name, sent, division.configuration.number)
-            work.wait()
-            joined = gathered(work, sent.dtype, sent.shape)[0].view(dtype).view(-1)
-            pieces = joined.split([s.param.numel() for s in ordered])
-            for shard, piece in zip(ordered, pieces, strict=True):
-                if shard.part is None:
-                    shard.param.detach().copy_(piece.view(shard.param.shape))
-
 
 def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
     """Refuse unsupported combinations.
@@ -535,3 +364,175 @@ class Sharded(Distributed):
 
 
 _NONE: Mapping[Tensor, Shard] = MappingProxyType({})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Gradients of a sharded optimizer: each rank's reduced part, gathered, and clipped by their norm.
+
+# Number of cached sets of parameters with a gradient; a model may use other sets in every step.
+_MAX_GATHERERS = 16
+
+
+class WholeGradients:
+    """Gathers whole gradients into `.grad`, once per cycle.
+
+    Args:
+        division: of the optimizer.
+
+    Attributes:
+        cycles: for each reducer the cycle with whole gradients.
+    """
+
+    def __init__(self, division: ShardLayout) -> None:
+        self._division = division
+        self.cycles: tuple[int, ...] = ()
+        self._gatherers: dict[tuple[int, ...], Gatherer] = {}
+        self._num_gatherers = 0  # created so far
+
+    def clear(self) -> None:
+        """Forget the gathered sets of parameters, after others were added."""
+        self._gatherers = {}
+
+    def gather(self, cycles: tuple[int, ...]) -> None:
+        """Gather the gradients of these cycles; every rank must call this."""
+        if self.cycles != cycles:
+            self._gather()
+            self.cycles = cycles
+
+    def _gather(self) -> None:
+        division = self._division
+        params = [s.param for s in division.shards.values() if s.is_cut]
+        if division.gpu is not None:
+            on_gpu = [p for p in params if not p.is_cpu]
+            division.gpu.gather_cut({id(p): p.grad for p in on_gpu if p.grad is not None})
+        grads = {i: p.grad for i, p in enumerate(p for p in params if p.is_cpu)}
+        if not grads:
+            return
+        present = {i: grad for i, grad in grads.items() if grad is not None}
+        indices, gradients = tuple(present), list(present.values())
+        gatherer = self._gatherers.get(indices)
+        if gatherer is None:
+            if len(self._gatherers) >= _MAX_GATHERERS:
+                self._gatherers.clear()
+            self._num_gatherers += 1
+            name = (
+                f"{division.label}.gradients.{self._num_gatherers} (all ranks must call "
+                "synchronize(), or use param_groups between backward() and step())"
+            )
+            gatherer = Gatherer(division.context, name, gradients, division.configuration.number)
+            self._gatherers[indices] = gatherer
+        gatherer.gather(gradients)
+
+
+def clip_parts_(division: ShardLayout, max_norm: float, norm_type: float) -> Tensor:
+    """Scale this rank's parts of the gradients as `torch.nn.utils.clip_grad_norm_` does; every rank must call this.
+
+    Returns:
+        The norm of all gradients.
+    """
+    for shard in division.shards.values():
+        shard.take_gradient()
+    parts = [s.part.grad for s in division.shards.values() if s.part is not None]
+    gradients = [grad for grad in parts if grad is not None]
+    total = _total_norm(division, gradients, norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for grad in gradients:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return total
+
+
+def _local_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    norm: Tensor
+    # Since torch 2.6; on a GPU for many gradients at a time.
+    if get_total_norm := getattr(torch.nn.utils, "get_total_norm", None):
+        norm = get_total_norm(gradients, norm_type)
+    elif gradients:
+        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients]
+        norm = torch.linalg.vector_norm(
+            torch.stack([each.to(norms[0].device) for each in norms]), norm_type
+        )
+    else:
+        norm = torch.zeros(())
+    return norm
+
+
+def _total_norm(division: ShardLayout, gradients: list[Tensor], norm_type: float) -> Tensor:
+    norm = _local_norm(gradients, norm_type).double()
+    is_max = math.isinf(norm_type)
+    # On a GPU if any rank's gradients are, also for a rank without a part.
+    place = next((p for p in division.shards if not p.is_cpu), None)
+    if place is not None and norm.is_cpu:
+        norm = place.new_empty((), dtype=norm.dtype).copy_(norm)
+    total = allreduce(
+        norm if is_max else norm.pow(norm_type),
+        op=ReduceOp.MAX if is_max else ReduceOp.SUM,
+        name=f"{division.label}.norm",
+        process_set=division.configuration.process_set,
+    )
+    # The common type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
+    dtypes = [p.grad.dtype for p in division.shards if p.grad is not None]
+    dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()]).to_real()
+    return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Exchange of the stepped parameters of a sharded optimizer.
+
+
+class ParameterExchange:
+    """Copies stepped parameters to all other ranks.
+
+    Args:
+        division: of the optimizer.
+    """
+
+    def __init__(self, division: ShardLayout) -> None:
+        self._division = division
+        # The gatherer's numbers of parameters and of frozen parameters.
+        self._gathered_kind = (-1, -1)
+        self._gathered: list[Tensor] = []
+        self._gatherer: Gatherer | None = None
+
+    def run(self, frozen: Iterable[Tensor]) -> None:
+        """Exchange the parameters except frozen ones; every rank must call this."""
+        ids = set(map(id, frozen))
+        shards = self._division.shards
+        stepped = [s for s in shards.values() if id(s.param) not in ids]
+        works = self._start_gathering(stepped, len(ids))
+        if self._division.gpu is not None:
+            self._division.gpu.gather_parameters([s for s in stepped if not s.param.is_cpu])
+        self._exchange_whole([s for s in stepped if s.param.is_cpu and not s.is_cut])
+        for work in works:
+            work.wait()
+        written([p for p in shards if p.grad is not None])
+
+    def _start_gathering(self, stepped: Sequence[Shard], num_frozen: int) -> list[Work]:
+        """Start to gather cut parameters from the parts of all ranks."""
+        division = self._division
+        kind = (len(division.shards), num_frozen)
+        if self._gatherer is None or kind != self._gathered_kind:
+            self._gathered = [s.param for s in stepped if s.is_cut and s.param.is_cpu]
+            # A new name, because the engine knows the old name with other shapes.
+            name = f"{division.label}.parameters.{kind[0]}.{kind[1]}"
+            number = division.configuration.number
+            self._gatherer = Gatherer(division.context, name, self._gathered, number)
+            self._gathered_kind = kind
+        return self._gatherer.start(self._gathered)
+
+    def _exchange_whole(self, whole: Sequence[Shard]) -> None:
+        """Exchange whole parameters, with one operation per type."""
+        division = self._division
+        for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
+            # In the order of receipt: by owner.
+            ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
+            owned = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
+            flat = torch.cat(owned) if owned else torch.empty(0, dtype=dtype)
+            name = f"{division.label}.whole.{dtype}"
+            sent = torch.view_as_real(flat) if dtype.is_complex else flat
+            work = start_allgather(division.context, name, sent, division.configuration.number)
+            work.wait()
+            joined = gathered(work, sent.dtype, sent.shape)[0].view(dtype).view(-1)
+            pieces = joined.split([s.param.numel() for s in ordered])
+            for shard, piece in zip(ordered, pieces, strict=True):
+                if shard.part is None:
+                    shard.param.detach().copy_(piece.view(shard.param.shape))

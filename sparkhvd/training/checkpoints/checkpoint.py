@@ -29,6 +29,146 @@ from sparkhvd.training.modules.weights import HashingWriter, sha256_of
 from sparkhvd.training.to_device import to_cpu
 from sparkhvd.training.types import History, State
 
+FORMAT_VERSION = 6
+# Version 3 had all parameters in it, version 4 lacked `final`, `others` and `changes`; 5 was in no release.
+_READ_VERSIONS = (3, 4, FORMAT_VERSION)
+# The last line of a checkpoint.
+_SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
+_SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
+# Completed (epochs, steps).
+Position = tuple[int, int]
+
+
+class DamagedError(InvalidArgumentError):
+    """Raised for a checkpoint whose bytes do not match its hash; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State after `epoch` epochs and `step` steps of the next.
+
+    Attributes:
+        epoch: completed epochs.
+        model: the model's state dict, in its file without the parameters in `frozen`.
+        optimizer: the optimizer's state dict.
+        scheduler: the scheduler's state dict, or None.
+        history: the records of these epochs.
+        fingerprint: of the run; a resuming run must share it.
+        scaler: the loss scaler's state dict, or None.
+        callbacks: the states of the user's callbacks and their reason to stop, or None.
+        step: completed steps of the running epoch; 0 between epochs.
+        buffers: the model's buffers outside its state dict.
+        ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, when all ranks are equal.
+        compression: the state of the gradient compression, see `gather_compression`.
+        kept: states of the objects kept by a `train_fn`, by name.
+        frozen: the parameters in a separate file, see `FrozenParameters`, or None.
+        final: changes by `on_train_end`: entries of "model" and "others", all "buffers" and "changes"; a resumed run calls it
+        again.
+        others: state of losses and metrics, see `LossState`.
+        changes: of model and optimizer since they were built, see `Changes`; {} if unknown.
+    """
+
+    epoch: int
+    model: dict[str, Any] = field(repr=False)
+    optimizer: dict[str, Any] = field(repr=False)
+    scheduler: dict[str, Any] | None = field(repr=False)
+    history: History = field(repr=False)
+    fingerprint: str = field(repr=False)
+    scaler: dict[str, Any] | None = field(default=None, repr=False)
+    callbacks: State | None = field(default=None, repr=False)
+    step: int = 0
+    buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    ranks: list[RankState] = field(default_factory=list, repr=False)
+    compression: State = field(default_factory=dict, repr=False)
+    kept: State = field(default_factory=dict, repr=False)
+    frozen: Frozen | None = None
+    final: dict[str, Any] = field(default_factory=dict, repr=False)
+    others: State = field(default_factory=dict, repr=False)
+    changes: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def position(self) -> Position:
+        """Completed (epochs, steps)."""
+        return self.epoch, self.step
+
+    @property
+    def result(self) -> Checkpoint:
+        """Checkpoint for the model of the run, after `on_train_end`."""
+        if not self.final:
+            return self
+        model = {**self.model, **self.final["model"]}
+        return replace(self, **{**self.final, "model": model}, final={})
+
+
+def write_checkpoint(checkpoint: Checkpoint, sink: IO[bytes] | io.RawIOBase) -> None:
+    """Write a checkpoint and its hash to an open file."""
+    content = {"format_version": FORMAT_VERSION, **vars(checkpoint)}
+    hashing = HashingWriter(sink)
+    torch.save(content, hashing)  # type: ignore[arg-type]  # torch only calls write
+    sink.write(f"\nsparkhvd-sha256 {hashing.sha256}\n".encode())
+
+
+def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Checkpoint:
+    """Check the hash of a checkpoint and read it from an open file.
+
+    Args:
+        file: seekable.
+        url: of the file, for errors.
+        is_mapped: leave all tensors except the model's in the file, which may be deleted afterwards.
+
+    Raises:
+        DamagedError: the bytes do not match the hash.
+        InvalidArgumentError: it has another format version.
+    """
+    check_seal(file, url)
+    values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
+    version = values.pop("format_version")
+    if version not in _READ_VERSIONS:
+        raise InvalidArgumentError(
+            f"{url} has format version {version}; this sparkhvd reads {FORMAT_VERSION}. Give another run_id."
+        )
+    return Checkpoint(**values)
+
+
+def check_seal(file: IO[bytes], url: str) -> None:
+    """Compare the whole file with its hash, and seek back to the start.
+
+    Raises:
+        DamagedError: the bytes do not match the hash.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _SEAL_BYTES))
+    seal = _SEAL.fullmatch(file.read())
+    if seal is None:
+        raise DamagedError(
+            f"{url} is damaged: it has {size:,} bytes and does not end with its checksum, as if it was cut off."
+        )
+    file.seek(0)
+    digest = sha256_of(file, size - _SEAL_BYTES)
+    if digest != seal[1].decode():
+        raise DamagedError(
+            f"{url} is damaged: its SHA-256 is {digest}, and {seal[1].decode()} was written."
+        )
+    file.seek(0)
+
+
+def _mapped(file: IO[bytes]) -> dict[str, Any]:
+    """Load a checkpoint, leaving all tensors except the model's in the file."""
+    try:
+        values: dict[str, Any] = torch.load(
+            f"/proc/self/fd/{file.fileno()}", weights_only=True, mmap=True
+        )
+    except (
+        OSError,
+        RuntimeError,
+    ):  # not every system has such names, nor every file system mappings
+        return dict(torch.load(file, weights_only=True))
+    # Copied out of the mapping, with tied tensors kept tied: a file deleted on NFS invalidates its mapped pages.
+    for name in {"model", "final", "buffers", "changes"} & values.keys():
+        values[name] = copy.deepcopy(values[name])
+    return values
+
+
 # ----------------------------------------------------------------------------------------------------
 # Buffers of a module, saved or not, and the extra state of modules.
 # Training changes them on every rank. Between epochs all ranks use rank 0's; a checkpoint inside an epoch holds each rank's own.
@@ -225,143 +365,3 @@ def _digest(value: Tensor) -> bytes:
     flat = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     kind = f"{tuple(value.shape)} {value.dtype} ".encode()
     return hashlib.blake2b(kind + flat.numpy().tobytes(), digest_size=16).digest()
-
-
-FORMAT_VERSION = 6
-# Version 3 had all parameters in it, version 4 lacked `final`, `others` and `changes`; 5 was in no release.
-_READ_VERSIONS = (3, 4, FORMAT_VERSION)
-# The last line of a checkpoint.
-_SEAL = re.compile(rb"\nsparkhvd-sha256 ([0-9a-f]{64})\n")
-_SEAL_BYTES = len("\nsparkhvd-sha256 \n") + 64
-# Completed (epochs, steps).
-Position = tuple[int, int]
-
-
-class DamagedError(InvalidArgumentError):
-    """Raised for a checkpoint whose bytes do not match its hash; the message names the file."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """State after `epoch` epochs and `step` steps of the next.
-
-    Attributes:
-        epoch: completed epochs.
-        model: the model's state dict, in its file without the parameters in `frozen`.
-        optimizer: the optimizer's state dict.
-        scheduler: the scheduler's state dict, or None.
-        history: the records of these epochs.
-        fingerprint: of the run; a resuming run must share it.
-        scaler: the loss scaler's state dict, or None.
-        callbacks: the states of the user's callbacks and their reason to stop, or None.
-        step: completed steps of the running epoch; 0 between epochs.
-        buffers: the model's buffers outside its state dict.
-        ranks: each rank's own state inside an epoch, see `gather_rank_states`; empty between epochs, when all ranks are equal.
-        compression: the state of the gradient compression, see `gather_compression`.
-        kept: states of the objects kept by a `train_fn`, by name.
-        frozen: the parameters in a separate file, see `FrozenParameters`, or None.
-        final: changes by `on_train_end`: entries of "model" and "others", all "buffers" and "changes"; a resumed run calls it
-        again.
-        others: state of losses and metrics, see `LossState`.
-        changes: of model and optimizer since they were built, see `Changes`; {} if unknown.
-    """
-
-    epoch: int
-    model: dict[str, Any] = field(repr=False)
-    optimizer: dict[str, Any] = field(repr=False)
-    scheduler: dict[str, Any] | None = field(repr=False)
-    history: History = field(repr=False)
-    fingerprint: str = field(repr=False)
-    scaler: dict[str, Any] | None = field(default=None, repr=False)
-    callbacks: State | None = field(default=None, repr=False)
-    step: int = 0
-    buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    ranks: list[RankState] = field(default_factory=list, repr=False)
-    compression: State = field(default_factory=dict, repr=False)
-    kept: State = field(default_factory=dict, repr=False)
-    frozen: Frozen | None = None
-    final: dict[str, Any] = field(default_factory=dict, repr=False)
-    others: State = field(default_factory=dict, repr=False)
-    changes: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def position(self) -> Position:
-        """Completed (epochs, steps)."""
-        return self.epoch, self.step
-
-    @property
-    def result(self) -> Checkpoint:
-        """Checkpoint for the model of the run, after `on_train_end`."""
-        if not self.final:
-            return self
-        model = {**self.model, **self.final["model"]}
-        return replace(self, **{**self.final, "model": model}, final={})
-
-
-def write_checkpoint(checkpoint: Checkpoint, sink: IO[bytes] | io.RawIOBase) -> None:
-    """Write a checkpoint and its hash to an open file."""
-    content = {"format_version": FORMAT_VERSION, **vars(checkpoint)}
-    hashing = HashingWriter(sink)
-    torch.save(content, hashing)  # type: ignore[arg-type]  # torch only calls write
-    sink.write(f"\nsparkhvd-sha256 {hashing.sha256}\n".encode())
-
-
-def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Checkpoint:
-    """Check the hash of a checkpoint and read it from an open file.
-
-    Args:
-        file: seekable.
-        url: of the file, for errors.
-        is_mapped: leave all tensors except the model's in the file, which may be deleted afterwards.
-
-    Raises:
-        DamagedError: the bytes do not match the hash.
-        InvalidArgumentError: it has another format version.
-    """
-    check_seal(file, url)
-    values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
-    version = values.pop("format_version")
-    if version not in _READ_VERSIONS:
-        raise InvalidArgumentError(
-            f"{url} has format version {version}; this sparkhvd reads {FORMAT_VERSION}. Give another run_id."
-        )
-    return Checkpoint(**values)
-
-
-def check_seal(file: IO[bytes], url: str) -> None:
-    """Compare the whole file with its hash, and seek back to the start.
-
-    Raises:
-        DamagedError: the bytes do not match the hash.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _SEAL_BYTES))
-    seal = _SEAL.fullmatch(file.read())
-    if seal is None:
-        raise DamagedError(
-            f"{url} is damaged: it has {size:,} bytes and does not end with its checksum, as if it was cut off."
-        )
-    file.seek(0)
-    digest = sha256_of(file, size - _SEAL_BYTES)
-    if digest != seal[1].decode():
-        raise DamagedError(
-            f"{url} is damaged: its SHA-256 is {digest}, and {seal[1].decode()} was written."
-        )
-    file.seek(0)
-
-
-def _mapped(file: IO[bytes]) -> dict[str, Any]:
-    """Load a checkpoint, leaving all tensors except the model's in the file."""
-    try:
-        values: dict[str, Any] = torch.load(
-            f"/proc/self/fd/{file.fileno()}", weights_only=True, mmap=True
-        )
-    except (
-        OSError,
-        RuntimeError,
-    ):  # not every system has such names, nor every file system mappings
-        return dict(torch.load(file, weights_only=True))
-    # Copied out of the mapping, with tied tensors kept tied: a file deleted on NFS invalidates its mapped pages.
-    for name in {"model", "final", "buffers", "changes"} & values.keys():
-        values[name] = copy.deepcopy(values[name])
-    return values

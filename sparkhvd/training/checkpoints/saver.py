@@ -37,58 +37,6 @@ from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
-# ----------------------------------------------------------------------------------------------------
-# Times of checkpoints inside an epoch: pure arithmetic on the caller's clock.
-
-# A checkpoint starts after this share of the interval; the rest is for writing it.
-_START = 0.75
-_SHORTEST_STEP_S = 1e-6
-# Most and fewest questions to rank 0 per interval.
-_MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
-
-
-class Cadence:
-    """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
-
-    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from their duration.
-    """
-
-    def __init__(self, interval_s: float, now: float) -> None:
-        """Begin at `now`, before any training."""
-        self._interval_s = interval_s
-        self._taken = self._asked = now
-        self._write_s = 0.0
-        self._num_steps = 1
-
-    def taken(self, now: float) -> None:
-        """Record that a checkpoint with the state at `now` is being written."""
-        self._taken = now
-
-    def written(self, seconds: float) -> None:
-        """Record that a checkpoint was written `seconds` after it was taken."""
-        self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write proves little
-
-    def ask(self, now: float, *, is_writing: bool) -> tuple[bool, int]:
-        """Decide whether to take a checkpoint now, and after how many steps to ask again.
-
-        Args:
-            now: the time, on rank 0's clock.
-            is_writing: the previous checkpoint is still being written, so another has to wait.
-        """
-        step_s = max((now - self._asked) / self._num_steps, _SHORTEST_STEP_S)
-        self._asked = now
-        start = min(_START * self._interval_s, self._interval_s - 2 * self._write_s)
-        left = self._taken + start - now
-        shortest = self._interval_s / _MOST_QUESTIONS
-        is_due = left <= shortest and not is_writing
-        if is_due:
-            left = start
-        pause = min(max(left / 4, shortest), self._interval_s / _LEAST_QUESTIONS)
-        # Steps may become slower: at most four times the measured number.
-        self._num_steps = max(1, min(int(pause / step_s), 4 * self._num_steps))
-        return is_due, self._num_steps
-
-
 # The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
 
@@ -315,3 +263,55 @@ def _snapshot(value: object) -> object:
         # numpy numbers, such as a rate of np.cos, cannot be read by torch.load with weights_only.
         return value.item()
     return copy.deepcopy(value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Times of checkpoints inside an epoch: pure arithmetic on the caller's clock.
+
+# A checkpoint starts after this share of the interval; the rest is for writing it.
+_START = 0.75
+_SHORTEST_STEP_S = 1e-6
+# Most and fewest questions to rank 0 per interval.
+_MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
+
+
+class Cadence:
+    """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
+
+    Every few steps the ranks ask rank 0 whether to write. The number of steps between questions follows from their duration.
+    """
+
+    def __init__(self, interval_s: float, now: float) -> None:
+        """Begin at `now`, before any training."""
+        self._interval_s = interval_s
+        self._taken = self._asked = now
+        self._write_s = 0.0
+        self._num_steps = 1
+
+    def taken(self, now: float) -> None:
+        """Record that a checkpoint with the state at `now` is being written."""
+        self._taken = now
+
+    def written(self, seconds: float) -> None:
+        """Record that a checkpoint was written `seconds` after it was taken."""
+        self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write proves little
+
+    def ask(self, now: float, *, is_writing: bool) -> tuple[bool, int]:
+        """Decide whether to take a checkpoint now, and after how many steps to ask again.
+
+        Args:
+            now: the time, on rank 0's clock.
+            is_writing: the previous checkpoint is still being written, so another has to wait.
+        """
+        step_s = max((now - self._asked) / self._num_steps, _SHORTEST_STEP_S)
+        self._asked = now
+        start = min(_START * self._interval_s, self._interval_s - 2 * self._write_s)
+        left = self._taken + start - now
+        shortest = self._interval_s / _MOST_QUESTIONS
+        is_due = left <= shortest and not is_writing
+        if is_due:
+            left = start
+        pause = min(max(left / 4, shortest), self._interval_s / _LEAST_QUESTIONS)
+        # Steps may become slower: at most four times the measured number.
+        self._num_steps = max(1, min(int(pause / step_s), 4 * self._num_steps))
+        return is_due, self._num_steps

@@ -10,65 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-# ----------------------------------------------------------------------------------------------------
-# Hooks and attributes that users attach to parameters and buffers, omitted by torch from copies, pickles or both.
-
-Hook = Callable[[Tensor], Any]
-
-
-class TensorHooks(NamedTuple):
-    """Hooks of one tensor, in their order.
-
-    Attributes:
-        backward: of `register_hook`.
-        accumulated: of `register_post_accumulate_grad_hook`.
-    """
-
-    backward: tuple[Hook, ...]
-    accumulated: tuple[Hook, ...]
-
-
-class WithHooks(NamedTuple):
-    """Pickled value, with hooks of the tensors that the pickle refers to by name."""
-
-    value: Any
-    hooks: Mapping[str, TensorHooks]
-
-
-def hooks_of(tensor: Tensor) -> TensorHooks | None:
-    """Return the hooks of a tensor, or None."""
-    found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    if not any(found):
-        return None
-    backward, accumulated = (tuple((hooks or {}).values()) for hooks in found)
-    return TensorHooks(backward, accumulated)
-
-
-def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
-    """Return the hooks of a module's parameters by name."""
-    found = ((name, hooks_of(p)) for name, p in module.named_parameters())
-    return {name: hooks for name, hooks in found if hooks is not None}
-
-
-def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
-    """Register hooks on a leaf, frozen or not."""
-    requires_grad = tensor.requires_grad
-    tensor.requires_grad_(True)  # torch requires it for hooks
-    for hook in hooks.backward:
-        tensor.register_hook(hook)
-    for hook in hooks.accumulated:
-        tensor.register_post_accumulate_grad_hook(hook)
-    tensor.requires_grad_(requires_grad)
-
-
-def reduce_with_hooks(tensor: Tensor, hooks: TensorHooks, protocol: int) -> tuple[Any, ...] | None:
-    """Reduce a tensor for pickle, with its hooks as state, because they may refer to it. None if its class has another state."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*backward hooks")
-        function, arguments, *rest = tensor.__reduce_ex__(protocol)
-    return None if any(rest) else (function, arguments, hooks, None, None, add_hooks)
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -171,3 +112,62 @@ def copy_function(
             copy_function(content, memo) if is_function else copy.deepcopy(content, memo)
         )
     return made
+
+
+# ----------------------------------------------------------------------------------------------------
+# Hooks and attributes that users attach to parameters and buffers, omitted by torch from copies, pickles or both.
+
+Hook = Callable[[Tensor], Any]
+
+
+class TensorHooks(NamedTuple):
+    """Hooks of one tensor, in their order.
+
+    Attributes:
+        backward: of `register_hook`.
+        accumulated: of `register_post_accumulate_grad_hook`.
+    """
+
+    backward: tuple[Hook, ...]
+    accumulated: tuple[Hook, ...]
+
+
+class WithHooks(NamedTuple):
+    """Pickled value, with hooks of the tensors that the pickle refers to by name."""
+
+    value: Any
+    hooks: Mapping[str, TensorHooks]
+
+
+def hooks_of(tensor: Tensor) -> TensorHooks | None:
+    """Return the hooks of a tensor, or None."""
+    found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    if not any(found):
+        return None
+    backward, accumulated = (tuple((hooks or {}).values()) for hooks in found)
+    return TensorHooks(backward, accumulated)
+
+
+def hooks_by_name(module: nn.Module) -> dict[str, TensorHooks]:
+    """Return the hooks of a module's parameters by name."""
+    found = ((name, hooks_of(p)) for name, p in module.named_parameters())
+    return {name: hooks for name, hooks in found if hooks is not None}
+
+
+def add_hooks(tensor: Tensor, hooks: TensorHooks) -> None:
+    """Register hooks on a leaf, frozen or not."""
+    requires_grad = tensor.requires_grad
+    tensor.requires_grad_(True)  # torch requires it for hooks
+    for hook in hooks.backward:
+        tensor.register_hook(hook)
+    for hook in hooks.accumulated:
+        tensor.register_post_accumulate_grad_hook(hook)
+    tensor.requires_grad_(requires_grad)
+
+
+def reduce_with_hooks(tensor: Tensor, hooks: TensorHooks, protocol: int) -> tuple[Any, ...] | None:
+    """Reduce a tensor for pickle, with its hooks as state, because they may refer to it. None if its class has another state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*backward hooks")
+        function, arguments, *rest = tensor.__reduce_ex__(protocol)
+    return None if any(rest) else (function, arguments, hooks, None, None, add_hooks)

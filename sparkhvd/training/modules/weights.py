@@ -25,59 +25,6 @@ from torch.nn import functional as F
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
 
-# ----------------------------------------------------------------------------------------------------
-# SHA-256 of files, during and after writing, and checksums of tensors.
-
-# Bytes per read.
-PIECE_BYTES = 16 << 20
-# Bytes of a tensor summed at once, to stay in a cache.
-_SUMMED_BYTES = 1 << 20
-
-
-class HashingWriter:
-    """File that hashes written bytes without a second copy of them."""
-
-    def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
-        """Write to `sink`; None only hashes the bytes."""
-        self._sink = sink
-        self._hash = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write and hash."""
-        self._hash.update(data)
-        if self._sink is not None:
-            self._sink.write(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing; required by torch.save."""
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the bytes so far, in hexadecimal digits."""
-        return self._hash.hexdigest()
-
-
-def sha256_of(file: IO[bytes], num_bytes: int) -> str:
-    """Hash the next `num_bytes` of a file."""
-    digest = hashlib.sha256()
-    while num_bytes and (piece := file.read(min(num_bytes, PIECE_BYTES))):
-        digest.update(piece)
-        num_bytes -= len(piece)
-    return digest.hexdigest()
-
-
-def checksum(value: Tensor) -> int:
-    """Sum 8-byte words, each times an odd number by its position: at the speed of memory, on any device."""
-    flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-    factors = 2 * torch.arange(_SUMMED_BYTES // 8, device=flat.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in flat.split(_SUMMED_BYTES):
-        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
-        total = 31 * total + (words * factors[: len(words)]).sum()
-    return int(total)
-
-
 # Larger weights use the store. Smaller ones are part of the program, which needs no path visible to all executors;
 # half the limit of one Spark Connect message.
 CLOSURE_BYTES = 64 << 20
@@ -193,3 +140,56 @@ def _local_copy(store: Store, path: str) -> Iterator[str]:
 def _checked(loaded: object) -> dict[str, Tensor]:
     assert isinstance(loaded, dict)
     return loaded
+
+
+# ----------------------------------------------------------------------------------------------------
+# SHA-256 of files, during and after writing, and checksums of tensors.
+
+# Bytes per read.
+PIECE_BYTES = 16 << 20
+# Bytes of a tensor summed at once, to stay in a cache.
+_SUMMED_BYTES = 1 << 20
+
+
+class HashingWriter:
+    """File that hashes written bytes without a second copy of them."""
+
+    def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
+        """Write to `sink`; None only hashes the bytes."""
+        self._sink = sink
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write and hash."""
+        self._hash.update(data)
+        if self._sink is not None:
+            self._sink.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing; required by torch.save."""
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the bytes so far, in hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def sha256_of(file: IO[bytes], num_bytes: int) -> str:
+    """Hash the next `num_bytes` of a file."""
+    digest = hashlib.sha256()
+    while num_bytes and (piece := file.read(min(num_bytes, PIECE_BYTES))):
+        digest.update(piece)
+        num_bytes -= len(piece)
+    return digest.hexdigest()
+
+
+def checksum(value: Tensor) -> int:
+    """Sum 8-byte words, each times an odd number by its position: at the speed of memory, on any device."""
+    flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    factors = 2 * torch.arange(_SUMMED_BYTES // 8, device=flat.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in flat.split(_SUMMED_BYTES):
+        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
+        total = 31 * total + (words * factors[: len(words)]).sum()
+    return int(total)

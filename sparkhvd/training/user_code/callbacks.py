@@ -144,6 +144,10 @@ class CallbackContext(Context):
         self.stop_reason = str(reason) or "a callback asked for it"
 
 
+# ----------------------------------------------------------------------------------------------------
+# Callbacks and their calls.
+
+
 class Callback:
     """Base of callbacks: override the methods you need.
 
