@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
-    from sparkhvd.data.columns.schema import DataSchema
-
 
 @dataclass(frozen=True)
 class Dataset:

@@ -391,7 +391,6 @@ class Group(_ProcessGroup):
             if only("all_reduce", tensors).is_sparse:
                 return self._allreduce_sparse(tensor, opts)
             return self._allreduce_each("all_reduce", tensors, opts)
-        # What training does most, in the least time.
         address = tensor.data_ptr()
         view = tuple.__new__(TensorView, (address, address, tensor.shape))
         if not getattr(opts, "asyncOp", True):

@@ -121,7 +121,7 @@ class Coordinator:
             self._side,
             listener.sockets(),
             self._loop,
-            current_turn=lambda: FIRST_TURN,
+            current_stage=lambda: FIRST_STAGE,
             on_peer=self._receive_member,
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
@@ -358,7 +358,7 @@ class CoordinatorThread:
 # A connection starts with the handshake of ranks (`rendezvous.handshake`), under its own key, derived from the job's.
 # Then each message is a length-prefixed JSON object.
 
-FIRST_TURN = ConnectionPhase(0, 0)
+FIRST_STAGE = ConnectionPhase(0, 0)
 _LENGTH = struct.Struct("!I")
 # A decision names every member: 64 MiB suffice for a hundred thousand.
 _MOST_BYTES = 64 << 20
@@ -405,7 +405,7 @@ def dial(
     else:
         sock = yield from open_connection(*tcp_place(endpoint), until)
     try:
-        if (yield from introduce(side, 0, FIRST_TURN, sock, until)):
+        if (yield from introduce(side, 0, FIRST_STAGE, sock, until)):
             return sock
     except BaseException:
         sock.close()

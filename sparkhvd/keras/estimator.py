@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
     from sparkhvd.data.reuse import PreparedData
     from sparkhvd.data.store.store import Store
-    from sparkhvd.estimator.params.generated import FitOptions
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ _PMI = "MPI"
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Variables of a launcher; the first set one of each counts."""
+    """Names of a launcher's variables. In each tuple the first one that is set is used."""
 
     name: str
     mark: str  # set under this launcher only

@@ -166,7 +166,7 @@ def gather(
         PreflightError: a rank did not connect in time, or has ended.
         OSError: rank 0 cannot listen.
     """
-    kind = _Lead if rank == 0 else _Joining
+    kind = _Root if rank == 0 else _Peer
     with contextlib.closing(kind(point, rank, size, text, timeout_s)) as gathering:
         try:
             return gathering.run()
@@ -215,7 +215,7 @@ class _Gathering:
         self.loop.close()
 
 
-class _Lead(_Gathering):
+class _Root(_Gathering):
     """Rank 0: receives the texts of the others, and sends all of them to each."""
 
     def __init__(
@@ -231,7 +231,7 @@ class _Lead(_Gathering):
             self.job,
             [self._listening],
             self.loop,
-            current_turn=lambda: _FIRST,
+            current_stage=lambda: _FIRST,
             on_peer=self._receive_peer,
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
@@ -267,7 +267,7 @@ class _Lead(_Gathering):
             sock.close()
 
 
-class _Joining(_Gathering):
+class _Peer(_Gathering):
     """Any other rank: sends its text to rank 0, and receives all texts."""
 
     def __init__(

@@ -108,7 +108,7 @@ def meet() -> Rendezvous | None:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _GatherPlan:
     """Where the ranks gather, this rank's own address, and the user's key (None: rank 0 creates one)."""
 
     point: MeetingPoint
@@ -116,14 +116,14 @@ class _Way:
     key: bytes | None = None
 
 
-def _on_one_host(place: LauncherEnv) -> _Way:
+def _on_one_host(place: LauncherEnv) -> _GatherPlan:
     parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
     text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
-    return _Way(gather.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
+    return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
 
 
-def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _Way:
+def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _GatherPlan:
     here = f", {place.local_size} of them on this host" if place.local_size else ""
     what = f"init(): {place.launcher} has started {place.size} ranks{here}"
     key = gather.network_key(settings, what)
@@ -131,7 +131,7 @@ def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _Way:
     name = f"directory/{place.launcher}/{place.size}/{host}/{ports[0]}/{place.restart}"
     own = hashlib.sha256(name.encode()).digest()  # distinguishes jobs, and is not secret
     point = MeetingPoint(name, own if key is None else gather.derived_key(key, name), host, ports)
-    return _Way(point, own_address(settings.interfaces, host), key)
+    return _GatherPlan(point, own_address(settings.interfaces, host), key)
 
 
 def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
@@ -148,7 +148,7 @@ def _directory(place: LauncherEnv, settings: Settings, what: str) -> tuple[str, 
     return host, tuple(each if each < 65536 else each - 65536 + 1024 for each in after)
 
 
-def _gather(place: LauncherEnv, way: _Way, endpoint: Endpoint, settings: Settings) -> Job:
+def _gather(place: LauncherEnv, way: _GatherPlan, endpoint: Endpoint, settings: Settings) -> Job:
     """Exchange endpoints with the other ranks; rank 0 sends the job's id, and its key unless the user has given one."""
     text: dict[str, object] = {"endpoint": endpoint.to_dict()}
     if place.rank == 0:

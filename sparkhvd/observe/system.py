@@ -44,7 +44,7 @@ METRICS = {
 }
 
 
-class Sampler:
+class LoadMonitor:
     """Samples of this process until `close`."""
 
     def __init__(

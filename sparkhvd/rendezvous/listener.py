@@ -178,7 +178,7 @@ class Acceptor:
         job: the ranks and their key.
         listening: sockets that accept connections.
         loop: runs the tasks.
-        current_turn: returns the current phase; connections of earlier phases are closed.
+        current_stage: returns the current phase; connections of earlier phases are closed.
         on_peer: called with phase, rank and connection of an authenticated peer; owns the connection.
         on_notice: called with an authenticated notice.
         on_shortage: called with the error when this process or host lacks a resource for an accept.
@@ -187,7 +187,7 @@ class Acceptor:
     job: HandshakeSide
     listening: Sequence[socket.socket]
     loop: EventLoop
-    current_turn: Callable[[], ConnectionPhase]
+    current_stage: Callable[[], ConnectionPhase]
     on_peer: Callable[[ConnectionPhase, int, socket.socket], None]
     on_notice: Callable[[Notice], None]
     on_shortage: Callable[[OSError], None]
@@ -235,7 +235,7 @@ class Acceptor:
                 if notice := Notice.from_bytes(hello + rest, self.job):
                     self.on_notice(notice)
                 return
-            peer = yield from answer(self.job, self.current_turn(), hello, sock, until)
+            peer = yield from answer(self.job, self.current_stage(), hello, sock, until)
         except OSError:  # includes the deadline
             return
         finally:

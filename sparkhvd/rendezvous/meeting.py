@@ -88,7 +88,7 @@ class MeshBuilder:
             job,
             listener.sockets(),
             self.loop,
-            current_turn=lambda: self.stage,
+            current_stage=lambda: self.stage,
             on_peer=self._receive_peer,
             on_notice=self._receive_notice,
             on_shortage=self._record_shortage,

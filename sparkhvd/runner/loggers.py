@@ -21,7 +21,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Fit, Logger, Metric
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.system import METRICS as SYSTEM_METRICS
-from sparkhvd.observe.system import Gpu, Sample, Sampler
+from sparkhvd.observe.system import Gpu, LoadMonitor, Sample
 from sparkhvd.rank_messages import METRICS, log_metrics
 from sparkhvd.topology import RankContext, context
 
@@ -139,7 +139,7 @@ class WithSystemMetrics:
             }
             log_metrics(numbers, int(sample.time - began))
 
-        sampler = Sampler(_OwnGpu(place), notify)
+        sampler = LoadMonitor(_OwnGpu(place), notify)
         sampler.start()
         with contextlib.closing(sampler):
             return fn(*args, **kwargs)

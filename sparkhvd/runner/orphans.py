@@ -19,7 +19,7 @@ _VARIABLE = "SPARKHVD_LAUNCHED_BY"
 # Give up on a process that forks faster than it is found.
 _LIMIT_S = 1.0
 # A shell starts fast, and becomes a Python only if the launcher ends without notice.
-_GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
+_REAPER = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
 # Leave out the working directory: a `secrets.py` there is not Python's.
 _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.orphans import kill; kill(sys.argv[1])"
 
@@ -34,7 +34,7 @@ class OrphanReaper:
         self.mark = secrets.token_hex(8)
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._reaper = subprocess.Popen(
-            [*_GUARD, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
+            [*_REAPER, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
             env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -120,7 +120,7 @@ class ParentDeathReaper:
     Must be created before the process has threads.
 
     Args:
-        mark: also kill processes with this mark; "" for no mark (see `orphans`).
+        mark: also kill processes with this mark; "" for no mark.
     """
 
     def __init__(self, mark: str = "") -> None:

@@ -12,7 +12,7 @@ from sparkhvd import cpus
 from sparkhvd.runner import slots
 from sparkhvd.runner.gpu import task
 from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue
-from sparkhvd.runner.trainer import may_fork, prepare_nursery
+from sparkhvd.runner.trainer import may_fork, prepare_zygote
 from sparkhvd.runner.zygote_client import of_this_process
 from sparkhvd.settings import JobSettings
 
@@ -49,11 +49,11 @@ class Prewarm:
                 context, settings, self.env, self.fixed_threads, self.gpu_mode, USEFUL_MODULES
             )
             if may_fork(prologue):
-                share_nursery()
-                prepare_nursery(prologue)
+                share_zygote()
+                prepare_zygote(prologue)
 
 
-def share_nursery() -> None:
+def share_zygote() -> None:
     """Share a zygote with the other Python workers of this executor, whose parent process outlives them."""
     of_this_process.share(os.getppid())
 

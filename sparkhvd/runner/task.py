@@ -30,7 +30,7 @@ from sparkhvd.runner.live.frames import PURPOSE
 from sparkhvd.runner.live.sender import Carrier, OutputRoute, Sender
 from sparkhvd.runner.outcomes import CHUNK_BYTES, Outcome, OutcomeKind, describe, embed, refer
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
-from sparkhvd.runner.prewarm import share_nursery, task_prologue
+from sparkhvd.runner.prewarm import share_zygote, task_prologue
 from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import JobSettings
@@ -165,7 +165,7 @@ def run_task(
     rank = barrier.partitionId()
     if results.is_of_rest(barrier.getLocalProperty("spark.job.tags"), spec.tag):
         raise results.lost(rank, spec.size, spec.attempt, spec.job_id)
-    share_nursery()
+    share_zygote()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
     is_stored = outcome_files.write(files, spec.run_dir, outcome)

@@ -114,7 +114,7 @@ class Trainer:
         self._spec, start = prepare(prologue, program)
         if may_fork(prologue):
             self._late = start.kept()
-            prepare_nursery(prologue)
+            prepare_zygote(prologue)
         else:
             self._begin(start)
 
@@ -450,7 +450,7 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
     return spec, TrainerStart(prologue, program, _environment(prologue), ends, result, log)
 
 
-def prepare_nursery(prologue: Prologue) -> None:
+def prepare_zygote(prologue: Prologue) -> None:
     """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
     zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
 

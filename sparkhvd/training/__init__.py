@@ -2,7 +2,7 @@
 Spark.
 
 The driver checks and pickles the `program`; every rank rebuilds it from a `spec` and runs `train`. All ranks raise the error
-of one rank (`together`), so that no rank waits for an ended rank.
+of one rank (`rank_sync`), so that no rank waits for an ended rank.
 
 Each module imports only those above it:
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.observe.system import Sampler
+from sparkhvd.observe.system import LoadMonitor
 from sparkhvd.runner import context
 from sparkhvd.torch.elastic import HostsUpdatedInterrupt, State, run
 from sparkhvd.torch.elastic.state import rendezvous
@@ -30,12 +30,12 @@ from sparkhvd.training.batches import Data, Done, StepPlan
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import (
-    Position,
+    ResumePoint,
     TrainingState,
+    capture,
     find_start,
     load_weights,
     resume,
-    take,
 )
 from sparkhvd.training.checkpoints.saver import Cadence, Saver, snapshot
 from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
@@ -91,7 +91,7 @@ class _Training(State, LoopHooks):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.profile = Profile()
-        self.profile.sampler = Sampler(gpu_of(self.device))
+        self.profile.sampler = LoadMonitor(gpu_of(self.device))
         program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
         model = build_model(program.model, spec.seed)
         assert isinstance(model, nn.Module)
@@ -119,7 +119,7 @@ class _Training(State, LoopHooks):
         assert self.state is not None
         weights = self.program.model.state_dict()
         own = self.state.changes.own_attributes(self.state.watch)
-        kept = take(self.spec, self.state, history, weights=weights, kept={}, attributes=[own])
+        kept = capture(self.spec, self.state, history, weights=weights, kept={}, attributes=[own])
         self._held = Checkpoint(**snapshot(vars(kept)))
         self._within = within
         self._cadence.taken(time.monotonic())
@@ -167,7 +167,7 @@ class _Training(State, LoopHooks):
         """Let ranks join and leave."""
         self.check_host_updates()
 
-    def begin(self, data: Data) -> Position:
+    def begin(self, data: Data) -> ResumePoint:
         """Send rank 0's state to every rank of a new set; return the position to continue from."""
         model, held = self.program.model, self._held
         start = find_start(self.spec, self.checkpoints, model, held, self.others)

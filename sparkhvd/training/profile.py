@@ -27,7 +27,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.store.store import TIMELINE_NAME, Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe import timeline
-from sparkhvd.observe.system import Sample, Sampler
+from sparkhvd.observe.system import LoadMonitor, Sample
 from sparkhvd.observe.timeline import Spans
 from sparkhvd.rank_messages import report_progress
 from sparkhvd.torch.context import context
@@ -208,7 +208,7 @@ class Profile:
         self._steps = torch.zeros(_NUM_BINS, dtype=torch.float64)  # of all ranks
         self._own = [0] * _NUM_BINS  # of this rank, in this epoch
         self._began = time.perf_counter()
-        self.sampler = Sampler()
+        self.sampler = LoadMonitor()
         self.generations: list[dict[str, int]] = []
         self._hosts: list[str] = []  # by rank
         self._samples: list[list[list[float]]] = []  # by rank

@@ -30,14 +30,14 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.observe.system import Sampler
+from sparkhvd.observe.system import LoadMonitor
 from sparkhvd.runner import context
 from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data, StepPlan
 from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import (
-    Position,
+    ResumePoint,
     TrainingState,
     find_start,
     load_compression,
@@ -82,7 +82,7 @@ def train(spec: TrainSpec) -> TrainResult:
     """
     profile = Profile(RunTimeline(spec.store, spec.run_dir, spec.timeline))
     device = connect(spec)
-    profile.sampler = Sampler(gpu_of(device))
+    profile.sampler = LoadMonitor(gpu_of(device))
     profile.timeline.begin()
     profile.lap("connect")
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
@@ -212,7 +212,7 @@ def train_epochs(
     schedule: Schedule,
     callbacks: Callbacks,
     saver: Saver,
-    position: Position,
+    position: ResumePoint,
     hooks: LoopHooks | None = None,
 ) -> str:
     """Train from `position`, adding records to its history; return the reason to stop early, or ""."""
@@ -246,7 +246,7 @@ def train_epochs(
         saver.after_epoch(history)
         callbacks.checkpoint(saver)
         hooks.after_checkpoint()
-        position = Position(history)
+        position = ResumePoint(history)
         stopped = asked or reason_to_stop(history, spec.early_stopping)
     callbacks.train_end(history, saver)
     return stopped if len(history) < spec.epochs else ""
@@ -301,7 +301,7 @@ def train_epoch(
     schedule: Schedule,
     callbacks: Callbacks,
     saver: Saver,
-    position: Position,
+    position: ResumePoint,
     hooks: LoopHooks,
 ) -> Record:
     """Train one pass over the rows, or the rest of a pass; return the record of the epoch."""

@@ -33,7 +33,7 @@ from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state, load_rng
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.frozen import Sums, weight_sums
-from sparkhvd.training.checkpoints.resume import Position, TrainingState
+from sparkhvd.training.checkpoints.resume import ResumePoint, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.rank_sync import seed_everything
 from sparkhvd.training.spec import TrainSpec
@@ -154,7 +154,7 @@ class TrainFnContext(Context):
         state: TrainingState,
         moment: TrainingClock,
         saver: Saver,
-        position: Position,
+        position: ResumePoint,
         kept: State,
     ) -> None:
         """Begin at a position; `kept` are the saved states of an interrupted run's kept objects."""

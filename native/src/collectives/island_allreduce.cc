@@ -1,10 +1,9 @@
 // Allreduce over several islands. Chunks of the tensors pass through a
 // pipeline:
-//   copy in   this rank's input of the slices that its island peers reduce,
-//   into its slot reduce    its own slice from its tensor and the island peers'
-//   slots: a partial result exchange  with the ranks of the other islands that
-//   have the same slice (island_exchange.h); the
-//             result of the slice is then in this rank's tensor
+//   copy in   the slices that the island peers reduce, into this rank's slot
+//   reduce    the own slice, from this rank's tensor and the peers' slots
+//   exchange  the partial result with the ranks of the other islands that have
+//             the same slice (island_exchange.h), into this rank's tensor
 //   pass on   the slice through the slot to the island peers
 //   copy out  the other slices of the result, from the island peers' slots
 // There are as many slices as the smallest island has ranks; further ranks of

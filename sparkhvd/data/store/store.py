@@ -351,7 +351,7 @@ class Store:
         Returns:
             The deleted paths.
         """
-        cleaning = Cleaning(self, time.time() if now is None else now)
+        cleaning = StoreCleaner(self, time.time() if now is None else now)
         cleaning.clean_data()
         if runs:
             cleaning.clean_runs()
@@ -946,7 +946,7 @@ def _changed(files: Iterable[StoredFile]) -> datetime | None:
 _NAMED = 20
 
 
-class Cleaning:
+class StoreCleaner:
     """Deletes data and runs in one walk over a store.
 
     Args:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
@@ -41,10 +41,6 @@ from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
-
-if TYPE_CHECKING:
-    from sparkhvd.estimator.params.base import TorchParams
-
 
 FORMAT_VERSION = 1
 # Key of this package's part of the metadata line.

@@ -27,7 +27,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     The stage requests a share of a GPU from Spark if tasks can have one and do not get one by default.
     """
     is_vector = vector_columns(df.schema)
-    # Pickled here, so that a large model is not written to a file on each call; see `payload`.
+    # Pickled here, so that a large model is not written to a file on each call; see `runner.protocol`.
     shim = SparkShim(df.sparkSession)
     carried = kept_carried(shim, dumps(spec))
     fields = [

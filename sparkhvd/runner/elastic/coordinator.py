@@ -48,7 +48,7 @@ from sparkhvd.runner.hosts.protocol import Message, pack, unpack
 from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, is_retryable, root_cause
 from sparkhvd.runner.preflight import RankFacts, SharedFiles, describe_shared
-from sparkhvd.runner.prewarm import share_nursery
+from sparkhvd.runner.prewarm import share_zygote
 from sparkhvd.runner.protocol import bytes_of, frame_of, take_frame
 from sparkhvd.runner.results import OUTCOME_PART
 from sparkhvd.runner.supervisor import RankEnded, SignalReceived
@@ -133,7 +133,7 @@ class Tasks:
             job,
             [listening],
             self._service.loop,
-            current_turn=lambda: FIRST,
+            current_stage=lambda: FIRST,
             on_peer=lambda _, __, sock: self._service.loop.start(self._serve(sock)),
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
@@ -429,7 +429,7 @@ class AttemptResult:
     def to_bytes(self) -> bytes:
         """Return bytes from which `from_bytes` rebuilds this."""
         values = {
-            "verdict": asdict(self.job_result),
+            "job_result": asdict(self.job_result),
             "outcomes": [[number, each.to_json()] for number, each in self.outcomes.items()],
             "results": [[number, len(data)] for number, data in self.results.items()],
             "refused": self.refused,
@@ -442,7 +442,7 @@ class AttemptResult:
     def from_bytes(cls, content: bytes) -> AttemptResult:
         """Rebuild a result from `to_bytes`."""
         message = unpack(content)
-        values, job_result = message.values, message.values["verdict"]
+        values, job_result = message.values, message.values["job_result"]
         results, at = {}, 0
         for number, size in values["results"]:
             results[number] = message.data[at : at + size]
@@ -467,7 +467,7 @@ class AttemptResult:
 MARGIN_S = 2.0
 
 
-class Coordination:
+class AttemptCoordination:
     """Coordinator, launcher and tasks of one attempt; a context manager.
 
     Args:
@@ -543,7 +543,7 @@ class Coordination:
         """End the job, because its tasks have ended; from any thread."""
         self._events.put(ProcessesStopped(why))
 
-    def __enter__(self) -> Coordination:
+    def __enter__(self) -> AttemptCoordination:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -702,8 +702,8 @@ def run_task(
     context = TaskContext.get()
     spec = TaskSpec.from_json(text)
     assert context is not None
-    share_nursery()
-    entry = _Entry(context, spec, bytes_of(program), files_of(shared))
+    share_zygote()
+    entry = _TaskEntry(context, spec, bytes_of(program), files_of(shared))
     outcome = entry.by_driver() if spec.driver_at is not None else entry.by_store()
     if outcome is not None:
         outcome = replace(outcome, host=socket.gethostname(), attempt=spec.attempt)
@@ -713,7 +713,7 @@ def run_task(
         )
 
 
-class _Entry:
+class _TaskEntry:
     """Task before it has found its coordinator."""
 
     def __init__(
@@ -746,7 +746,7 @@ class _Entry:
         if coordinator.is_over():
             return None
         is_first = self._context.partitionId() == 0 and coordinator.address() is None
-        hosted = _OwnCoordinator(spec, files, coordinator) if is_first else None
+        hosted = _HostedCoordinator(spec, files, coordinator) if is_first else None
         with hosted or contextlib.nullcontext():
             outcome = self._join(coordinator)
         if hosted is not None and hosted.problem:
@@ -798,7 +798,7 @@ def _refusal(message: str) -> Outcome:
     return Outcome(None, OutcomeKind.PREFLIGHT, exit="not started", message=message)
 
 
-class _OwnCoordinator:
+class _HostedCoordinator:
     """Coordinator in this task; a context manager that waits for the end of the attempt.
 
     Its lines take the route of the ranks' output, under a number that no process has.
@@ -817,7 +817,7 @@ class _OwnCoordinator:
         listening = bind_tcp(own, settings)
         with contextlib.ExitStack() as stack:
             self._coordination = stack.enter_context(
-                Coordination(
+                AttemptCoordination(
                     spec,
                     listening,
                     Listener.bind(own, settings),
@@ -833,7 +833,7 @@ class _OwnCoordinator:
         ]
         self.problem = ""
 
-    def __enter__(self) -> _OwnCoordinator:
+    def __enter__(self) -> _HostedCoordinator:
         for thread in self._threads:
             thread.start()
         return self

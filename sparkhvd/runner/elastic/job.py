@@ -27,8 +27,8 @@ from sparkhvd.runner import driver_port, launching, live_output, task
 from sparkhvd.runner.elastic.coordinator import (
     LOOK_S,
     MARGIN_S,
+    AttemptCoordination,
     AttemptResult,
-    Coordination,
     CoordinatorFiles,
     JobFailure,
     ProcessOutcomes,
@@ -436,7 +436,7 @@ class CoordinatorInDriver:
         """Start, before the stage is submitted."""
         settings = JobSettings.from_json(spec.settings).values
         listener = Listener.bind(driver_port.address_of_one_interface(self._shim), settings)
-        self._made = Coordination(spec, self._listening, listener, self._log, self._replace)
+        self._made = AttemptCoordination(spec, self._listening, listener, self._log, self._replace)
         self._stack.enter_context(self._made)
 
     def poll(self) -> None:

@@ -299,8 +299,8 @@ def plan_gpus(
     """Decide how ranks get GPUs, and choose the profile of the stage: the caller's, or one if it is needed.
 
     Raises:
-        InvalidArgumentError: see `decide.decide`.
-        PreflightError: see `decide.decide`.
+        InvalidArgumentError: see `decide`.
+        PreflightError: see `decide`.
     """
     share = share_of(given)
     plan = decide(conf, use_gpu, refused=no_profiles(), given=share)

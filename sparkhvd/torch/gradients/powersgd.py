@@ -262,7 +262,7 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Bucket of low-rank gradients, reduced in two rounds (see `powersgd`).
+# Bucket of low-rank gradients, reduced in two rounds.
 
 
 class _Matrix:

@@ -125,7 +125,7 @@ def read_checkpoint(file: IO[bytes], url: str, *, is_mapped: bool = False) -> Ch
     version = values.pop("format_version")
     if version not in _READ_VERSIONS:
         raise InvalidArgumentError(
-            f"{url} has format version {version}; this sparkhvd reads {FORMAT_VERSION}. Give another run_id."
+            f"{url} has format version {version}; this sparkhvd reads {', '.join(map(str, _READ_VERSIONS))}. Give another run_id."
         )
     return Checkpoint(**values)
 

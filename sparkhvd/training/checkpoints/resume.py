@@ -126,7 +126,7 @@ class RunStart:
 
 
 @dataclass
-class Position:
+class ResumePoint:
     """Epoch and step from which training continues.
 
     Attributes:
@@ -250,7 +250,7 @@ def _load_start(
     return checkpoint
 
 
-def resume(start: RunStart, state: TrainingState) -> Position:
+def resume(start: RunStart, state: TrainingState) -> ResumePoint:
     """Send rank 0's state to every rank: the checkpoint's, or the model's own. All ranks must call it."""
     resumed, model, changes = start.resumed, state.model, start.resumed["changes"]
     state.changes.attributes.reset()
@@ -277,7 +277,7 @@ def resume(start: RunStart, state: TrainingState) -> Position:
         gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
         of_rank = rank_state["buffers"] if rank_state else {}
         load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
-    return Position(
+    return ResumePoint(
         resumed["history"],
         resumed["step"],
         rank_state,
@@ -288,7 +288,7 @@ def resume(start: RunStart, state: TrainingState) -> Position:
 
 
 @contextmanager
-def repeated(state: TrainingState, position: Position, method: str) -> Iterator[None]:
+def repeated(state: TrainingState, position: ResumePoint, method: str) -> Iterator[None]:
     """Let callbacks repeat a method inside, then restore its effects and later changes from the checkpoint. All ranks must enter
     it.
 
@@ -452,7 +452,7 @@ def finish(module: nn.Module, result: Checkpoint, losses: Sequence[object] = ())
         )
 
 
-def take(
+def capture(
     spec: TrainSpec,
     state: TrainingState,
     history: History,

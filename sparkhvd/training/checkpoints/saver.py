@@ -30,7 +30,7 @@ from sparkhvd.training.checkpoints.changes import of_rank_0
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, RankState, gather_rank_states
 from sparkhvd.training.checkpoints.files import Checkpoints, Choice
 from sparkhvd.training.checkpoints.frozen import FrozenParameters
-from sparkhvd.training.checkpoints.resume import TrainingState, gather_compression, take
+from sparkhvd.training.checkpoints.resume import TrainingState, capture, gather_compression
 from sparkhvd.training.early_stopping import best_epoch
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.modules.attributes import is_same
@@ -147,7 +147,7 @@ class Saver:
         if not self._is_writer:
             return None
         weights, left_out = self._frozen.divide(self._state.model)
-        checkpoint = take(
+        checkpoint = capture(
             self._spec,
             self._state,
             history,

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from sparkhvd.observe import system
-from sparkhvd.observe.system import Gpu, Sampler
+from sparkhvd.observe.system import Gpu, LoadMonitor
 
 
 @pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sampler]:
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadMonitor]:
     monkeypatch.setattr(system, "_INTERVAL_S", 0.1)
-    made = Sampler(lambda: (40.0, 1000.0))
+    made = LoadMonitor(lambda: (40.0, 1000.0))
     made.start()
     yield made
     made.close()
 
 
-def test_a_busy_process_is_seen(sampler: Sampler) -> None:
+def test_a_busy_process_is_seen(sampler: LoadMonitor) -> None:
     held = bytearray(100 << 20)
     sampler.take()
     began, used = time.monotonic(), time.process_time()
