@@ -516,7 +516,7 @@ class Loader(IterableDataset[Any]):
         if state.get("data", digest) != digest:
             raise InvalidArgumentError(
                 f"load_state_dict: the state is of data {state['data']!r}, and this loader reads {self.dataset.path!r}, which has other columns or "
-                f"values, or the same in other files: {digest!r}. Load it with the data of then; if these are the same rows in the same order, take "
+                f"values, or the same in other files: {digest!r}. Load it with the data that it was saved with; if only the files differ, take "
                 "'data' out of the state."
             )
         self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]

@@ -1,4 +1,4 @@
-"""Warn about DataFrames that read a table's files without the log that decides its rows."""
+"""Queries of DataFrames: their identity, for reuse, and a warning where they read a table's files without its log."""
 
 from __future__ import annotations
 

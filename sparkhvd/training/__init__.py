@@ -6,7 +6,7 @@ of one rank (`rank_sync`), so that no rank waits for an ended rank.
 
 Each module imports only those above it:
 
-    host_memory      frozen parameters held once per host
+    host_memory      rows and frozen parameters held once per host
     metrics          metrics of an epoch, over all ranks
     precision        mixed precision: autocast of forward, and the loss scale for float16
     rank_sync        seeds, and errors raised by all ranks together

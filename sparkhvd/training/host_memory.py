@@ -1,4 +1,4 @@
-"""Rows read jointly by the ranks of a host and held once.
+"""Rows and frozen parameters that the ranks of a host hold once.
 
 Each rank reads a part of the rows into its own memory and copies it into memory that the engine shares among the ranks
 of the host; then all of them have all rows. That memory has no name: it is freed with the last process that maps it.

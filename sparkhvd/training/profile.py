@@ -1,7 +1,7 @@
 """Time spent in a training, by phase on this rank and by epoch on all ranks, for the fit's report.
 
 It costs two readings of a clock per step, a thread that reads the load of the process once per second, and per epoch one
-allgather of about a hundred numbers of each rank, and of these readings.
+allgather of about a hundred numbers and the load samples of each rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ namespace sparkhvd::nccl {
 // Polls for events that cannot wake a thread become rarer, from the first interval to the second.
 inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
 inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
-// Number of operations that the host may be ahead of the GPU; then a thread that waits for a launch waits for an end.
+// Number of operations that the host may be ahead of the GPU. At this number no operation is launched until one has
+// finished.
 // CUDA's own queue of launches has about this size, and blocks a thread when it is full.
 inline constexpr std::size_t kMaxInFlight = 1024;
 inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);

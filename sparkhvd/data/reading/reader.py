@@ -699,7 +699,7 @@ class Decoding:
         room = max(0, _SHOWN - len(self._shown))
         for text in [each for each in broken if each not in self._shown][:room]:
             self._shown.add(text)
-            more = "; further ones are counted alone" if len(self._shown) == _SHOWN else ""
+            more = "; further skipped rows are only counted" if len(self._shown) == _SHOWN else ""
             sys.stderr.write(
                 f"sparkhvd: a row is left out, as image(broken='skip') says: {text}{more}\n"
             )

@@ -75,7 +75,7 @@ class ClusterParams(TorchParams):
     )
     verbose = cluster_param(
         to_whole,
-        "0 prints nothing; 1 prints a line per epoch; 2 also leaves Spark's log of a failed rank",
+        "0 prints nothing; 1 prints a line per epoch; 2 also shows Spark's log of a failed rank",
         default=1,
         check=at_least(0),
         in_conf=True,
@@ -206,7 +206,7 @@ class DataParams(TorchParams):
     )
     num_partitions = data_param(
         to_whole,
-        "partitions that data are written from, each a task and a file, at most; default: the DataFrame's",
+        "largest number of partitions to write, each one task and one file; default: the DataFrame's",
         check=at_least(1),
     )
 

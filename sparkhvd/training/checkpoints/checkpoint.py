@@ -62,8 +62,8 @@ class Checkpoint:
         compression: the state of the gradient compression, see `gather_compression`.
         kept: states of the objects kept by a `train_fn`, by name.
         frozen: the parameters in a separate file, see `FrozenParameters`, or None.
-        final: changes by `on_train_end`: entries of "model" and "others", all "buffers" and "changes"; a resumed run calls it
-        again.
+        final: changes by `on_train_end`, for the model that `fit` returns: entries of "model" and "others", all "buffers" and
+            "changes". A resumed run calls the hook again.
         others: state of losses and metrics, see `LossState`.
         changes: of model and optimizer since they were built, see `Changes`; {} if unknown.
     """
