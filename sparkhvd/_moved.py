@@ -189,6 +189,12 @@ runner.payload runner.protocol
 runner.pickling runner.protocol
 runner.placement runner.slots
 runner.planning runner.job
+runner.preflight.address_space runner.preflight
+runner.preflight.conf runner.preflight
+runner.preflight.databricks runner.preflight
+runner.preflight.facts runner.preflight
+runner.preflight.shared_files runner.preflight
+runner.preflight.workers runner.preflight
 runner.rank_load runner.loggers
 runner.rank_output runner.task
 runner.screen runner.supervisor

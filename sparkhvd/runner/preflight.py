@@ -29,6 +29,9 @@ from sparkhvd.runner.slots import is_launched
 if TYPE_CHECKING:
     from sparkhvd.spark import SparkShim
 
+# Former modules below this name import through `sparkhvd._moved`, which needs a package.
+__path__: list[str] = []
+
 
 # ----------------------------------------------------------------------------------------------------
 # Address space (RLIMIT_AS) that torch and a trainer need.

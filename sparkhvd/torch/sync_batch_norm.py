@@ -15,8 +15,6 @@ from sparkhvd.torch.collectives import Sum, allreduce
 from sparkhvd.torch.context import context, is_initialized
 from sparkhvd.torch.process_sets import ProcessSet, ProcessSets, global_process_set, members, set_id
 
-__all__ = ["SyncBatchNorm"]
-
 # Layers are numbered at creation or, if that is impossible, at their first batch.
 MADE = "sync_batch_norm"
 LATE = "sync_batch_norm.late"

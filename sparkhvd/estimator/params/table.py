@@ -67,6 +67,10 @@ class ParamRow:
         return not (self.no_effect or self.refused or self.stands_for)
 
 
+# Name in pickles of earlier versions.
+Row = ParamRow
+
+
 class TableParam(Param[Any]):
     """Param with its row of the table."""
 

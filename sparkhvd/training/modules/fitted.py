@@ -90,6 +90,10 @@ class TrainedState:
             ) from e
 
 
+# Name in pickles of earlier versions.
+Fitted = TrainedState
+
+
 # ----------------------------------------------------------------------------------------------------
 # Find the widths of a model's outputs by running it on two rows of zeros.
 

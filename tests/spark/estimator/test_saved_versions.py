@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ def test_a_run_that_the_version_before_the_merge_left_is_resumed(
     assert torch.equal(next(again.getModel().parameters()), next(whole.getModel().parameters()))
 
 
-def test_pipelines_of_the_version_before_the_merge_load(spark: SparkSession) -> None:
+def test_pipelines_and_a_pickle_of_the_version_before_the_merge_load(spark: SparkSession) -> None:
     expected = json.loads((saved_store.FIXTURE / "expected.json").read_text())
     model = PipelineModel.load(f"{saved_store.FIXTURE}/pipeline_model")
     found = [
@@ -93,6 +94,10 @@ def test_pipelines_of_the_version_before_the_merge_load(spark: SparkSession) -> 
         for row in model.transform(saved_store.columns(spark)).collect()
     ]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    pickled = pickle.loads((saved_store.FIXTURE / "model.pkl").read_bytes())
+    assembled = model.stages[0].transform(saved_store.columns(spark))
+    again = [list(map(float, r["probability"])) for r in pickled.transform(assembled).collect()]
+    assert again == found
     stages = Pipeline.load(f"{saved_store.FIXTURE}/pipeline").getStages()
     assert type(stages[1]) is TorchClassifier
     assert stages[1].getMaxIter() == 2
