@@ -403,7 +403,7 @@ def test_data_that_a_user_may_not_see_keep_nobody_else_from_working() -> None:
             write_lease(store, "data/common/own", Lease("own", old))
             with pytest.warns(UserWarning, match="Store.clean: 4 folders of") as warned:
                 assert store.clean(runs=True) == ["data/common/own"]
-            stay = "data/common/hidden, data/hidden, data/open/app, runs/hidden. Let their owners"
+            stay = "data/common/hidden, data/hidden, data/open/app, runs/hidden. Ask their owners"
             assert stay in str(warned[0].message)
         # Nothing keeps root from it.
         assert set(Store(root).clean(runs=True)) == {
