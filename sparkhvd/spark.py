@@ -38,7 +38,7 @@ _PYTHON_CONF = "spark.pyspark.python"
 
 # Keys for which a call of py4j each is cheaper than one for all.
 _FEW_KEYS = 3
-# Between items of Spark's conf: in no value.
+# Between items of Spark's conf: ASCII's record separator, which no usual value has.
 _SEPARATOR = "\x1e"
 
 
@@ -94,7 +94,7 @@ class SparkShim:
             values = [(key, self.session.conf.get(key, None)) for key in names]
         else:  # one call of py4j for all keys that are set: a call per key took a launch 20 ms
             text = str(self.session.conf._jconf.getAll().mkString(_SEPARATOR))
-            known = dict(item.split(" -> ", 1) for item in text.split(_SEPARATOR) if item)
+            known = dict(item.partition(" -> ")[::2] for item in text.split(_SEPARATOR))
             values = [(key, known.get(key)) for key in names]
         return {key: value for key, value in values if value is not None}
 

@@ -31,8 +31,6 @@ from sparkhvd.spark import SparkShim
 if TYPE_CHECKING:
     from pyspark.sql import Row, SparkSession
 
-    from sparkhvd.data.store.store import Store
-
 
 # One job: the server holds its rows until the client has them.
 JOB_BYTES = 64 << 20

@@ -22,8 +22,8 @@ from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.interfaces import interfaces
 from sparkhvd.runner import context, job, run, slots
-from sparkhvd.runner import job as slot_wait
 from sparkhvd.runner.outcomes import Outcome
+from sparkhvd.settings import conf_keys
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.by_value import by_value
@@ -382,7 +382,7 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
     verbose: int,
 ) -> None:
     """Hold a slot by a job of the user's own."""
-    monkeypatch.setattr(slot_wait, "_LATE_S", 0.5)
+    monkeypatch.setattr(job, "_LATE_S", 0.5)
     ends = str(tmp_path / "ends")
 
     def holds(number: int) -> int:
@@ -561,3 +561,15 @@ def test_options_are_data() -> None:
     assert replace(options, max_retries=0).max_retries == 0
     with pytest.raises(InvalidArgumentError, match="shared and run_dir belong together"):
         job.LaunchOptions(run_dir="runs/a")
+
+
+def test_many_keys_of_the_conf_are_read_as_one_by_one(spark: SparkSession) -> None:
+    odd = "spark.sparkhvd.testOdd"
+    spark.conf.set(odd, "a -> b, (c)\n=d ünïcode")
+    try:
+        keys = [*slots.CONF_KEYS, *conf_keys(), odd, "spark.driver.host", "spark.none"]
+        known = {key: value for key in keys if (value := spark.conf.get(key, None)) is not None}
+        assert odd in known
+        assert SparkShim(spark).conf(keys) == known
+    finally:
+        spark.conf.unset(odd)
