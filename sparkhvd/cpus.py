@@ -14,7 +14,7 @@ def allowed() -> float:
     return affinity() if quota is None else min(affinity(), quota)
 
 
-def whole() -> int:
+def jvm_processors() -> int:
     """Return the number of processors that a JVM would count in this process: fractions are rounded up."""
     return max(1, math.ceil(allowed()))
 

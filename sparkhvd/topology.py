@@ -138,6 +138,6 @@ def context() -> RankContext | None:
     return _installed[-1] if _installed else None
 
 
-def install(value: RankContext | None) -> None:
+def install_rank_context(value: RankContext | None) -> None:
     """Set the result of `context()`; called by the trainer process."""
     _installed[:] = [] if value is None else [value]

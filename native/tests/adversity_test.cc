@@ -294,7 +294,8 @@ TEST(operations_agreed_on_before_a_removal_run_to_their_end) {
         TestWork removed = engine.submit(remove.raw());
         if (rank == 1) works.push_back(engine.submit(last.raw(), &status));
         CHECK_EQUAL(removed.wait().message, "");
-        CHECK(status.code == SPARKHVD_OK || status.code == SPARKHVD_INVALID_ARGUMENT);
+        CHECK_MESSAGE(status.code == SPARKHVD_OK || status.code == SPARKHVD_INVALID_ARGUMENT,
+                      status.message);
         for (auto& work : works) {
           if (work.get() == nullptr) continue;
           const Status end = work.wait();

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from sparkhvd import rendezvous as meeting
 from sparkhvd.distributed.launch import EngineGroup
 from sparkhvd.distributed.work import NUMBER_BITS, as_torch
 from sparkhvd.engine.engine import Engine
@@ -20,8 +19,15 @@ from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, InvalidArgu
 from sparkhvd.interfaces import address_on, address_towards
 from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import end_with_launcher
-from sparkhvd.launchers.place import receive
-from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
+from sparkhvd.launchers.rank_claim import receive
+from sparkhvd.rendezvous import (
+    Endpoint,
+    Job,
+    Listener,
+    SocketRendezvous,
+    current_rendezvous,
+    install_rendezvous,
+)
 from sparkhvd.rendezvous.handshake import KEY_BYTES
 from sparkhvd.settings import Settings
 from sparkhvd.torch import context
@@ -82,7 +88,7 @@ class EngineGroups:
         elif found == "none":
             rendezvous = meet(store, name, rank, size, timeout)
             context.initialize(lambda _: rendezvous)
-            meeting.install(rendezvous)  # for hvd.init() after hvd.shutdown()
+            install_rendezvous(rendezvous)  # for hvd.init() after hvd.shutdown()
         engine = context.context().engine
         _generations[engine] = 1 + max(map(int, generations))
         return EngineGroup(
@@ -159,7 +165,7 @@ def _state(rank: int, size: int) -> str:
             context.shut_down()  # it has lost a rank: these ranks connect again
         else:
             return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
-    launched = meeting.current() or receive()
+    launched = current_rendezvous() or receive()
     if launched is None or isinstance(launched, StoreRendezvous):
         return "none"
     return "launched" if (launched.rank, launched.size) == (rank, size) else _OTHER

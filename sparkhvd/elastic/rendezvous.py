@@ -9,13 +9,18 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sparkhvd import topology as rank_context
 from sparkhvd.elastic.coordinator import JoinToken, MemberLink
 from sparkhvd.elastic.membership import Decision, JoinRequest
 from sparkhvd.errors import CollectiveError, NotInitializedError
 from sparkhvd.rendezvous import Connections, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
-from sparkhvd.topology import Topology, horovod_variables, topology
+from sparkhvd.topology import (
+    RankContext,
+    Topology,
+    horovod_variables,
+    install_rank_context,
+    topology,
+)
 
 
 @dataclass
@@ -227,7 +232,7 @@ class ElasticRendezvous:
     def _install(self, place: Topology) -> None:
         known = horovod_variables(place, socket.gethostname())
         os.environ.update(known)  # noqa: TID251 - for readers of Horovod's variables, and child processes
-        made = rank_context.RankContext(
+        made = RankContext(
             place.rank,
             place.size,
             place.local_rank,
@@ -235,7 +240,7 @@ class ElasticRendezvous:
             self._num_threads,
             self._gpu,
         )
-        rank_context.install(made)
+        install_rank_context(made)
 
 
 # ----------------------------------------------------------------------------------------------------

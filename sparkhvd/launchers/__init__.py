@@ -2,8 +2,8 @@
 
 Ranks of a launcher are processes of the user's own command, which find their job only when they call `init()`.
 `sparkhvdrun` passes each rank the job by a descriptor, and a program that a rank starts gets it over a Unix socket
-(`place`). torchrun, MPI, Slurm and Kubernetes' operators set a rank's number in variables (`environment`), and the
-ranks gather at rank 0 (`meeting`): at a Unix socket if they share a host, else at a TCP port. If the program passes an
+(`rank_claim`). torchrun, MPI, Slurm and Kubernetes' operators set a rank's number in variables (`environment`), and the
+ranks gather at rank 0 (`bootstrap`): at a Unix socket if they share a host, else at a TCP port. If the program passes an
 MPI communicator, the ranks use it to exchange addresses, on any hosts (`mpi`).
 
 Trust: the key comes through an inherited memory descriptor, over a Unix socket with a kernel-checked peer, from the
@@ -14,16 +14,16 @@ Each module imports only those above it:
 
     environment  a rank's place, from the variables of its launcher
     gather       gathers texts of all ranks at rank 0
-    meeting      a rank's job, exchanged among the ranks
-    place        a rank's job, from `sparkhvdrun`, or from the rank that started this program
+    bootstrap    a rank's job, exchanged among the ranks
+    rank_claim   a rank's job, from `sparkhvdrun`, or from the rank that started this program
     mpi          a rank's job, over mpi4py's communicator
 """
 
 from __future__ import annotations
 
-from sparkhvd.launchers.meeting import mark, meet
-from sparkhvd.launchers.place import claim, inherit, receive
-from sparkhvd.rendezvous import Rendezvous, current
+from sparkhvd.launchers.bootstrap import mark, meet
+from sparkhvd.launchers.rank_claim import claim, inherit, receive
+from sparkhvd.rendezvous import Rendezvous, current_rendezvous
 
 __all__ = ["find", "mark"]
 
@@ -40,7 +40,7 @@ def find() -> Rendezvous | None:
             rank 0.
         PreflightError: a rank did not connect within `start_timeout_s`, or hosts cannot reach each other.
     """
-    if (own := current()) is not None:
+    if (own := current_rendezvous()) is not None:
         claim()
         return own
     return receive() or inherit() or meet()

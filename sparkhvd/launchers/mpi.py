@@ -20,14 +20,13 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 
 from sparkhvd import cpus
-from sparkhvd import topology as rank_context
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
 from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
-from sparkhvd.launchers import gather as network
+from sparkhvd.launchers.bootstrap import mark
 from sparkhvd.launchers.environment import end_with_launcher, place_in
-from sparkhvd.launchers.meeting import mark
-from sparkhvd.launchers.place import receive
+from sparkhvd.launchers.gather import check_addresses, is_one_host
+from sparkhvd.launchers.rank_claim import receive
 from sparkhvd.rendezvous import (
     Endpoint,
     Job,
@@ -35,11 +34,11 @@ from sparkhvd.rendezvous import (
     Rendezvous,
     SingleRendezvous,
     SocketRendezvous,
-    current,
+    current_rendezvous,
 )
 from sparkhvd.rendezvous.listener import host_key
 from sparkhvd.settings import Settings
-from sparkhvd.topology import topology
+from sparkhvd.topology import RankContext, context, install_rank_context, topology
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE_S = 0.001
@@ -154,8 +153,8 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
     listeners: list[Listener] = []
     entries = _Step(what, comm).share(listen)
     endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
-    if not network.is_one_host(endpoints):
-        network.check_addresses(endpoints, what)
+    if not is_one_host(endpoints):
+        check_addresses(endpoints, what)
     job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
     _take_place(rank, [host["host"] for host in hosts], cleanup)
     return SocketRendezvous(job, listeners[0], Settings.resolve)
@@ -234,9 +233,9 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
 
 def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> None:
     """Install the program's place in the job until its end, and mark its children as no ranks."""
-    before = rank_context.context()
+    before = context()
     place = topology(rank, hosts)
-    made = rank_context.RankContext(
+    made = RankContext(
         rank,
         place.size,
         place.local_rank,
@@ -244,8 +243,8 @@ def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> N
         max(1, int(cpus.allowed() / place.local_size)),
         None if before is None else before.gpu,
     )
-    rank_context.install(made)
-    cleanup.callback(rank_context.install, before)
+    install_rank_context(made)
+    cleanup.callback(install_rank_context, before)
     started = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
     if started is not None:
         mark(started.job)
@@ -262,7 +261,7 @@ def _check_world(comm: Communicator) -> None:
     if not is_communicator(world):
         return
     size = int(world.Get_size())
-    started = (current() or receive()) if size == 1 else None
+    started = (current_rendezvous() or receive()) if size == 1 else None
     if started is not None:
         launcher, count = "the launcher of this process", started.size
     else:

@@ -611,7 +611,7 @@ def _address(engine: Engine) -> str:
     """Return this rank's first address, at which the others reach it."""
     if len(set(engine.topology.hosts)) == 1:
         return "127.0.0.1"
-    launched = rendezvous.current()
+    launched = rendezvous.current_rendezvous()
     if isinstance(launched, rendezvous.SocketRendezvous):
         return launched.job.endpoints[0].address
     return own_address(engine.settings.interfaces, socket.gethostname())

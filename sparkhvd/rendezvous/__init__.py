@@ -26,7 +26,7 @@ Each module imports only those above it:
     event_loop  event loop and socket operations of its tasks
     handshake   messages before a peer is authenticated: hellos, proofs, notices
     listener    listening sockets of a rank, and the acceptor
-    meeting     connects one rank to the others of a generation
+    mesh        connects one rank to the others of a generation
     rendezvous  the rendezvous of this process
 """
 
@@ -35,9 +35,9 @@ from sparkhvd.rendezvous.listener import Listener
 from sparkhvd.rendezvous.rendezvous import (
     SingleRendezvous,
     SocketRendezvous,
-    current,
+    current_rendezvous,
     in_process,
-    install,
+    install_rendezvous,
 )
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
     "Rendezvous",
     "SingleRendezvous",
     "SocketRendezvous",
-    "current",
+    "current_rendezvous",
     "in_process",
-    "install",
+    "install_rendezvous",
 ]

@@ -14,7 +14,7 @@ from functools import cache
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.rendezvous.handshake import Connections, Job, Notice, Rendezvous, joined
 from sparkhvd.rendezvous.listener import Listener, make_room
-from sparkhvd.rendezvous.meeting import EarlyConnection, MeshBuilder
+from sparkhvd.rendezvous.mesh import EarlyConnection, MeshBuilder
 from sparkhvd.settings import Settings
 
 
@@ -64,10 +64,10 @@ class SocketRendezvous:
             self._parked.remove(early)
             early.sock.close()
         self._notices[:] = [n for n in self._notices if n.generation >= generation]
-        meeting = MeshBuilder(
+        mesh = MeshBuilder(
             self.job, self._listener, self.settings, generation, self._parked, self._notices
         )
-        self._made = meeting.run()
+        self._made = mesh.run()
         return self._made
 
     def among(self, ranks: Sequence[int]) -> SocketRendezvous:
@@ -225,12 +225,12 @@ def in_process(
 _installed: list[tuple[Rendezvous, int]] = []
 
 
-def install(rendezvous: Rendezvous | None) -> None:
-    """Set the result of `current()`; called by the launcher of this process, before user code."""
+def install_rendezvous(rendezvous: Rendezvous | None) -> None:
+    """Set the result of `current_rendezvous()`; called by the launcher of this process, before user code."""
     _installed[:] = [] if rendezvous is None else [(rendezvous, os.getpid())]
 
 
-def current() -> Rendezvous | None:
+def current_rendezvous() -> Rendezvous | None:
     """Return the rendezvous of this process; None if it was not launched as a rank.
 
     Raises:

@@ -186,7 +186,7 @@ def run(
         RankError: `fn` failed on a rank; it has the rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments, job
-    from sparkhvd.runner import loggers as metric_lines
+    from sparkhvd.runner.loggers import attach_loggers
     from sparkhvd.runner.options import LaunchOptions
     from sparkhvd.spark import SparkShim, active_session
 
@@ -211,7 +211,7 @@ def run(
         shim.worker_python(),
         "Set spark.pyspark.python or PYSPARK_PYTHON to it before the session starts.",
     )
-    followed = metric_lines.following(loggers, fn, facts, stream, verbose)
+    followed = attach_loggers(loggers, fn, facts, stream, verbose)
     with followed as (split, called):
         options = replace(options, stream=split)
         return job.launch(shim, called, args, kwargs or {}, num_proc, options).results
@@ -282,7 +282,7 @@ def run_local(
         RankError: `fn` failed on a rank; it has the rank, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments, local
-    from sparkhvd.runner import loggers as metric_lines
+    from sparkhvd.runner.loggers import attach_loggers
 
     horovod_arguments.warn_of(
         start_timeout=start_timeout,
@@ -296,7 +296,7 @@ def run_local(
     )
     verbose = 1 if verbose is None else verbose
     stream = horovod_arguments.choose_stream(stdout, stderr)
-    followed = metric_lines.following(loggers, fn, {"num_proc": num_proc}, stream, verbose)
+    followed = attach_loggers(loggers, fn, {"num_proc": num_proc}, stream, verbose)
     with followed as (split, called):
         return local.launch_local(
             called,
@@ -378,8 +378,8 @@ def run_hosts(
         RankError: `fn` failed on a rank, or a host was lost; it has the rank, host, and traceback or signal.
     """
     from sparkhvd.runner import horovod_arguments
-    from sparkhvd.runner import loggers as metric_lines
     from sparkhvd.runner.hosts import run as function
+    from sparkhvd.runner.loggers import attach_loggers
 
     options = function.HostsOptions(
         hosts=hosts,
@@ -396,7 +396,7 @@ def run_hosts(
         timestamps=prefix_output_with_timestamp,
     )
     facts = {"num_proc": num_proc, "hosts": hosts}
-    followed = metric_lines.following(loggers, fn, facts, options.stream, options.verbose)
+    followed = attach_loggers(loggers, fn, facts, options.stream, options.verbose)
     with followed as (split, called):
         options = replace(options, stream=split)
         return function.launch_on_hosts(called, args, kwargs or {}, num_proc, options)

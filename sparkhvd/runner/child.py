@@ -36,8 +36,8 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from sparkhvd import as_horovod, rank_messages
-from sparkhvd.launchers.meeting import Handover
-from sparkhvd.launchers.place import hold
+from sparkhvd.launchers.bootstrap import Handover
+from sparkhvd.launchers.rank_claim import hold
 from sparkhvd.runner import allocator
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.protocol import (

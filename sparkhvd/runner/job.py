@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sparkhvd import cpus
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import launching, live_output, outcome_files, preflight, results, task
-from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.decide import check_profile, default_slots, plan_gpus, share_of, slots_of
 from sparkhvd.runner.interrupts import Interrupter
@@ -43,7 +42,15 @@ from sparkhvd.runner.outcomes import (
 from sparkhvd.runner.prewarm import Prewarm
 from sparkhvd.runner.protocol import carried, dumps
 from sparkhvd.runner.results import LIMIT_KEY, ResultChunks, pieces_for
-from sparkhvd.runner.slots import LaunchTicket, launch_ticket
+from sparkhvd.runner.slots import (
+    SLOT_CONF_KEYS,
+    LaunchTicket,
+    Slots,
+    choose_num_proc,
+    is_local,
+    launch_ticket,
+    local_slots,
+)
 from sparkhvd.settings import JobSettings, Settings, conf_keys
 from sparkhvd.spark import SparkShim, running_tasks
 
@@ -355,7 +362,7 @@ def make_plan(
         is_barrier: whether all ranks start together; else there may be fewer slots than ranks.
     """
     env = launching.check_env(options.env)
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, LIMIT_KEY))
+    conf = shim.conf((*SLOT_CONF_KEYS, *preflight.PREFLIGHT_CONF_KEYS, LIMIT_KEY))
     settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf, is_barrier=is_barrier)
     preflight.check_databricks(shim.is_connect)
@@ -365,9 +372,7 @@ def make_plan(
     if num_proc is None and gpu_plan.mode == decide.GpuMode.HOST:
         slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
     waits_for_slots = num_proc is not None and not is_barrier
-    size = placement.choose_num_proc(
-        num_proc, placement.Slots(None, "", "") if waits_for_slots else slots
-    )
+    size = choose_num_proc(num_proc, Slots(None, "", "") if waits_for_slots else slots)
     return LaunchPlan(
         shim=shim,
         program=program,
@@ -378,7 +383,7 @@ def make_plan(
         fixed_threads=_fixed_threads(options, conf, size),
         configured_slots=slots.maximum,
         shared=b"" if options.shared is None else dumps(options.shared),
-        is_local=placement.is_local(conf.get("spark.master", "")),
+        is_local=is_local(conf.get("spark.master", "")),
         is_dynamic=preflight.is_dynamic(conf),
         # A launch with files keeps its important data there; persisting its rows would cost 30 ms.
         pieces=pieces_for(conf, size) if options.shared is None else ResultChunks(),
@@ -416,7 +421,7 @@ def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -
     """Return the threads per rank: the user's number, or on `local[N]` an equal share; None if the task decides."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
-    threads = placement.local_slots(conf.get("spark.master", ""), cpus.whole())
+    threads = local_slots(conf.get("spark.master", ""), cpus.jvm_processors())
     return None if threads is None else max(1, threads // size)
 
 

@@ -27,8 +27,8 @@ from typing import IO
 from sparkhvd import as_horovod, cpus
 from sparkhvd.elastic import JoinToken
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.launchers.meeting import Handover
-from sparkhvd.launchers.place import RankClaim
+from sparkhvd.launchers.bootstrap import Handover
+from sparkhvd.launchers.rank_claim import RankClaim
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.runner.orphans import ParentDeathReaper, kill, marked
 from sparkhvd.runner.output import LineReader

@@ -64,7 +64,7 @@ class LineSplitter:
 
 
 @contextlib.contextmanager
-def following(
+def attach_loggers(
     loggers: Sequence[Logger] | None,
     fn: Callable[..., object],
     params: Mapping[str, object],

@@ -483,7 +483,7 @@ _CORE_IDLE = "spark.python.worker.idleTimeoutSeconds"
 _CORE_KILL = "spark.python.worker.killOnIdleTimeout"
 _DYNAMIC = "spark.dynamicAllocation.enabled"
 
-CONF_KEYS = (_DYNAMIC, _SQL_IDLE, _SQL_KILL, _CORE_IDLE, _CORE_KILL)
+PREFLIGHT_CONF_KEYS = (_DYNAMIC, _SQL_IDLE, _SQL_KILL, _CORE_IDLE, _CORE_KILL)
 
 
 def is_dynamic(conf: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 
 # Keys that the functions below read. The driver fetches only these, with one request each over Connect.
-CONF_KEYS = (
+SLOT_CONF_KEYS = (
     "spark.master",
     "spark.task.cpus",
     "spark.executor.cores",
@@ -81,7 +81,7 @@ def configured_slots(
     """Compute the most slots that a configuration can reach.
 
     Args:
-        conf: Spark configuration; only `CONF_KEYS` are read.
+        conf: Spark configuration; only `SLOT_CONF_KEYS` are read.
         num_cpus: processors of the driver, for `local[*]`.
         task_cpus: cores per task from a resource profile; None means `spark.task.cpus`.
         task_gpus: GPUs per task from a resource profile; None means `spark.task.resource.gpu.amount`.

@@ -9,14 +9,13 @@ from typing import cast
 import torch
 
 from sparkhvd import launchers
-from sparkhvd import topology as rank_context
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers import mpi
 from sparkhvd.rendezvous import Rendezvous, SingleRendezvous, SocketRendezvous
 from sparkhvd.settings import Settings
-from sparkhvd.topology import context as own_context
-from sparkhvd.topology import topology
+from sparkhvd.topology import RankContext, install_rank_context, topology
+from sparkhvd.topology import context as rank_context
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import context
 
@@ -104,11 +103,11 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
             "among some of them."
         )
     chosen = world.among(ranks)
-    before = rank_context.context()
+    before = rank_context()
     if before is not None:
         hosts = [e.host_key or e.address for e in chosen.job.endpoints]
         place = topology(chosen.rank, hosts)
-        made = rank_context.RankContext(
+        made = RankContext(
             chosen.rank,
             chosen.size,
             place.local_rank,
@@ -116,8 +115,8 @@ def _among(ranks: list[int], cleanup: ExitStack) -> Rendezvous:
             before.num_threads,
             before.gpu,
         )
-        rank_context.install(made)
-        cleanup.callback(rank_context.install, before)
+        install_rank_context(made)
+        cleanup.callback(install_rank_context, before)
     return chosen
 
 
@@ -132,7 +131,7 @@ def make_current() -> None:
     `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is skipped for the first GPU,
     where it changes nothing. A device that the script has selected stays.
     """
-    place = own_context()
+    place = rank_context()
     own = None if place is None else place.gpu
     if not own or not torch.cuda.is_available() or own >= torch.cuda.device_count():
         return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.labels import SIGMOID, SOFTMAX, flat_rows
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.report.page import OF_EPOCH
 
@@ -362,7 +362,7 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
     """Return the predicted and the labelled class of each row; None if an output is a number, or has several labels."""
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         return output.argmax(dim=1), label
-    if link == heads.SOFTMAX and output.ndim > 1 and output.shape == label.shape:
+    if link == SOFTMAX and output.ndim > 1 and output.shape == label.shape:
         # Probabilities of classes: one-hot, smoothed or from another model.
         return output.argmax(dim=1), label.argmax(dim=1)
     return None
@@ -370,7 +370,7 @@ def classes_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor
 
 def positives_of(output: Tensor, label: Tensor, link: str) -> tuple[Tensor, Tensor]:
     """Return for each number whether it predicts, and whether it is labelled, the positive class."""
-    return output > (0.0 if link == heads.SIGMOID else 0.5), label.reshape(output.shape) > 0.5
+    return output > (0.0 if link == SIGMOID else 0.5), label.reshape(output.shape) > 0.5
 
 
 def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
@@ -381,7 +381,7 @@ def _counts(name: str, output: Tensor, label: Tensor, link: str) -> Tensor:
     classes = classes_of(output, label, link)
     if classes is None:
         _check(name, output.numel() == label.numel(), output, label)
-        predicted, actual = (heads.rows(part) for part in positives_of(output, label, link))
+        predicted, actual = (flat_rows(part) for part in positives_of(output, label, link))
         parts = (predicted & actual, predicted, actual)
         return torch.stack([part.sum(dim=0) for part in parts])
     predicted, actual = (part.reshape(-1).long() for part in classes)

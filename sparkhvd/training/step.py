@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.labels import SIGMOID, link_of, outputs_of
 from sparkhvd.data.reading.reader import Batch
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import StepPlan
@@ -170,7 +170,7 @@ class Step:
         arguments, keywords = self.move(self.spec.inputs.apply(columns))
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
-        outputs = widened(heads.outputs_of(result))
+        outputs = widened(outputs_of(result))
         # Weights are computed from the labels on the CPU, to avoid waiting for the device.
         on_cpu = self.spec.labels.apply(columns)
         labels = self.spec.labels.match(outputs, self.move(on_cpu))
@@ -331,7 +331,7 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
     """Reject classes above 1 for one logit, from which BCE-with-logits would silently learn nonsense."""
-    is_logit = heads.link_of(program.losses[index]) == heads.SIGMOID
+    is_logit = link_of(program.losses[index]) == SIGMOID
     if is_logit and not ((label >= 0) & (label <= 1)).all():
         raise InvalidArgumentError(
             f"Label {spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "

@@ -54,7 +54,7 @@ def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
-        topology.install(replace(mine, gpu=0))
+        topology.install_rank_context(replace(mine, gpu=0))
     seen: list[str] = []
     forward = nn.Linear.forward
 

@@ -8,6 +8,6 @@ from sparkhvd.engine.engine import Engine
 
 def meet() -> Engine:
     """Connect this rank with the others, as `hvd.init()` does."""
-    met = rendezvous.current()
+    met = rendezvous.current_rendezvous()
     assert met is not None
     return Engine(met.connect(), met.settings)

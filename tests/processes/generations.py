@@ -128,9 +128,9 @@ def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
     (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     del engine
-    rendezvous.install(meeting)
+    rendezvous.install_rendezvous(meeting)
     found = watched(once, talk.hear())
-    rendezvous.install(None)
+    rendezvous.install_rendezvous(None)
     return found
 
 

@@ -42,9 +42,9 @@ def places_in_proc(key: bytes) -> tuple[list[str], int]:
 
 def hunt() -> dict[str, Any]:
     """Search while every rank lives; return the places, and the key backwards, for the search in the logs."""
-    from sparkhvd.rendezvous import SocketRendezvous, current
+    from sparkhvd.rendezvous import SocketRendezvous, current_rendezvous
 
-    meeting = current()
+    meeting = current_rendezvous()
     assert isinstance(meeting, SocketRendezvous)
     key = meeting.job.key
     engine = meet()

@@ -29,14 +29,14 @@ from sparkhvd.rendezvous import (
     Listener,
     SingleRendezvous,
     SocketRendezvous,
-    current,
+    current_rendezvous,
     handshake,
     in_process,
-    install,
+    install_rendezvous,
 )
 from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED, unix_address
-from sparkhvd.rendezvous.meeting import MeshBuilder, check_memory
+from sparkhvd.rendezvous.mesh import MeshBuilder, check_memory
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -157,7 +157,7 @@ def test_group_splits_when_a_pair_cannot_share_memory(monkeypatch: pytest.Monkey
         # Rank 1 of the thread that accepts pretends that it could not map.
         return shared and threading.current_thread().name != "test-rank-1"
 
-    monkeypatch.setattr("sparkhvd.rendezvous.meeting.check_memory", check)
+    monkeypatch.setattr("sparkhvd.rendezvous.mesh.check_memory", check)
     # Ranks 0, 1, 2 on one host, where only the pair (1, 2) fails; 3 and 4 share another.
     with job_of(5, edit=lambda r, e: replace(e, host_key="a" if r < 3 else "b")) as meetings:
         met = connect_all(meetings)
@@ -648,11 +648,11 @@ def test_in_process_ranks_meet_in_every_generation() -> None:
 
 
 def test_installed_rendezvous_is_the_current_one() -> None:
-    assert current() is None
+    assert current_rendezvous() is None
     rendezvous = SingleRendezvous(Settings())
-    install(rendezvous)
+    install_rendezvous(rendezvous)
     try:
-        assert current() is rendezvous
+        assert current_rendezvous() is rendezvous
     finally:
-        install(None)
-    assert current() is None
+        install_rendezvous(None)
+    assert current_rendezvous() is None

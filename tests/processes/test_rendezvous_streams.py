@@ -29,7 +29,7 @@ from sparkhvd.rendezvous import (
     in_process,
 )
 from sparkhvd.rendezvous.listener import MAX_UNAUTHENTICATED
-from sparkhvd.rendezvous.meeting import MeshBuilder, PeerLink, agree_on_hosts
+from sparkhvd.rendezvous.mesh import MeshBuilder, PeerLink, agree_on_hosts
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -123,7 +123,7 @@ def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
             link.row = bytes([1, 0, 1]) if peer != 1 else bytes([0, 1, 0])
         return agree_on_hosts(job, links)
 
-    monkeypatch.setattr("sparkhvd.rendezvous.meeting.agree_on_hosts", split)
+    monkeypatch.setattr("sparkhvd.rendezvous.mesh.agree_on_hosts", split)
     with job_of(3, settings=THREE) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0, 1, 2)] * 3

@@ -42,11 +42,11 @@ def test_allowed_is_the_lesser_of_affinity_and_quota(
     monkeypatch.setattr(cpus, "cgroup_quota", lambda: quota)
     os.sched_setaffinity(0, {min(before)})
     try:
-        assert (cpus.allowed(), cpus.whole()) == (allowed, whole)
+        assert (cpus.allowed(), cpus.jvm_processors()) == (allowed, whole)
     finally:
         os.sched_setaffinity(0, before)
 
 
 def test_a_fraction_of_a_processor_is_one_more_for_the_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "allowed", lambda: 1.5)
-    assert cpus.whole() == 2
+    assert cpus.jvm_processors() == 2

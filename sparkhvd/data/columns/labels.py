@@ -307,14 +307,14 @@ def num_classes(link: str, width: int) -> int:
     return width if width > 1 else 2 * (link in (SIGMOID, PROBABILITY))
 
 
-def rows(output: Tensor) -> Tensor:
+def flat_rows(output: Tensor) -> Tensor:
     """Reshape an output to (rows, elements)."""
     return output.reshape(output.shape[0], -1)
 
 
 def prediction(link: str, output: Tensor) -> Tensor:
     """Return the class of each row, or the value of an output with one element per row."""
-    flat = rows(output)
+    flat = flat_rows(output)
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
     value = flat[:, 0]
@@ -325,7 +325,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 def probability(link: str, output: Tensor) -> Tensor | None:
     """Return probabilities (rows, classes), or None if the link has none. One logit gives both classes, as in Spark ML."""
-    flat = rows(output)
+    flat = flat_rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
     if link == SIGMOID:
@@ -360,7 +360,7 @@ def raw(link: str, output: Tensor) -> Tensor:
     Spark's evaluators rank two classes by the second element alone: one logit z becomes (-z, z), and two are reduced by their
     mean.
     """
-    flat = rows(output)
+    flat = flat_rows(output)
     if link == SIGMOID and flat.shape[1] == 1:
         return torch.cat([-flat, flat], dim=1)
     if link == PROBABILITY:

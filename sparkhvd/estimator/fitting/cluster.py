@@ -18,8 +18,8 @@ from sparkhvd.estimator.params.generated import FitOptions
 from sparkhvd.estimator.params.groups import TrainParams
 from sparkhvd.estimator.params.table import ParamRow, rows_of
 from sparkhvd.runner import launching, preflight
-from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import decide, probe
+from sparkhvd.runner.slots import SLOT_CONF_KEYS, choose_num_proc, is_local
 from sparkhvd.settings import CONF_PREFIX, JobSettings, conf_keys
 from sparkhvd.spark import SparkShim
 from sparkhvd.torch.gradients.powersgd import PowerSGD
@@ -75,7 +75,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
     keys = [CONF_PREFIX + name for name in _rows_in_conf()] + conf_keys()
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
+    conf = shim.conf((*SLOT_CONF_KEYS, *preflight.PREFLIGHT_CONF_KEYS, *keys))
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)
     least, given = _range_of_ranks(options)
@@ -85,7 +85,7 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
     # Whether Spark accepts the resource profile is known only when the ranks are launched.
     plan = decide.decide(conf, options.use_gpu, refused=decide.no_profiles())
     slots = decide.slots_of(conf, plan)
-    looks = plan.mode == decide.GpuMode.FREE and placement.is_local(conf.get("spark.master", ""))
+    looks = plan.mode == decide.GpuMode.FREE and is_local(conf.get("spark.master", ""))
     may_find = looks and torch.version.cuda is not None
     takes_gpus = plan.mode == decide.GpuMode.HOST or may_find
     chosen = slots
@@ -95,12 +95,12 @@ def resolve_cluster(shim: SparkShim, options: FitOptions, *, takes_slots: bool =
         assert given is not None
         num_proc = given
     elif least is None:
-        num_proc = placement.choose_num_proc(given, chosen)
+        num_proc = choose_num_proc(given, chosen)
     else:
         assert given is not None
         num_proc = given
         if not preflight.is_dynamic(conf):
-            placement.choose_num_proc(least, chosen)
+            choose_num_proc(least, chosen)
     if options.num_proc is None and options.verbose:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
         per = "GPU" if plan.mode == decide.GpuMode.TASK or chosen is not slots else "task slot"

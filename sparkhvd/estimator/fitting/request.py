@@ -12,10 +12,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import InputBinding, bind_inputs, each_column, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.labels import LabelBinding, bind_labels, is_class_index, is_of_row
+from sparkhvd.data.columns.labels import (
+    LabelBinding,
+    bind_labels,
+    flat_rows,
+    is_class_index,
+    is_of_row,
+    link_of,
+)
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.locks import RunLock, acquire
 from sparkhvd.data.store.store import Store
@@ -123,7 +129,7 @@ class _Losses:
     @property
     def links(self) -> tuple[str, ...]:
         """Links from outputs to probabilities, one per label."""
-        return tuple(heads.link_of(loss) for loss in self.given)
+        return tuple(link_of(loss) for loss in self.given)
 
 
 def check_request(
@@ -537,7 +543,7 @@ def try_model(
     outputs = run(trial, labels=names)
     if outputs is None:
         return None
-    widths = [heads.rows(output).shape[1] for output in outputs]
+    widths = [flat_rows(output).shape[1] for output in outputs]
     fitted = fitted_widths(widths, names)
     rows = None if labels is None else _zero_labels(schema, labels)
     if labels is None or rows is None:

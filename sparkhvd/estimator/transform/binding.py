@@ -12,10 +12,10 @@ from pyspark.ml.linalg import VectorUDT
 
 from sparkhvd.data.arrow_limits import warn_of_large_batches
 from sparkhvd.data.arrow_types import byte_rows
-from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.labels import LINKS, link_of
 from sparkhvd.data.columns.schema import RAW_TYPES, Column, DataSchema, Shaped, row_shape_of
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.converters import to_losses
@@ -42,13 +42,13 @@ def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]
     """
     if link is None:
         losses = loss if isinstance(loss, (list, tuple)) else [loss]
-        return tuple(heads.link_of(each) for each in losses)
+        return tuple(link_of(each) for each in losses)
     links = (link,) if isinstance(link, str) else tuple(link)
-    unknown = [each for each in links if each not in heads.LINKS]
+    unknown = [each for each in links if each not in LINKS]
     if loss is not None or unknown:
         raise InvalidArgumentError(
             f"link is {link!r}{' and loss is given, too' if loss is not None else ''}. Give the loss of the training, or of each output one "
-            f"of {', '.join(map(repr, heads.LINKS))}."
+            f"of {', '.join(map(repr, LINKS))}."
         )
     return links
 

@@ -103,7 +103,7 @@ def column_tensor(spec: Computation, column: Output, output: Tensor) -> Tensor:
     """Compute one output column."""
     link = spec.links[column.label]
     if column.kind == "output":
-        return labels.rows(output)
+        return labels.flat_rows(output)
     if column.kind == "raw":
         return labels.raw(link, output)
     if column.kind == "probability":
@@ -117,7 +117,7 @@ def column_tensor(spec: Computation, column: Output, output: Tensor) -> Tensor:
 
 def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
     if spec.output_fn is not None:
-        rows = labels.rows(spec.output_fn(output))
+        rows = labels.flat_rows(spec.output_fn(output))
         return labels.both_classes(rows) if link in (labels.SIGMOID, labels.PROBABILITY) else rows
     found = labels.probability(link, output)
     assert found is not None  # checked on the driver

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from sparkhvd import spark as connect
 from sparkhvd.errors import ElasticError, InvalidArgumentError, PreflightError, SparkhvdError
 from sparkhvd.rendezvous import Listener
 from sparkhvd.runner import driver_port, launching, live_output, task
@@ -62,7 +61,13 @@ from sparkhvd.runner.slots import launch_ticket
 from sparkhvd.runner.task import TaskSpec
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
-from sparkhvd.spark import SparkShim, cancel_until_over, job_thread, plain_interrupts
+from sparkhvd.spark import (
+    SparkShim,
+    cancel_until_over,
+    job_thread,
+    noticing_tasks,
+    plain_interrupts,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -478,7 +483,7 @@ class CoordinatorInTask:
         self.address: tuple[str, int] | None = None
         self._options = options
         self._started, self._ended = threading.Event(), threading.Event()
-        self._news = connect.noticing_tasks(shim.session, size, self._started.set)
+        self._news = noticing_tasks(shim.session, size, self._started.set)
 
     def take(self, spec: TaskSpec) -> None:
         """Start, before the stage is submitted."""

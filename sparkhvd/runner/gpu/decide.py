@@ -15,12 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sparkhvd import cpus as processors
+from sparkhvd.cpus import jvm_processors
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.runner import slots as placement
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.gpu.probe import VISIBLE
-from sparkhvd.runner.slots import executor_cores, is_local
+from sparkhvd.runner.slots import (
+    SLOT_CONF_KEYS,
+    Slots,
+    configured_slots,
+    executor_cores,
+    is_local,
+)
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -85,7 +90,7 @@ def decide(
     """Decide how ranks get GPUs.
 
     Args:
-        conf: Spark configuration; only `placement.CONF_KEYS` are read.
+        conf: Spark configuration; only `SLOT_CONF_KEYS` are read.
         use_gpu: True, False, or None for "if Spark gives tasks GPUs".
         refused: reason why stages cannot have a resource profile here, or "".
         given: resources requested by the user's own profile, or None.
@@ -171,7 +176,7 @@ def share_of_a_gpu(conf: Mapping[str, str]) -> TaskShare | None:
     None if its tasks get GPUs without a request, or cannot get them.
 
     Args:
-        conf: Spark configuration; only `placement.CONF_KEYS` and `DYNAMIC` are read.
+        conf: Spark configuration; only `SLOT_CONF_KEYS` and `DYNAMIC` are read.
     """
     gpus = _number(conf, EXECUTOR_AMOUNT)
     if gpus < 1 or _number(conf, TASK_AMOUNT) or is_local(conf.get("spark.master", "").strip()):
@@ -278,7 +283,7 @@ def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> N
         raise InvalidArgumentError(
             f"profile is given, and {refused}. Leave profile out, or use pyspark 4."
         )
-    if placement.is_local(conf.get("spark.master", "")):
+    if is_local(conf.get("spark.master", "")):
         raise InvalidArgumentError(
             f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
         )
@@ -335,7 +340,7 @@ def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
 def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
     if no_profiles():
         return None
-    share = share_of_a_gpu(shim.conf((*placement.CONF_KEYS, DYNAMIC)))
+    share = share_of_a_gpu(shim.conf((*SLOT_CONF_KEYS, DYNAMIC)))
     if share is None:
         return None
     # A cluster manager without profiles leaves its tasks without GPUs, as before.
@@ -350,21 +355,19 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def slots_of(
-    conf: Mapping[str, str], plan: GpuPlan, given: ResourceProfile | None = None
-) -> placement.Slots:
+def slots_of(conf: Mapping[str, str], plan: GpuPlan, given: ResourceProfile | None = None) -> Slots:
     """Return the most ranks that the configuration can run at once, each with its share."""
     share = share_of(given) or plan.profile or TaskShare()
-    return placement.configured_slots(conf, processors.whole(), share.cpus, share.gpus)
+    return configured_slots(conf, jvm_processors(), share.cpus, share.gpus)
 
 
 def default_slots(
     shim: SparkShim,
     conf: Mapping[str, str],
-    slots: placement.Slots,
+    slots: Slots,
     library: str,
     env: Mapping[str, str] | None = None,
-) -> placement.Slots:
+) -> Slots:
     """Return the default slots of ranks that choose a GPU by local rank.
 
     On a local master at most the number of this host's GPUs, if any. Over Connect the master's host is another one.
@@ -377,7 +380,7 @@ def default_slots(
         env: the user's variables for the ranks.
     """
     master = conf.get("spark.master", "")
-    if shim.is_connect or not placement.is_local(master):
+    if shim.is_connect or not is_local(master):
         return slots
     count = probe.count_beside(library, env or {})
     if not count or slots.maximum is None or slots.maximum <= count:

@@ -10,8 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.elastic.rendezvous import HostsUpdatedInterrupt
 from sparkhvd.errors import CollectiveError, NotInitializedError
-from sparkhvd.torch import context as contexts
-from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import Context, context, is_initialized, shut_down
 from sparkhvd.torch.elastic.state import State, rendezvous
 
 P = ParamSpec("P")
@@ -92,10 +91,10 @@ def _begin() -> bool:
 def reset() -> bool:
     """Rendezvous with the other ranks again; return whether all of them need rank 0's state."""
     former = _former()
-    contexts.shut_down()
+    shut_down()
     assert former.again is not None
     former.again()
-    current = contexts.context()
+    current = context()
     _left[:] = []
     # All followers before any of them communicates: if that fails they follow to the next engine.
     current.followers[:0] = former.followers
@@ -113,8 +112,8 @@ _left: list[Context] = []
 
 
 def _former() -> Context:
-    if contexts.is_initialized():
-        _left[:] = [contexts.context()]
+    if is_initialized():
+        _left[:] = [context()]
     if not _left:
         raise NotInitializedError(
             "hvd.elastic.run: sparkhvd has not been initialized; use hvd.init()."

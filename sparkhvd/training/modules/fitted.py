@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import InputBinding
+from sparkhvd.data.columns.labels import IDENTITY, flat_rows, outputs_of
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
@@ -52,7 +52,7 @@ class TrainedState:
     columns: tuple[Column, ...] = ()
     labels: tuple[str, ...] = ()
     inputs: InputBinding = InputBinding(())
-    links: tuple[str, ...] = (heads.IDENTITY,)
+    links: tuple[str, ...] = (IDENTITY,)
     widths: tuple[int, ...] = ()
     history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def output_widths(
 ) -> list[int] | None:
     """Find the elements per row of every output; arguments and errors as in `trial_outputs`."""
     outputs = trial_outputs(model, inputs, columns, examples, move, precision=precision)
-    return None if outputs is None else [heads.rows(output).shape[1] for output in outputs]
+    return None if outputs is None else [flat_rows(output).shape[1] for output in outputs]
 
 
 def trial_outputs(
@@ -198,7 +198,7 @@ def trial_outputs(
             stacklevel=2,
         )
         return None
-    outputs = widened(heads.outputs_of(result))
+    outputs = widened(outputs_of(result))
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
         raise InvalidArgumentError(
             f"model: forward returned the outputs {', '.join(map(repr, result))}, and label_cols are {', '.join(map(repr, labels))}. "

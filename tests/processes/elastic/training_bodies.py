@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import sparkhvd
 import sparkhvd.torch as hvd
 from sparkhvd.elastic import ElasticRendezvous
-from sparkhvd.rendezvous import SocketRendezvous, install
+from sparkhvd.rendezvous import SocketRendezvous, install_rendezvous
 from sparkhvd.torch import elastic
 from tests.harness.paths import ROOT
 from tests.harness.rank_process import Talk
@@ -234,7 +234,7 @@ def fault(plan: dict[str, Any], state: elastic.TorchState, number: int) -> None:
 def run_page(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     """Run the script of docs/elastic.md, in which rank 1 of 3 dies in the second epoch."""
     page = (ROOT / "docs" / "elastic.md").read_text()
-    install(rendezvous)
+    install_rendezvous(rendezvous)
     script = page.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"__name__": "train"}
     steps = []
@@ -254,7 +254,7 @@ def run_page(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
 def run_horovod_script(rendezvous: ElasticRendezvous, talk: Talk) -> dict[str, Any]:
     """Train as Horovod's examples do, by its own names; rank 0 of 3 dies."""
     sparkhvd.install_as_horovod()
-    install(rendezvous)
+    install_rendezvous(rendezvous)
     import horovod.torch as horovod
 
     horovod.init()

@@ -183,7 +183,7 @@ def test_the_key_is_in_no_environment_or_command_line() -> None:
     def secrets_seen() -> bool:
         from sparkhvd import rendezvous
 
-        current: Any = rendezvous.current()
+        current: Any = rendezvous.current_rendezvous()
         key = next(
             value.key for value in vars(current).values() if isinstance(value, rendezvous.Job)
         )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.bootstrap import meet
 from sparkhvd.launchers.environment import LauncherEnv, place_in
-from sparkhvd.launchers.meeting import meet
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -12,7 +12,7 @@ import torch
 from sparkhvd import log_metrics
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Fit, Logger, Metric, Sink
-from sparkhvd.runner.loggers import LineSplitter, following
+from sparkhvd.runner.loggers import LineSplitter, attach_loggers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +81,7 @@ def test_what_is_no_number_is_an_error_on_the_rank(metrics: Any, step: Any) -> N
 
 def test_a_call_is_followed_to_its_end() -> None:
     kept, shown = Kept(), io.StringIO()
-    with following([kept], told, {"num_proc": 2, "hosts": None}, shown, 0) as (stream, fn):
+    with attach_loggers([kept], told, {"num_proc": 2, "hosts": None}, shown, 0) as (stream, fn):
         assert stream is not None
         assert fn.__name__ == "told"
         stream.write('[0] metrics {"step": 3, "time": 5.0, "values": {"loss": 1.5}}\n')
@@ -90,18 +90,18 @@ def test_a_call_is_followed_to_its_end() -> None:
     assert fit.params == {"num_proc": "2"}
     assert kept.metrics == [Metric("loss", 1.5, 3, 5.0)]
     assert kept.state == "finished"
-    with pytest.raises(ValueError, match="no"), following([kept], told, {}, shown, 0):
+    with pytest.raises(ValueError, match="no"), attach_loggers([kept], told, {}, shown, 0):
         raise ValueError("no")
     assert kept.state == "failed"
 
 
 def test_without_loggers_the_stream_stays_as_it_is() -> None:
     shown = io.StringIO()
-    with following(None, told, {}, shown, 1) as (stream, fn):
+    with attach_loggers(None, told, {}, shown, 1) as (stream, fn):
         assert stream is shown
         assert fn is told
     with (
         pytest.raises(InvalidArgumentError, match="loggers"),
-        following(["mlflow"], told, {}, shown, 1),  # type: ignore[list-item]
+        attach_loggers(["mlflow"], told, {}, shown, 1),  # type: ignore[list-item]
     ):
         pass

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.timeout(60)
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(system, "_INTERVAL_S", 0.05)
     before = topology.context()
-    topology.install(topology.RankContext(3, 4, 1, 0, 1))
+    topology.install_rank_context(topology.RankContext(3, 4, 1, 0, 1))
     yield
-    topology.install(before)
+    topology.install_rank_context(before)
 
 
 def works(seconds: float, *, fails: bool = False) -> int:

@@ -28,7 +28,7 @@ from tests.harness.ranks import run_threads
 def _unchanged() -> Iterator[None]:
     yield
     os.environ.pop("SPARKHVD_RANK_PROCESS", None)
-    topology.install(None)
+    topology.install_rank_context(None)
 
 
 def on_threads(size: int, body: Callable[[ThreadComm], Any]) -> list[Any]:

@@ -31,9 +31,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 @pytest.fixture
 def launched() -> Iterator[Callable[[int | None], None]]:
     """Says that a launcher gave this process a GPU."""
-    yield lambda gpu: topology.install(RankContext(1, 2, 1, 0, 1, gpu))
+    yield lambda gpu: topology.install_rank_context(RankContext(1, 2, 1, 0, 1, gpu))
     hvd.shutdown()
-    topology.install(None)
+    topology.install_rank_context(None)
 
 
 @pytest.mark.parametrize(

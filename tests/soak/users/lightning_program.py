@@ -429,9 +429,9 @@ def caught(package: str, folder: str) -> list[bool]:
 
 def on_host(rendezvous: Any, talk: Any) -> list[float]:
     """Train on a host of its own."""
-    from sparkhvd.rendezvous import install
+    from sparkhvd.rendezvous import install_rendezvous
 
-    install(rendezvous)  # as a launcher does
+    install_rendezvous(rendezvous)  # as a launcher does
     return results(PACKAGES[0], ["double"])["double"]["numbers"]
 
 

@@ -84,7 +84,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
     def found(base: int, *, step: int) -> tuple[Any, ...]:
         from sparkhvd import rendezvous
 
-        here, current = context(), rendezvous.current()
+        here, current = context(), rendezvous.current_rendezvous()
         assert here is not None
         assert current is not None
         variables = os.environ.get("STALE"), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -567,7 +567,7 @@ def test_many_keys_of_the_conf_are_read_as_one_by_one(spark: SparkSession) -> No
     odd = "spark.sparkhvd.testOdd"
     spark.conf.set(odd, "a -> b, (c)\n=d ünïcode")
     try:
-        keys = [*slots.CONF_KEYS, *conf_keys(), odd, "spark.driver.host", "spark.none"]
+        keys = [*slots.SLOT_CONF_KEYS, *conf_keys(), odd, "spark.driver.host", "spark.none"]
         known = {key: value for key in keys if (value := spark.conf.get(key, None)) is not None}
         assert odd in known
         assert SparkShim(spark).conf(keys) == known

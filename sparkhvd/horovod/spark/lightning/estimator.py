@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sparkhvd import estimator as own
-from sparkhvd.data.columns import labels as heads
+from sparkhvd.data.columns.labels import link_of
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.converters import any_value
 from sparkhvd.estimator.params.table import param
@@ -89,7 +89,7 @@ class TorchEstimator(HorovodEstimator, estimator.TorchEstimator):
         per_row = options.sample_weight_col is not None
         losses, _ = resolve_losses(loss, len(labels), per_row=per_row)
         given = loss if isinstance(loss, (list, tuple)) else [loss] * len(labels)
-        metrics = resolve_metrics(options.metrics, labels, [heads.link_of(each) for each in given])
+        metrics = resolve_metrics(options.metrics, labels, [link_of(each) for each in given])
         of_lightning = [
             *(self._get("callbacks") or ()),
             *(self._get(name) for name in ("logger", "profiler", "data_module")),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns import labels as heads
 from sparkhvd.data.columns.binding import Argument, quoted
+from sparkhvd.data.columns.labels import outputs_of
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.lightning.strategy import NAMES, find
 from sparkhvd.training.metrics import AnyMetric, Metric
@@ -122,7 +122,7 @@ class _Step:
                 args.append(self._input(each, batch))
             else:
                 named[each.name] = self._input(each, batch)
-        outputs = heads.outputs_of(module(*args, **named))
+        outputs = outputs_of(module(*args, **named))
         labels = spec.labels.match(outputs, spec.labels.apply(batch))
         weights = None if spec.sample_weight is None else batch[spec.sample_weight]
         total: Tensor | None = None

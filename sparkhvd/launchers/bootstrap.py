@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sparkhvd import cpus
-from sparkhvd import topology as rank_context
 from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.interfaces import own_address
@@ -25,9 +24,16 @@ from sparkhvd.launchers.environment import (
     place_in,
 )
 from sparkhvd.launchers.gather import MeetingPoint
-from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
+from sparkhvd.rendezvous import (
+    Endpoint,
+    Job,
+    Listener,
+    Rendezvous,
+    SocketRendezvous,
+    install_rendezvous,
+)
 from sparkhvd.settings import JobSettings, RankSettings, Settings, parse_place
-from sparkhvd.topology import topology
+from sparkhvd.topology import RankContext, install_rank_context, topology
 
 # Marks child processes of a rank, which are not ranks.
 _MARK = "SPARKHVD_RANK_PROCESS"
@@ -97,13 +103,13 @@ def meet() -> Rendezvous | None:
         raise
     mark(place.job, by_variables=True)
     made = SocketRendezvous(job, listener, Settings.resolve)
-    install(made)
+    install_rendezvous(made)
     atexit.register(made.close)  # init() may be called again before
     # By rank, like `hvd.local_rank()`: a launcher may number the processes of a host in another order.
     hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
     here = topology(job.rank, hosts)
     threads = max(1, int(cpus.allowed() / here.local_size))
-    rank_context.install(rank_context.RankContext(job.rank, job.size, here.local_rank, 0, threads))
+    install_rank_context(RankContext(job.rank, job.size, here.local_rank, 0, threads))
     return made
 
 
@@ -254,15 +260,15 @@ class Handover:
             member = ElasticRendezvous(
                 join_token, listener, ask, self.num_threads, self.local_rank, self.gpu
             )
-            install(member)
+            install_rendezvous(member)
             atexit.register(member.close)
             return member
         job = Job.from_json(self.job)
         made = SocketRendezvous(job, listener, ask)
-        install(made)
+        install_rendezvous(made)
         atexit.register(made.close)  # init() may be called again before
-        rank_context.install(
-            rank_context.RankContext(
+        install_rank_context(
+            RankContext(
                 job.rank, job.size, self.local_rank, job.attempt, self.num_threads, self.gpu
             )
         )

@@ -13,9 +13,9 @@ import pytest
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK
-from sparkhvd.launchers import place as places
-from sparkhvd.launchers.meeting import Handover
-from sparkhvd.launchers.place import VARIABLE, RankClaim, inherit
+from sparkhvd.launchers import rank_claim as places
+from sparkhvd.launchers.bootstrap import Handover
+from sparkhvd.launchers.rank_claim import VARIABLE, RankClaim, inherit
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.settings import Settings

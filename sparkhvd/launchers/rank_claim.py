@@ -25,8 +25,8 @@ import time
 from collections.abc import Mapping
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.bootstrap import Handover, is_handover, take
 from sparkhvd.launchers.environment import place_in
-from sparkhvd.launchers.meeting import Handover, is_handover, take
 from sparkhvd.rendezvous import Listener, Rendezvous, SingleRendezvous
 from sparkhvd.rendezvous.event_loop import UNAUTHENTICATED_S, is_same_user
 from sparkhvd.rendezvous.listener import unix_address

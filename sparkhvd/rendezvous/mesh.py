@@ -111,7 +111,7 @@ class MeshBuilder:
             hosts = agree_on_hosts(self.job, mesh)
             self._replace_unix_links(mesh, hosts)
             self._open_streams(hosts)
-        except MeetingError as error:
+        except MeshError as error:
             self.loop.close()  # ends the tasks that use the links
             self._notify_others(error)
             self._close_links()
@@ -201,7 +201,7 @@ class MeshBuilder:
 
     # Failures
 
-    def _notify_others(self, error: MeetingError) -> None:
+    def _notify_others(self, error: MeshError) -> None:
         """Report the failure to every rank, best effort: else they would blame this rank, which only reports it.
 
         Uses links where the peer still waits for this rank's row, because a link works despite firewalls,
@@ -541,7 +541,7 @@ def check_streams(rank: int, streams: int, links: Mapping[int, PeerLink]) -> Non
 # Errors of a failed rendezvous, as raised by this rank and reported to the others.
 
 
-class MeetingError(Exception):
+class MeshError(Exception):
     """Failure of a rendezvous: the error that this rank raises, and the notice for the others."""
 
     def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
@@ -565,7 +565,7 @@ class RendezvousErrors:
     endpoint: Endpoint
     timeout_s: float
 
-    def reported(self, notice: Notice) -> MeetingError:
+    def reported(self, notice: Notice) -> MeshError:
         """Return the error for a failure that another rank has reported."""
         teller, about = notice.teller, notice.about
         if notice.kind == NEWS_LATE:
@@ -574,7 +574,7 @@ class RendezvousErrors:
             return self.lost({teller: "it lost its connection to this rank"})
         return self.lost({about: f"rank {teller} reports it"})
 
-    def lost(self, causes: Mapping[int, object]) -> MeetingError:
+    def lost(self, causes: Mapping[int, object]) -> MeshError:
         """Return the error for ranks that are gone; `causes` holds the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
@@ -585,14 +585,14 @@ class RendezvousErrors:
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: {', '.join(lines)}. Look for "
             f"{where}; start the job again."
         )
-        return MeetingError(PeerLostError(text), NEWS_LOST, min(causes))
+        return MeshError(PeerLostError(text), NEWS_LOST, min(causes))
 
     def expired(
         self,
         peers: Collection[int],
         rows: Mapping[int, bytes | None],
         last_errors: Mapping[int, object],
-    ) -> MeetingError:
+    ) -> MeshError:
         """Return the error for missing ranks, or else for connected ranks that still wait for others.
 
         Args:
@@ -613,7 +613,7 @@ class RendezvousErrors:
             return f"{who} has not answered ({error or 'no error'})"
         return f"{who} has not connected ({error or 'its port is open'})"
 
-    def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeetingError:
+    def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeshError:
         """Return the error for late ranks, with a line about each; the notice names the first."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
@@ -621,7 +621,7 @@ class RendezvousErrors:
             "every rank calls init() and that the hosts reach each other on these ports "
             "(SPARKHVD_PORT_RANGE), or raise SPARKHVD_CONNECT_TIMEOUT_S."
         )
-        return MeetingError(CollectiveTimeoutError(text), NEWS_LATE, ranks[0])
+        return MeshError(CollectiveTimeoutError(text), NEWS_LATE, ranks[0])
 
 
 # ----------------------------------------------------------------------------------------------------
