@@ -54,7 +54,7 @@ def measure(
             assert ranks[0].expect(TIMEOUT_S) == "round"
             if peer is not None:
                 rates.append(peer.measure())
-            ranks[0].tell("go on")
+            ranks[0].tell("continue")
         found: dict[str, dict[str, list[float]]] = ranks[0].expect(TIMEOUT_S)
         return found, rates
 

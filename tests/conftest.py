@@ -31,8 +31,8 @@ HARNESS = sorted(
     if path.stem != "__init__"
 )
 
-# How long a test's leftovers may take to go: a thread that was told to stop needs a moment, and so does a collection
-# of garbage on a machine that does other things too (the engines of ranks that were threads go with it).
+# How long a test's leftovers may take to end: a thread that was asked to stop needs a moment, and so does a garbage
+# collection on a busy machine (it frees the engines of ranks that were threads).
 SETTLE_S = 10.0
 # A test's call on a quiet machine, outside of tiers whose tests start JVMs or other environments.
 LONG_S = 10.0

@@ -106,7 +106,7 @@ LAZY = {
 
 # Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
-    "IPython": (1, "a kernel of Jupyter has imported it, nobody else has a use for it"),
+    "IPython": (1, "a kernel of Jupyter has imported it, and no other process uses it"),
     "PIL": (1, "optional: columns of images"),
     "importlib": (1, "the function of a task, pickled by value"),
     "fcntl": (9, "Unix only: everything imports on a client with another system"),
@@ -392,12 +392,12 @@ def test_page_of_settings_has_the_table_that_the_code_prints() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     found = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", text, re.DOTALL)
     assert found is not None, "docs/settings.md has no settings table"
-    assert found[1].strip() == markdown_table(), "Write it anew: python -m tools.settings"
+    assert found[1].strip() == markdown_table(), "Regenerate it: python -m tools.settings"
 
 
 def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
     assert errors_page.FILE.read_text() == errors_page.page(), (
-        "Write it anew: python -m tools.errors"
+        "Regenerate it: python -m tools.errors"
     )
 
 

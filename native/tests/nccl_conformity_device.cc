@@ -193,7 +193,7 @@ void a_missing_wait_gives_wrong_data(Rank& rank) {
     rank.controls.skip_wait(skipped);
     const bool is_right = overlapped_step_is_right(rank);
     rank.controls.reset();
-    expect(!is_right, "nobody notices that wait " + std::to_string(skipped) + " is missing");
+    expect(!is_right, "no result shows that wait " + std::to_string(skipped) + " is missing");
   }
 }
 

@@ -26,7 +26,7 @@ struct Questions {
   std::vector<Rank> asked = {};
 };
 
-TEST(a_time_limit_begins_anew_while_bytes_move_and_asks_nobody) {
+TEST(a_time_limit_restarts_while_bytes_move_and_asks_no_rank) {
   Questions questions;
   ProgressTimeout timeout;
   timeout.start(kLimit_s);

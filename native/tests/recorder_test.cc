@@ -565,7 +565,7 @@ TEST(timeline_that_cannot_be_written_is_an_error_at_once) {
   const std::string pipe = folder.path + "/pipe";
   CHECK_EQUAL(::mkfifo(pipe.c_str(), 0600), 0);
   CHECK(message_of(pipe).find("start_timeline") != std::string::npos);  // and does not hang
-  run(recorder, "goes on");
+  run(recorder, "continues");
 }
 
 // ---- Stacks ------------------------------------------------------------------------------------

@@ -139,10 +139,10 @@ def default_folder() -> str:
 def check(results: Results, only: str, limit_s: float, end: float) -> None:
     """Run all checks, each for `limit_s` at most; one that fails does not stop the others."""
     from tests.gpu.parts import SKIPPED, parts
-    from tests.gpu.ranks import Crew
+    from tests.gpu.ranks import RankPool
 
-    with Crew() as crew:
-        for part in parts(crew):
+    with RankPool() as pool:
+        for part in parts(pool):
             if only not in part.name:
                 continue
             began = time.monotonic()

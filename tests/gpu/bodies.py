@@ -69,7 +69,7 @@ def collectives(gpu: Machine) -> str:
 
 
 def registered(gpu: Machine) -> None:
-    """Memory that NCCL is told of, as a tensor that outlives its name."""
+    """Memory that is registered with NCCL, as a tensor that outlives its name."""
     x = hvd.registered_empty((3, 5), torch.float64, device="cuda")
     assert x.is_cuda
     assert x.tolist() == [[0.0] * 5] * 3
@@ -316,7 +316,7 @@ def _watched_steps(gpu: Machine, **options: Any) -> str:
 
 
 def overlap(gpu: Machine) -> str:
-    """Check that gradients are reduced while backward goes on."""
+    """Check that gradients are reduced during backward."""
     return _overlap_on_stand_in(gpu) if isinstance(gpu, StandIn) else _overlap_in_profile(gpu)
 
 
@@ -363,7 +363,7 @@ def _overlap_in_profile(gpu: Machine) -> str:
 
 
 def capture(gpu: Machine) -> str:
-    """Check that a collective inside a CUDA graph's capture is refused, and the engine goes on."""
+    """Check that a collective inside a CUDA graph's capture is refused, and that the engine continues."""
     tensor = gpu.tensor(torch.ones(10))
     hvd.allreduce_(tensor, op=hvd.Sum)
     text = ""

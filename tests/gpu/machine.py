@@ -1,6 +1,6 @@
 """The GPU of the checks: one of torch.cuda, or one of the stand-in's, by the same names.
 
-Rank processes learn which from the environment (`STAND_IN`), as they learn there what NCCL is told.
+Rank processes read which one from the environment (`STAND_IN`), as they do NCCL's variables.
 """
 
 from __future__ import annotations

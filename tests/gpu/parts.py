@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.gpu.machine import is_stand_in, nccl_environment, nccl_library
-from tests.gpu.ranks import START_S, Crew, hear, started
+from tests.gpu.ranks import START_S, RankPool, hear, started
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the survivors of a killed process may take to raise.
@@ -27,7 +27,7 @@ ESTIMATOR = (
     "bf16-mixed",
     "channels_last",
     "16-mixed",
-    "a run goes on",
+    "a resumed run",
     "compile",
 )
 
@@ -46,15 +46,15 @@ class Part(NamedTuple):
     seconds: float
 
 
-def parts(crew: Crew) -> list[Part]:
+def parts(pool: RankPool) -> list[Part]:
     """Return all parts: foundations first, the estimator's last."""
 
     def body(name: str, size: int) -> Callable[[float], str]:
-        return lambda seconds: crew.do(name, size, seconds)[0]
+        return lambda seconds: pool.do(name, size, seconds)[0]
 
     def alone(run: Callable[[float], str]) -> Callable[[float], str]:
         def wrapped(seconds: float) -> str:
-            crew.dismiss()
+            pool.stop()
             return run(seconds)
 
         return wrapped

@@ -39,7 +39,7 @@ def serve(engine: Engine, talk: Talk) -> None:
         talk.say("ready")
         while name := talk.hear():
             said = BODIES[name](gpu)
-            hvd.barrier()  # nobody goes on while another rank still submits
+            hvd.barrier()  # no rank continues while another one still submits
             talk.say(said)
 
 

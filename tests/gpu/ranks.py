@@ -80,8 +80,8 @@ def _place(text: str) -> str:
     return f" ({path.rpartition('/')[2]}:{rest.split(',')[1].split()[-1]})"
 
 
-class Crew:
-    """Ranks that do one body after the other; after a failure new ones take their place.
+class RankPool:
+    """Ranks that run one body after the other; after a failure new ones replace them.
 
     Args:
         serve: what they run.
@@ -92,7 +92,7 @@ class Crew:
         self._stack = ExitStack()
         self._ranks: dict[int, list[RankProcess]] = {}
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,17 +104,17 @@ class Crew:
         try:
             if size not in self._ranks:
                 # One size at a time: ranks that are done hold memory of the GPU.
-                self.dismiss()
+                self.stop()
                 self._ranks[size] = self._stack.enter_context(started(self._serve, size))
                 hear(self._ranks[size], min(START_S, seconds))
             for rank in self._ranks[size]:
                 rank.tell(body)
             return hear(self._ranks[size], seconds - (time.monotonic() - began))
         except BaseException:
-            self.dismiss()
+            self.stop()
             raise
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """End all of them."""
         self._ranks.clear()
         self._stack.close()

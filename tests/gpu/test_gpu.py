@@ -13,7 +13,7 @@ import pytest
 from tests.gpu import machine
 from tests.gpu.machine import STAND_IN
 from tests.gpu.parts import SKIPPED, failure, finish, parts, passed
-from tests.gpu.ranks import Crew
+from tests.gpu.ranks import RankPool
 from tests.harness.fake_cuda import is_built
 from tests.harness.processes import wait_until_gone
 from tests.harness.soak import soak
@@ -48,8 +48,8 @@ def test_all_checks_and_figures_on_the_stand_in(
     text = (tmp_path / "gpu.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 3]
     outcomes = {row[0].removeprefix("| "): row[1] for row in rows[1:]}
-    with Crew() as crew:
-        names = [part.name for part in parts(crew)]
+    with RankPool() as pool:
+        names = [part.name for part in parts(pool)]
     for name in [*names, "figures: step", "figures: overhead", "figures: pack"]:
         assert outcomes[name] == ("skipped" if name.startswith("torch.") else "ok"), name
     for table in ("| step |", "| allreduce of |", "| copy on the device |"):
@@ -71,19 +71,19 @@ def test_a_check_that_goes_wrong_says_how_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(STAND_IN, "1")
-    with Crew("tests.gpu.broken:serve") as crew:
+    with RankPool("tests.gpu.broken:serve") as pool:
         with pytest.raises(
             AssertionError, match=r"^rank 1: AssertionError: seven is not eight \(bro"
         ):
-            crew.do("fails", 2, 40)
+            pool.do("fails", 2, 40)
         assert 'raise AssertionError("seven is not eight")' in capfd.readouterr().err
-        assert crew.do("works", 2, 40) == ["2.0", "2.0"]
+        assert pool.do("works", 2, 40) == ["2.0", "2.0"]
         with pytest.raises(AssertionError, match="^rank 1: ended without a word"):
-            crew.do("dies", 2, 40)
-        assert crew.do("works", 1, 40) == ["1.0"]
+            pool.do("dies", 2, 40)
+        assert pool.do("works", 1, 40) == ["1.0"]
         began = time.monotonic()
         with pytest.raises(AssertionError, match=r"^rank 0 said nothing for 2 s \(stacks above\)"):
-            crew.do("hangs", 1, 2)
+            pool.do("hangs", 1, 2)
         assert time.monotonic() - began < 10
         assert "in hangs" in capfd.readouterr().err
 

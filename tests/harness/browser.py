@@ -15,7 +15,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_browser() -> str:
-    """Return the program; skips the test where there is none."""
+    """Return the program, or skip the test if no browser is installed."""
     for name in BROWSERS:
         if found := shutil.which(name):
             return found

@@ -202,7 +202,7 @@ class Unseen:
         """Run a client whose FOLDER is not the server's of the same name; returns what it printed.
 
         The client is in a mount namespace of its own, or (where that is not allowed) names a folder below the working
-        directory of whoever looks.
+        directory of the process that looks.
         """
         client = directory / f"client-{len(list(directory.iterdir()))}"
         client.mkdir()

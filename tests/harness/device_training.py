@@ -29,7 +29,7 @@ def fill(module: nn.Module) -> nn.Module:
 
 
 class Model(nn.Module):
-    """Layers, one that only some ranks use, and one that nobody uses."""
+    """Layers, one that only some ranks use, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()

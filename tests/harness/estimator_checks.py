@@ -188,7 +188,7 @@ def _equals_one_process(
     return f"loss {history[0]['loss']:.4f} to {history[-1]['loss']:.4f}"
 
 
-def _goes_on(place: Place) -> str:
+def _resumed(place: Place) -> str:
     """Check that a resumed run equals an uninterrupted one: optimizer and random numbers are those of before."""
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
         one, two = _case(whole, Noisy), _case(parts, Noisy)
@@ -230,6 +230,6 @@ CHECKS: dict[str, Callable[[Place], str]] = {
         _equals_one_process, model=Picture, precision="bf16-mixed", tolerance=5e-2
     ),
     "16-mixed": _scaled,
-    "a run goes on": _goes_on,
+    "a resumed run": _resumed,
     "compile": _compiled,
 }

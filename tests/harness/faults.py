@@ -20,7 +20,7 @@ HAPPENED_AT = "FAULT_HAPPENED_AT"
 
 
 def seconds_since(path: Path) -> float:
-    """Return the seconds since the fault that was told to write to `path`."""
+    """Return the seconds since the fault that writes its time to `path`."""
     return time.monotonic() - float(path.read_text())  # every process of a machine has this clock
 
 

@@ -103,7 +103,7 @@ def fork_server() -> Iterator[ForkServer]:
 def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     server = socket.socket(fileno=int(sys.argv[1]))
     server.send(b"!")
     while True:

@@ -64,7 +64,7 @@ spark.stop()
 
 
 def make_archive() -> None:
-    """Write the archive; without one everything works, only slower, so a failure is told and that is all."""
+    """Write the archive. It only makes starts faster, so a failure is printed and ignored."""
     with tempfile.TemporaryDirectory(dir=ARCHIVE.parent) as folder:
         new = Path(folder, ARCHIVE.name)
         ended = subprocess.run(

@@ -54,5 +54,5 @@ def mount(what: bytes, at: Path, kind: bytes, options: bytes) -> None:
 
 
 def unmount(at: Path) -> None:
-    """Take a mount away, also from under those who use it; nothing happens if there is none."""
+    """Unmount `at`, also while processes use it; does nothing if it is not a mount."""
     libc.umount2(bytes(at), MNT_DETACH)

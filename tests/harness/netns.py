@@ -99,7 +99,7 @@ def two_hosts(*, ipv6_only: bool = False) -> Iterator[tuple[Host, Host]]:
             if ipv6_only:
                 host.run("ip", "address", "flush", "dev", "lo", "scope", "host")
                 host.run("ip", "address", "add", "::1/128", "dev", "lo")
-                # "nodad": usable at once, there is nobody else on the cable.
+                # "nodad": usable at once, no other host is on the cable.
                 place = [f"{host.address}/64", "dev", host.device, "nodad"]
             else:
                 place = [f"{host.address}/24", "dev", host.device]

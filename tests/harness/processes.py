@@ -17,8 +17,8 @@ from pathlib import Path
 TAG_VARIABLE = "SPARKHVD_TEST_RUN"
 TAG = uuid.uuid4().hex
 
-TRAINER = "sparkhvd-rank"  # its name: a fork has the command line of its nursery
-NURSERY = "sparkhvd.runner.zygote"
+TRAINER = "sparkhvd-rank"  # its name: a fork has the command line of its zygote
+ZYGOTE = "sparkhvd.runner.zygote"
 PYTHON_WORKER = "pyspark.worker"  # an argument of each daemon that forks them
 
 

@@ -98,7 +98,7 @@ class RankProcess:
         raise AssertionError(f"rank {self.rank}: {message.get('error', 'ended without a word')}")
 
     def has_spoken(self) -> bool:
-        """Return whether there is something that the rank has sent and nobody has taken."""
+        """Return whether the rank has sent something that the test has not received yet."""
         return not self._said.empty()
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
@@ -213,7 +213,7 @@ def main(filenos: Sequence[int] | None = None) -> None:
     """Run a rank.
 
     Args:
-        filenos: descriptors of its listener; None for those that it was told.
+        filenos: descriptors of its listener; None for those in its first message.
     """
     talk = Talk()
     start = talk.hear()

@@ -7,8 +7,8 @@ file for appending, truncating one to another length than 0, and (with `renames=
 or ENOSYS, as Volumes do; all else goes to `folder`. The kernel's protocol is spoken directly (linux/fuse.h), so no
 library is needed; mounting needs root, or a user namespace of one's own.
 
-**Threads**: a process of its own answers, one request at a time. **Ownership**: it holds `/dev/fuse`; whoever made
-the mount unmounts it. **Shutdown**: unmounting ends the process.
+**Threads**: a process of its own answers, one request at a time. **Ownership**: it holds `/dev/fuse`; the process
+that mounted the folder unmounts it. **Shutdown**: unmounting ends the process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SequentialFolder:
     ) -> None:
         self.renames = renames
         self.before_change = before_change
-        # Changes that are still made before whoever makes one more is killed.
+        # Changes that are still made; the process that makes one more is killed.
         self.left = kill_at
         self.paths = {1: folder}
         self.nodes = {folder: 1}
@@ -294,7 +294,7 @@ def sequential_mount(
         at: where they are seen.
         renames: whether files can be renamed.
         kill_at: the process dies that makes one change more than that.
-        before_change: called before every change, in the process that answers, while whoever makes it waits.
+        before_change: called before every change, in the process that answers, while the process that makes it waits.
 
     Raises:
         OSError: this process may not mount.

@@ -19,7 +19,7 @@ import pytest
 from tests.harness.processes import free_port, wait_for_port
 
 # Searched for wherever a fit leaves something.
-SECRET = "sw0rdfish-that-nobody-may-read"
+SECRET = "sw0rdfish-that-no-one-may-read"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], T], what: str, *, within_s: float = 20, every_s: float = 0.02
 ) -> T:
-    """Wait for the first result of `condition` that is true and return it; the test fails if there is none.
+    """Wait for the first result of `condition` that is true and return it; the test fails if none is in time.
 
     Args:
         condition: is asked again and again, at least twice.

@@ -91,9 +91,9 @@ def one_generation(meeting: rendezvous.SocketRendezvous, *, stop: bool) -> bool:
 
 
 def until_told(engine: Engine, talk: Talk) -> Any:
-    """Generation after generation until rank 0 is told to stop; says how many, and what they held and cost.
+    """Run generations until rank 0 receives a stop; says how many, and what they held and cost.
 
-    Says "met often" after six, and must not be told to stop before.
+    Says "met often" after six, and must not receive the stop before.
     """
     (meeting,) = sockets._open_rendezvous
     engine.shutdown()

@@ -1,7 +1,7 @@
 """Malicious peers with the key: they send recorded frames, changed, to a live engine.
 
 `python -m tests.processes.hostile <frames> <seed>` attacks one engine after another while another job in the
-same process goes on, and prints what happened as JSON. It changes frames that it has recorded between
+same process continues, and prints what happened as JSON. It changes frames that it has recorded between
 honest ranks without knowing their bodies, so it follows the wire format by itself. `--only <n>` repeats one
 session of a run.
 """
@@ -407,10 +407,10 @@ def judge(session: Session, error: SparkhvdError) -> None:
     text = str(error)
     session.texts.append(text)
     # The text of these is the peer's own, and may say anything.
-    told = session.kinds & {REFUSE, ABORT}
-    if isinstance(error, InternalError) and not told:
+    from_peer = session.kinds & {REFUSE, ABORT}
+    if isinstance(error, InternalError) and not from_peer:
         session.problems.append(f"taken for a defect: {text}")
-    if "rank " not in text.lower() and "ranks " not in text.lower() and not told:
+    if "rank " not in text.lower() and "ranks " not in text.lower() and not from_peer:
         session.problems.append(f"names no rank: {text}")
 
 
@@ -455,13 +455,13 @@ class Bystanders:
                     number = self.operations
                     result = allreduce(engine, "x", np.full(3000, rank + 1.0))
                     assert (result == 3).all()
-                    go_on = allreduce(engine, "go on", np.array([1 - self._stop.is_set()]))
+                    go_on = allreduce(engine, "continue", np.array([1 - self._stop.is_set()]))
                     if go_on[0] < 2:
                         return
                     if rank == 0:
                         self.operations = number + 2
                     time.sleep(0.001)
-        except BaseException as error:  # noqa: BLE001 - told at the end
+        except BaseException as error:  # noqa: BLE001 - reported at the end
             self.errors.append(f"rank {rank}: {error!r}")
 
     def _sockets(self, rank: int, end: socket.socket) -> list[int]:

@@ -1,10 +1,10 @@
 """Malicious peers without the key: `python -m tests.processes.malicious_peers` with JSON on standard input.
 
 Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
-go on until it exists and a false proof was answered, however many messages that takes), `within_s` (end after that in any case), `seed`, and
-`recorded`: handshakes of an eavesdropper, each a rank, a hello and a proof in hex. Output, as JSON: how many
-messages and connections there were, how many listeners answered, and `accepted`: connections that were not
-closed after a false proof.
+continue until it exists and a false proof was answered, however many messages that takes), `within_s` (end after that
+in any case), `seed`, and `recorded`: handshakes of an eavesdropper, each a rank, a hello and a proof in hex. Output, as
+JSON: how many messages and connections there were, how many listeners answered, and `accepted`: connections that were
+not closed after a false proof.
 """
 
 from __future__ import annotations

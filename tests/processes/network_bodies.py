@@ -77,8 +77,8 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
 def fill_the_window_of_a_stopped_rank(engine: Engine, talk: Talk) -> Any:
     """Send rank 1, which is stopped by then, more small messages than its socket keeps, and wait for it.
 
-    With `stop_in_transfer` of what is heard it is stopped in the middle of a tensor, so that its connection for
-    tensors is full, too. If it goes on it gets everything.
+    With `stop_in_transfer` in the message received it is stopped in the middle of a tensor, so that its connection for
+    tensors is full, too. If it continues it gets everything.
     """
     stop_in_transfer = talk.hear()["stop_in_transfer"]
     tensor = np.full(8 << 20, engine.rank + 1.0, np.float32)

@@ -50,7 +50,7 @@ def run_module(name: str, *arguments: object, given: Any = None, timeout_s: floa
         [sys.executable, "-X", "faulthandler", "-m", name, *map(str, arguments)],
         input=None if given is None else json.dumps(given),
         cwd=ROOT,
-        # One arena per thread would let the memory of threads that come and go look like a leak.
+        # One arena per thread would make the memory of short-lived threads look like a leak.
         env={**os.environ, "MALLOC_ARENA_MAX": "2"},
         capture_output=True,
         text=True,
@@ -122,7 +122,7 @@ def test_coordinator_that_sends_unrequested_bytes_is_given_up() -> None:
         began = time.monotonic()
         with pytest.raises(CollectiveError, match="rank 0") as caught:
             start_allreduce(engine, "x", np.ones(3))[0].wait(20)
-        assert "goes on" not in str(caught.value)
+        assert "It continues" not in str(caught.value)
         assert time.monotonic() - began < 0.5 + 5 + 1
 
 
@@ -300,8 +300,8 @@ def test_notice_about_a_rank_that_does_not_exist_is_no_news(about: int) -> None:
                 sock.settimeout(5)
                 assert sock.recv(1) == b""
 
-        outcome, told = run_threads([meeting.connect, attack])
-        assert told is None
+        outcome, error = run_threads([meeting.connect, attack])
+        assert error is None
         assert isinstance(outcome, CollectiveTimeoutError), repr(outcome)
         assert "rank 1 at 127.0.0.1" in str(outcome)
 

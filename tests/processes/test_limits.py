@@ -48,7 +48,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
     for room in range(count):
         endings = [report[room] for report in reports]
         assert all(endings) or not any(endings), (room, endings)
-        # Where nobody is lost, all give up at the same moment, and the others may name each other.
+        # If no rank is lost, all give up at the same moment, and the others may name each other.
         assert all(re.search("[Rr]ank|Too many open files", e) for e in endings if e), (
             room,
             endings,
@@ -145,7 +145,7 @@ def test_nothing_remains_in_dev_shm_or_tmp_when_any_process_is_killed() -> None:
             print(error.rank, error.exit)
         print(left())
     """
-    # The checkout or the interpreter may be below /tmp: then only /dev/shm is looked at anew.
+    # If the checkout or the interpreter is below /tmp, only /dev/shm gets a mount of its own.
     mounts = ["mount -t tmpfs tmpfs /dev/shm"]
     below_tmp = any(str(path).startswith("/tmp/") for path in (ROOT, sys.executable, sys.prefix))
     mounts.append("true" if below_tmp else "mount -t tmpfs tmpfs /tmp")

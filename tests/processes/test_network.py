@@ -69,7 +69,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
                     rank.rank,
                     lost,
                 )
-                # The nearest rank may have noticed first, and told.
+                # The nearest rank may have noticed first, and reported it.
                 assert set(lost["lost"].values()) == {"silent"}, (rank.rank, lost)
 
 
@@ -101,7 +101,7 @@ def test_host_of_a_stopped_rank_that_has_no_room_is_lost_in_time(stop_in_transfe
 
 @pytest.mark.parametrize("pause_s", [0.3, *left_to_soak("0.3 s, here", 1.5)])
 def test_host_of_a_rank_that_has_just_stopped_is_lost_in_time(pause_s: float) -> None:
-    """Before its kernel has asked anything by itself, the own kernel's questions show that nobody answers."""
+    """Before the peer's kernel has sent a probe, the probes of the own kernel get no answer."""
     settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
     with stopped_without_room(settings, stop_in_transfer=True) as (a, ranks):
         time.sleep(pause_s)

@@ -411,7 +411,7 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
-    """Rank 1 dies; `victim` notices and leaves before the last rank comes, which is still told of rank 1."""
+    """Rank 1 dies; `victim` notices and leaves before the last rank comes, whose error still names rank 1."""
     late = 2 - victim
 
     def edit(_: int, endpoint: Endpoint) -> Endpoint:
@@ -419,8 +419,8 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
 
     with job_of(3, edit=edit) as meetings:
         meetings[1].close()
-        told = run_threads([meetings[victim].connect])[0]
-        assert "rank 1 at 127.0.0.1" in str(told)
+        noticed = run_threads([meetings[victim].connect])[0]
+        assert "rank 1 at 127.0.0.1" in str(noticed)
         meetings[victim].close()
         before = descriptors()
         error = run_threads([meetings[late].connect])[0]
@@ -523,7 +523,7 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
 
 def test_timeout_names_the_ranks_that_did_not_come_on_every_rank() -> None:
     with job_of(4, settings=Settings(connect_timeout_s=1.2)) as meetings:
-        # Ranks 0 and 3 come; 1 and 2 stay away, with open ports. Rank 3 would wait longer, but is told.
+        # Ranks 0 and 3 come; 1 and 2 stay away, with open ports. Rank 3 would wait longer, but rank 0 notifies it.
         meetings[3].settings = QUICK
         errors = run_threads([meetings[0].connect, meetings[3].connect])
         ports = [e.port for e in meetings[0].job.endpoints]

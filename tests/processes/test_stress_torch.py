@@ -144,7 +144,7 @@ def work(seconds: float) -> int:
         if rounds % 3 == 0:
             uneven(rounds)
         go_on = torch.tensor([time.monotonic() < until])
-        if not hvd.broadcast(go_on, 0, name=f"go on {rounds}"):
+        if not hvd.broadcast(go_on, 0, name=f"continue {rounds}"):
             break
     hvd.shutdown()
     return rounds

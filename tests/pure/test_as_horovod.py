@@ -181,7 +181,7 @@ from sparkhvd.errors import SparkhvdError
 from tools.horovod_names import PAGE, page
 
 text = PAGE.read_text()
-assert page(text) == text, "The table of names is old. Write it anew: python -m tools.horovod_names"
+assert page(text) == text, "The table of names is old. Regenerate it: python -m tools.horovod_names"
 
 
 def place(extra):

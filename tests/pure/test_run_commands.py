@@ -50,7 +50,7 @@ def test_a_place_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_report_prints_the_page_and_makes_a_missing_one_anew(
+def test_report_prints_the_page_and_rebuilds_a_missing_one(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in ("runs/b", "runs/b/report.json"):

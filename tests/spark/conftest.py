@@ -1,4 +1,4 @@
-"""What launches of these tests share: a nursery is one of a number of threads, which by default depends on the ranks."""
+"""What launches of these tests share: a zygote serves one number of threads, which by default depends on the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BY_DEFAULT = job._fixed_threads
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread_per_rank() -> Iterator[None]:
-    """Let launches of one rank and of two in the shared session have the same nursery."""
+    """Let launches of one rank and of two in the shared session have the same zygote."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "_fixed_threads", lambda *_: 1)
         yield

@@ -29,7 +29,7 @@ CUresult driver_call(const char* name, Needs needs, Body body) noexcept {
       const Device* device = current_device();
       if (device == nullptr) return kCudaErrorInvalidContext;
       if (device->retained <= 0) {
-        faults().misuse(std::string(name) + " in a primary context that nobody retains");
+        faults().misuse(std::string(name) + " in a primary context that is not retained");
         return kCudaErrorInvalidContext;
       }
     }

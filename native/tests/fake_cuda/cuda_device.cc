@@ -142,7 +142,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
   return device_call("cuDevicePrimaryCtxRelease", ordinal, [&](Device& device) {
     if (device.retained <= 0) {
-      faults().misuse("cuDevicePrimaryCtxRelease of a context that nobody retains");
+      faults().misuse("cuDevicePrimaryCtxRelease of a context that is not retained");
       return kCudaErrorInvalidContext;
     }
     --device.retained;

@@ -349,7 +349,7 @@ def many_groups() -> list[str]:
 
 
 def mismatches() -> list[str]:
-    """Ranks that disagree are told both sides, and the group goes on."""
+    """The errors of ranks that disagree show both sides, and the group continues."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if size == 1:
         return []
@@ -400,7 +400,7 @@ def mismatches() -> list[str]:
     expect("future", ["(3,)"], work.get_future().wait)
     after = torch.ones(1)
     dist.all_reduce(after)
-    return wrong if after.item() == size else [*wrong, "the group does not go on"]
+    return wrong if after.item() == size else [*wrong, "the group does not continue"]
 
 
 def wrong_roots() -> list[str]:
@@ -508,7 +508,7 @@ def compiled() -> dict[str, list[str]]:
     found = torch.compile(body, backend="aot_eager", fullgraph=True)(torch.ones(2))
     net = torch.nn.Linear(2, 1, bias=False)
     model = torch.compile(torch.nn.parallel.DistributedDataParallel(net), backend="aot_eager")
-    for _ in range(3):  # DDP makes its buckets anew in the second step
+    for _ in range(3):  # DDP rebuilds its buckets in the second step
         net.zero_grad()
         model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
     mean = torch.full((1, 2), (dist.get_world_size() - 1) / 2)

@@ -1,4 +1,4 @@
-"""Processes that nobody but the test has started find each other through torch's store, and learn of losses."""
+"""Processes that the test starts without a launcher find each other through torch's store, and notice losses."""
 
 from __future__ import annotations
 

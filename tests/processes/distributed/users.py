@@ -143,7 +143,7 @@ def backward_passes() -> list[str]:
     except KeyError:
         start()  # outside
         in_backward(start)
-    # Nobody waits for the last pass's work but this, and for the failed pass's nobody at its end.
+    # Only this waits for the last pass's work; the failed pass had no wait at its end.
     for work in works:
         work.wait()
     wrong = [f"work {n}" for n, tensor in enumerate(tensors) if tensor[0] != size]

@@ -58,7 +58,7 @@ def die_when_it_meets(rendezvous: ElasticRendezvous, _: Talk) -> None:
 
 
 def stop_when_it_meets(rendezvous: ElasticRendezvous, talk: Talk) -> None:
-    """Take part in a decision, and stop before the meeting is over; go on when woken."""
+    """Take part in a decision, and stop before the meeting is over; continue when woken."""
     rendezvous._link.ask(rendezvous._question())
     talk.say("stopped")
     os.kill(os.getpid(), 19)

@@ -1,4 +1,4 @@
-"""Lives of elastic jobs at which Horovod is known to wait for ever or to end: each must go on, with every row exactly once."""
+"""Elastic jobs in which Horovod is known to hang or to end: each must continue, with every row exactly once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_too_few_that_were_told_of_removals_alone_sync_with_those_who_come() -> 
 
 
 def test_ranks_that_were_told_different_news_do_the_same() -> None:
-    """One is told of removals alone, one that hosts have come, one nothing."""
+    """One rank gets an update of removals alone, one of new hosts, and one none."""
     with elastic_job(TARGET, 3) as job:
         for member, news in zip(job.members, ({"update": 1}, {"update": 2}, {}), strict=True):
             tell([member], **news)

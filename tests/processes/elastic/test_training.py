@@ -158,8 +158,8 @@ def of_survivors(job: ElasticJob, killed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(60)
-def test_an_engine_whose_ranks_met_anew_keeps_no_descriptors() -> None:
-    """Nobody waits for the garbage collector: each has some megabytes of shared memory, too."""
+def test_an_engine_whose_ranks_met_again_keeps_no_descriptors() -> None:
+    """They are closed without a garbage collection: each engine has some megabytes of shared memory, too."""
     with elastic_job(f"{BODIES}:change_often", 2) as job:
         found = job.members[0].expect()
         assert len(set(found[1:])) == 1, found
@@ -198,7 +198,7 @@ def act(job: ElasticJob, dice: random.Random, plan: dict[str, Any]) -> str:
     """Do something to a random member; return what. Somebody who has the state is left."""
     gone = job.__dict__["gone"]
     left = [member for member in job.members if member.rank not in gone]
-    # The first ones, and those that have told of a generation.
+    # The first ones, and those that have reported a generation.
     trained = {m.rank for m in left if m.rank < job.limits.first or m.has_spoken()}
     kind = dice.choice(["kill", "kill", "join", "remove"])
     if kind == "join" or len(left) < 2:

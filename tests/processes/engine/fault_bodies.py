@@ -152,7 +152,7 @@ def move_large_tensors(engine: Engine, talk: Talk) -> Any:
 
 
 def move_large_tensors_until_lost(engine: Engine, talk: Talk) -> Any:
-    """Round after round with large tensors, until another rank's end ends this one; rank 0 aborts when it is told a reason."""
+    """Run rounds with large tensors until another rank's end ends this one; rank 0 aborts when it receives a reason."""
     if engine.rank == 0:
         threading.Thread(target=lambda: engine.abort(talk.hear()), daemon=True).start()
     talk.say("running")
@@ -165,16 +165,16 @@ def move_large_tensors_until_lost(engine: Engine, talk: Talk) -> Any:
 def work_until_told(
     engine: Engine, talk: Talk, one_round: Callable[[Engine, int], None] = one_round
 ) -> Any:
-    """Round after round until rank 0 is told to stop; says how many, and the longest."""
+    """Run rounds until rank 0 receives a stop; says how many, and the longest."""
     talk.say("running")
-    told = threading.Event()
+    stopping = threading.Event()
     if engine.rank == 0:
-        threading.Thread(target=lambda: (talk.hear(), told.set()), daemon=True).start()
+        threading.Thread(target=lambda: (talk.hear(), stopping.set()), daemon=True).start()
     number, longest = 0, 0.0
     while True:
         began = time.monotonic()
         one_round(engine, number)
-        wish = allreduce(engine, f"stop {number}", np.array([float(told.is_set())]))
+        wish = allreduce(engine, f"stop {number}", np.array([float(stopping.is_set())]))
         longest = max(longest, time.monotonic() - began)
         number += 1
         if wish[0]:
@@ -241,7 +241,7 @@ def train_with_forked_loaders(engine: Engine, talk: Talk) -> Any:
 def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
     """Stop the last rank in the middle of a reduce. The others time out and meet again without it.
 
-    What they then hold must not change, whatever the stopped rank still does when it goes on.
+    What they then hold must not change, whatever the stopped rank still does when it continues.
     """
     (meeting,) = sockets._open_rendezvous
     survivors = engine.size - 1
@@ -269,7 +269,7 @@ def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
         sums = [allreduce(second, f"sum {i}", buffer) for i, buffer in enumerate(buffers)]
         kept = [total.copy() for total in sums]
         talk.say("met again")
-        talk.hear()  # the stopped rank goes on, and ends
+        talk.hear()  # the stopped rank continues, and ends
         unchanged = all((a == b).all() for a, b in zip(buffers + sums, copies + kept, strict=True))
         for step in range(50):
             one_round(second, step)
@@ -332,7 +332,7 @@ def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
             with Engine(meeting.connect(), meeting.settings) as again:
                 one_round(again, 0)
             endings.append("")
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - reported to the test
             endings.append(f"{type(error).__name__}: {error}")
         for descriptor in fill:
             os.close(descriptor)
@@ -340,7 +340,7 @@ def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
 
 
 def too_little_memory(engine: Engine, talk: Talk) -> Any:
-    """Gather twice, and keep the results, while rank 1 has no room for more than a part; then go on with less."""
+    """Gather twice, and keep the results, while rank 1 has no room for more than a part; then continue with less."""
     room = talk.hear()
     rows = np.ones(room["bytes"] // 8 // engine.size)
     engine.barrier(name="start").wait()

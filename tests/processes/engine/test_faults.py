@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, cut off or forked at any moment: who is named, how soon, and what goes on."""
+"""Ranks that are killed, stopped, cut off or forked at any moment: who is named, how soon, and what continues."""
 
 from __future__ import annotations
 

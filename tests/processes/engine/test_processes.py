@@ -77,8 +77,8 @@ def test_killed_rank_is_noticed_although_its_forked_child_lives() -> None:
 def test_forked_child_is_told_and_the_parent_goes_on() -> None:
     with rank_processes(f"{BODIES}:use_in_forked_child", 2) as ranks:
         for rank in ranks:
-            told, after = rank.expect()
-            texts, sockets = eval(told)
+            written, after = rank.expect()
+            texts, sockets = eval(written)
             assert [t.split(":")[0] for t in texts] == ["NotInitializedError"] * 3
             assert texts[0] == (
                 "NotInitializedError: x: the engine was created before fork() and does not work in the "
@@ -95,8 +95,8 @@ def test_ctrl_c_interrupts_a_wait_and_the_operation_goes_on() -> None:
         start = time.monotonic()  # CLOCK_MONOTONIC is the same in every process
         ranks[0].kill(signal.SIGINT)
         assert ranks[0].expect() - start < 0.2
-        ranks[1].tell("go on")
-        ranks[0].tell("go on")
+        ranks[1].tell("continue")
+        ranks[0].tell("continue")
         assert [rank.expect() for rank in ranks] == ["done", "done"]
 
 
@@ -107,8 +107,8 @@ def test_ctrl_c_interrupts_a_call_that_submits_and_waits() -> None:
         start = time.monotonic()
         ranks[0].kill(signal.SIGINT)
         assert ranks[0].expect() - start < 0.2
-        ranks[1].tell("go on")
-        ranks[0].tell("go on")
+        ranks[1].tell("continue")
+        ranks[0].tell("continue")
         assert [rank.expect() for rank in ranks] == ["done", "done"]
 
 

@@ -1,4 +1,4 @@
-"""Script of an elastic job without torch: reduces until a file is there, and goes on with whoever is left.
+"""Script of an elastic job without torch: reduces until a file is there, and continues with the ranks that are left.
 
 Arguments: that file, and faults: `fail` (process 1 and those that follow it exit with 3 at their first step), `exit` (all exit with 4 at the
 tenth step).

@@ -163,7 +163,7 @@ def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
 
 @pytest.mark.parametrize("end", ["import no_such_module", "raise SystemExit(0)"])
 def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: str) -> None:
-    """Also without a failure: what waits for it is told that nobody listens there any more."""
+    """Also without a failure: the ranks that wait for it get an error, as its port is closed."""
     script = tmp_path / "train.py"
     early = f"import os\nif os.environ['RANK'] == '1':\n    {end}\n"
     script.write_text(early + SCRIPT)
@@ -301,7 +301,7 @@ def test_bad_arguments_are_told_before_anything_starts(
 
 
 def test_ranks_work_without_anybody_s_streams(tmp_path: Path) -> None:
-    """As a daemon's: the job is not disturbed, its output kept, its status told."""
+    """As under a daemon: the job runs undisturbed, its output is kept and its status returned."""
     program = tmp_path / "many.py"
     program.write_text("for number in range(30000):\n    print(number)\nraise SystemExit(4)\n")
     folder = tmp_path / "output"

@@ -1,4 +1,4 @@
-"""Ranks on two hosts, which their launcher has told their numbers, find each other at rank 0's port."""
+"""Ranks on two hosts, which got their numbers from their launcher, find each other at rank 0's port."""
 
 from __future__ import annotations
 

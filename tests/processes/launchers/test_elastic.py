@@ -1,4 +1,4 @@
-"""`sparkhvdrun` with ranks that come and go: real processes, real signals."""
+"""Elastic training by `sparkhvdrun`: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_killed_ranks_are_replaced_and_the_others_stay(three: ElasticRun) -> Non
     assert not any("ResourceWarning" in line for line in three.lines)
     first, *others = three.changes()
     assert re.match(r"3 ranks in \d+\.\d\d s: 3 on localhost$", first)
-    told = " ".join(others)
+    changes = " ".join(others)
     for number in range(3):
-        assert f"process {number} on localhost was ended by SIGKILL" in told
-        assert re.search(rf"process {number + 3} on localhost joined as rank \d", told)
+        assert f"process {number} on localhost was ended by SIGKILL" in changes
+        assert re.search(rf"process {number + 3} on localhost joined as rank \d", changes)
 
 
 def test_a_stopped_rank_that_wakes_after_it_was_left_out_ends_with_an_error(tmp_path: Path) -> None:

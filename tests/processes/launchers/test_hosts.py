@@ -353,7 +353,7 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SPARKHVD_SSH", server.ssh)
     lines = io.StringIO()
     hosts = f"{A}:1,{B}:1"
-    # A wrong variable of Python is told by the ranks' processes before they have a job.
+    # The ranks' processes report a wrong variable of Python before they have a job.
     env = {"GIVEN": "x", "PYTHONWARNINGS": "wrong"}
     results = sparkhvd.run_hosts(body, (False,), hosts=hosts, env=env, stdout=lines)
     assert results == [(0, 2, "x"), (1, 2, "x")]

@@ -1,4 +1,4 @@
-"""The place of a rank: one process gets it, whoever asks and however the process that holds it is."""
+"""The place of a rank: exactly one process gets it, whichever asks and whatever state its holder is in."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_another_user_gets_nothing(place: RankClaim) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    place.claim()  # nobody has taken it
+    place.claim()  # no process has taken it
 
 
 def test_a_holder_that_does_not_answer_or_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_launcher_that_a_rank_has_started_has_ranks_of_its_own(
 ) -> None:
     for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(VARIABLE, "-1 nobody 4711 MASTER_ADDR/127.0.0.1/29500")
+    monkeypatch.setenv(VARIABLE, "-1 no-holder 4711 MASTER_ADDR/127.0.0.1/29500")
     inner = {"TORCHELASTIC_RUN_ID": "inner", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1"}
     for name, value in inner.items():
         monkeypatch.setenv(name, value)

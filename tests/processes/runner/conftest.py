@@ -9,11 +9,11 @@ from sparkhvd.runner.zygote_client import of_this_process
 
 @pytest.fixture(autouse=True)
 def no_useful_modules() -> None:
-    """Let nurseries that a test starts import nothing before its ranks do."""
+    """Let zygotes that a test starts import nothing before its ranks do."""
     of_this_process._useful.clear()
 
 
 @pytest.fixture
-def torch_in_the_nursery(no_useful_modules: None) -> None:
-    """Let the nursery import torch once, where each rank of a test would."""
+def torch_in_the_zygote(no_useful_modules: None) -> None:
+    """Let the zygote import torch once, where each rank of a test would."""
     of_this_process._useful.update(("torch", "sparkhvd.torch"))

@@ -1,4 +1,4 @@
-"""A function on processes of this host that come and go, by Horovod's `horovod.run(min_np=...)`."""
+"""An elastic function on processes of this host, by Horovod's `horovod.run(min_np=...)`."""
 
 from __future__ import annotations
 

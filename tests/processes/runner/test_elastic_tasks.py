@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Port:
-    """Tasks, and what they have told."""
+    """Tasks, and what they have reported."""
 
     def __init__(self, wanted: int) -> None:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()

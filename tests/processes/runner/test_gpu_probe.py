@@ -49,14 +49,14 @@ def test_uuids_are_those_that_the_process_sees_in_its_order(
 
 def answers(library: str, *views: dict[str, str | None]) -> list[dict[str, object]]:
     said: list[bytes] = []
-    told = threading.Event()
+    answered = threading.Event()
 
     def notify(data: bytes) -> None:
         said.append(data)
-        told.set()
+        answered.set()
 
     probe.ask(library, views, notify)
-    assert told.wait(30)
+    assert answered.wait(30)
     assert len(said) == 1
     return list(json.loads(said[0]))
 

@@ -250,7 +250,7 @@ def test_a_driver_that_is_stopped_for_a_while_shows_each_line_once() -> None:
 
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_of_a_flood_every_line_is_shown_or_counted(on_terminal: bool) -> None:
-    """Try the limit of the rate, and, where there is none, a driver that is slow."""
+    """Exceed the limit of the rate, or, where no limit applies, the speed of a slow driver."""
     screen, echoed = Screen(), 0
 
     def show(text: str) -> None:
@@ -415,7 +415,7 @@ def test_lines_come_through_files_that_are_deleted_then(
 def test_a_client_that_is_gone_and_a_store_that_refuses_keep_a_rank_from_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write as many files as there may be, go on when they are read, then lose the store."""
+    """Write as many files as are allowed, continue when they are read, then lose the store."""
     monkeypatch.setattr(files, "_GATHER_S", 0.01)
     monkeypatch.setattr(files, "_PAUSE_S", 0.02)
     monkeypatch.setattr(files, "_MOST_FILES", 3)

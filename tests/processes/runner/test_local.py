@@ -34,7 +34,7 @@ def no_trainer_is_left() -> Any:
     assert wait_for_no_trainers() == set()
 
 
-# One nursery for launches of one rank and of two, whose numbers of threads differ by default.
+# One zygote for launches of one rank and of two, whose numbers of threads differ by default.
 LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 OF_THREADS = (
     "test_ranks_know_the_standard_variables_and_their_threads",
@@ -161,7 +161,7 @@ def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]
     return found.stall_shutdown_s, found.timeline, found.bucket_bytes
 
 
-@pytest.mark.usefixtures("torch_in_the_nursery")
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> None:
     path = str(tmp_path / "timeline.json")
     env = {"SPARKHVD_STALL_SHUTDOWN_S": "20", "HOROVOD_TIMELINE": path}
@@ -227,7 +227,7 @@ if __name__ == "__main__":
     assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
 
 
-@pytest.mark.usefixtures("torch_in_the_nursery")
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
     def forks() -> list[int]:
         import sparkhvd.torch as hvd
@@ -366,7 +366,7 @@ def test_an_unpicklable_result_is_explained() -> None:
     assert "Return plain data such as numbers, lists or tensors." in str(e.value)
 
 
-def none() -> None:
+def no_stream() -> None:
     return None
 
 
@@ -385,7 +385,7 @@ class Broken(Tee):
         raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize("make", [none, Tee, Broken])
+@pytest.mark.parametrize("make", [no_stream, Tee, Broken])
 def test_a_function_may_leave_any_stream_behind(make: Any) -> None:
     def replaces() -> int:
         sys.stdout.write("before, ")
@@ -395,7 +395,7 @@ def test_a_function_may_leave_any_stream_behind(make: Any) -> None:
 
     shown = io.StringIO()
     assert run_local(replaces, num_proc=1, stdout=shown) == [3]
-    assert shown.getvalue() == ("[0] before, \n" if make is none else "[0] before, after\n")
+    assert shown.getvalue() == ("[0] before, \n" if make is no_stream else "[0] before, after\n")
 
 
 def test_an_exception_with_a_broken_message_is_reported() -> None:
@@ -448,7 +448,7 @@ def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("torch_in_the_nursery")
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_torch_distributed_starts_unmodified() -> None:
     def sums() -> float:
         import torch
@@ -522,7 +522,7 @@ def saves(folder, is_stubborn):
             try:
                 note("ready")
                 if met.rank == 0:
-                    engine.barrier(name="nobody else comes").wait()
+                    engine.barrier(name="rank 1 stays away").wait()
                 time.sleep(300)
             except KeyboardInterrupt:
                 time.sleep(0.2)

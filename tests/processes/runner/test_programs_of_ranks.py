@@ -1,4 +1,4 @@
-"""Programs that a rank starts: one of them takes the rank's place in the job, and the others are told so."""
+"""Programs that a rank starts: one of them takes the rank's place in the job, and the others get an error."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_a_program_of_a_rank_that_has_called_init_is_told_so() -> None:
         assert rendezvous is not None
         with Engine(rendezvous.connect(), rendezvous.settings) as engine:
             own = started("env", "-u", "SPARKHVD_PLACE", sys.executable, "-c", PROGRAM)
-            told = started().stderr
+            refusal = started().stderr
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 size = pool.apply(size_of_own_job)
             engine.barrier().wait()
-        return told, own.stderr, size
+        return refusal, own.stderr, size
 
     lines: list[str] = []
 
@@ -90,9 +90,10 @@ def test_a_program_of_a_rank_that_has_called_init_is_told_so() -> None:
 
         def flush(self) -> None: ...
 
-    for rank, (told, own, size) in enumerate(run_local(starts, num_proc=2, stdout=Lines())):
+    for rank, (refusal, own, size) in enumerate(run_local(starts, num_proc=2, stdout=Lines())):
         assert (
-            f"rank {rank}, which has started it, has called init() itself. Call init() in" in told
+            f"rank {rank}, which has started it, has called init() itself. Call init() in"
+            in refusal
         )
         assert "AttributeError: 'NoneType'" in own  # no rank: `find` knows no job
         assert size == 1

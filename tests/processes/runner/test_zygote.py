@@ -1,4 +1,4 @@
-"""Trainers that a nursery forks: as fresh ones in everything, and nothing is left of either."""
+"""Trainers that a zygote forks: they equal fresh ones in everything, and nothing is left of either."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparkhvd.runner.processes import InheritedPipes
 from sparkhvd.runner.zygote_client import ZygoteClient, of_this_process
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
-from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
+from tests.harness.processes import ZYGOTE, children, find, is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
@@ -35,12 +35,12 @@ OF_THE_JOB = {*("MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_PLACE", "SPARKH
 
 
 @pytest.fixture
-def nursery() -> Iterator[None]:
-    """Let a test begin and end without a nursery."""
+def own_zygote() -> Iterator[None]:
+    """Let a test begin and end without a zygote."""
     of_this_process.forget()
     yield
     of_this_process.forget()
-    assert wait_until_gone(find(NURSERY) & children(os.getpid())) == set()
+    assert wait_until_gone(find(ZYGOTE) & children(os.getpid())) == set()
 
 
 def describe() -> dict[str, Any]:
@@ -82,7 +82,7 @@ def parents_of(pids: list[int]) -> set[int]:
 
 @pytest.mark.parametrize("threads", ["3", *left_to_soak("three threads, here", "1")])
 def test_a_fork_is_like_a_fresh_process(
-    nursery: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
+    own_zygote: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -107,7 +107,7 @@ def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: A
     return {parent for _, parent in ranks}
 
 
-def test_later_launches_are_forked_by_the_nursery_of_the_first(nursery: None) -> None:
+def test_later_launches_are_forked_by_the_zygote_of_the_first(own_zygote: None) -> None:
     assert launch(settings=FRESH) == {os.getpid()}
     first = launch()
     assert first == {of_this_process.pid()}
@@ -115,7 +115,7 @@ def test_later_launches_are_forked_by_the_nursery_of_the_first(nursery: None) ->
     assert launch(env={"MINE": "1"}) == first
 
 
-def test_whatever_a_process_reads_at_its_start_makes_another_nursery(nursery: None) -> None:
+def test_whatever_a_process_reads_at_its_start_makes_another_zygote(own_zygote: None) -> None:
     found = [launch(1)]
     found.append(launch(1, env={"OMP_NUM_THREADS": "5"}))
     if SOAK:
@@ -151,7 +151,7 @@ def what_imports_have_read() -> tuple[str, str, bool]:
 
 @soak("whatever a process reads at its start, here")
 def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_launch(
-    nursery: None, tmp_path: Path
+    own_zygote: None, tmp_path: Path
 ) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     of_this_process._useful.update(("torch", "torch._dynamo"))
@@ -162,9 +162,9 @@ def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_l
     assert found == [("theirs", str(tmp_path), False)]
 
 
-@pytest.mark.usefixtures("torch_in_the_nursery")
+@pytest.mark.usefixtures("torch_in_the_zygote")
 def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
-    nursery: None, tmp_path: Path
+    own_zygote: None, tmp_path: Path
 ) -> None:
     (tmp_path / "sympy.py").write_text("raise RuntimeError('not the library')")
     (tmp_path / "tqdm.py").write_text("raise RuntimeError('not the library')")
@@ -183,13 +183,13 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
         [sys.executable, script], cwd=tmp_path, env=environ, capture_output=True, text=True
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
-    assert "Warning" not in done.stderr  # of the nursery that the script leaves
+    assert "Warning" not in done.stderr  # of the zygote that the script leaves
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
 @pytest.mark.parametrize("setting", ["auto", "0"])
 def test_files_of_the_working_directory_are_not_imported_in_place_of_pythons_own(
-    nursery: None, tmp_path: Path, setting: str
+    own_zygote: None, tmp_path: Path, setting: str
 ) -> None:
     """Have them in the path behind everything else at the start, and first in the function, as a notebook has."""
     for name in ("random", "secrets", "queue", "logging"):
@@ -223,8 +223,8 @@ def draw() -> tuple[float, float, float, str]:
     return random.random(), np.random.rand(), torch.rand(1).item(), uuid.uuid4().hex  # noqa: S311, NPY002
 
 
-@pytest.mark.usefixtures("torch_in_the_nursery")
-def test_forks_draw_numbers_as_fresh_processes_do(nursery: None) -> None:
+@pytest.mark.usefixtures("torch_in_the_zygote")
+def test_forks_draw_numbers_as_fresh_processes_do(own_zygote: None) -> None:
     drawn = [rank for _ in range(2) for rank in run_local(draw, num_proc=2, verbose=0)]
     for kind in range(4):
         assert len({numbers[kind] for numbers in drawn}) == 4
@@ -237,7 +237,7 @@ def sleep_and_place(seconds: float) -> int:
     return here.rank
 
 
-def test_ranks_survive_their_nursery_and_the_next_launch_has_another(nursery: None) -> None:
+def test_ranks_survive_their_zygote_and_the_next_launch_has_another(own_zygote: None) -> None:
     (before,) = launch()
     killer = subprocess.Popen(
         [sys.executable, "-c", f"import os, time; time.sleep(1); os.kill({before}, 9)"]
@@ -252,8 +252,8 @@ def stop_parent() -> int:
     return os.getppid()
 
 
-def test_a_nursery_that_is_stopped_keeps_no_launch_from_its_end(
-    nursery: None, monkeypatch: pytest.MonkeyPatch
+def test_a_zygote_that_is_stopped_keeps_no_launch_from_its_end(
+    own_zygote: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(1)
     pid = of_this_process.pid()
@@ -284,14 +284,14 @@ def end(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "text"), [("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")]
 )
-def test_ends_of_forks_are_told(nursery: None, how: str, text: str) -> None:
+def test_ends_of_forks_are_told(own_zygote: None, how: str, text: str) -> None:
     launch(1)
     with pytest.raises(RankError) as caught:
         run_local(end, (how,), num_proc=1, verbose=0)
     assert caught.value.exit == text
 
 
-def test_processes_that_a_fork_has_started_end_with_it(nursery: None) -> None:
+def test_processes_that_a_fork_has_started_end_with_it(own_zygote: None) -> None:
     launch(1)
     run_local(end, ("child",), num_proc=1, verbose=0)
     assert wait_until_gone(find("sleep 300")) == set()
@@ -311,7 +311,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_nursery_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
+def test_a_zygote_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     owner = subprocess.Popen(
@@ -328,10 +328,10 @@ def test_a_nursery_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
     assert wait_until_gone({pid}, timeout_s=5) == set()
 
 
-def test_a_nursery_ends_when_it_is_not_used() -> None:
+def test_a_zygote_ends_when_it_is_not_used() -> None:
     program = (
-        "import os, sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; "
-        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '')"
+        "import os, sys; from sparkhvd.runner import zygote; zygote.IDLE_S = 0.2; "
+        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '')"
     )
     with ZygoteClient(("key",), dict(os.environ), os.getpid()) as kept:
         assert is_alive(kept.pid)
@@ -345,10 +345,10 @@ def test_a_nursery_ends_when_it_is_not_used() -> None:
         )
 
 
-def test_of_ever_other_nurseries_of_a_family_the_newest_two_and_those_in_use_stay() -> None:
+def test_of_ever_other_zygotes_of_a_family_the_newest_two_and_those_in_use_stay() -> None:
     program = (
-        "import os, sys; from sparkhvd.runner import nursery; nursery._OLD_S = 0.5; "
-        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2])"
+        "import os, sys; from sparkhvd.runner import zygote; zygote._OLD_S = 0.5; "
+        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2])"
     )
     family = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
@@ -389,7 +389,7 @@ def test_of_ever_other_nurseries_of_a_family_the_newest_two_and_those_in_use_sta
         assert third.poll() is None
 
 
-def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
+def test_a_zygote_with_threads_forks_no_more(tmp_path: Path) -> None:
     (tmp_path / "has_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
@@ -407,9 +407,9 @@ def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
     assert wait_until_gone({kept.pid}) == set()
 
 
-@soak("a nursery that has ended: test_ranks_survive_their_nursery_and_the_next_launch_has_another")
-def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
-    nursery: None, monkeypatch: pytest.MonkeyPatch
+@soak("a zygote that has ended: test_ranks_survive_their_zygote_and_the_next_launch_has_another")
+def test_a_zygote_that_does_not_answer_is_replaced_by_fresh_processes(
+    own_zygote: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(1)
     pid = of_this_process.pid()
@@ -421,7 +421,7 @@ def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
     monkeypatch.undo()
     [(_, parent)] = run_local(pid_and_parent, num_proc=1, verbose=0)
     assert parent == of_this_process.pid() != pid
-    # It has the request, and forks a trainer that nobody waits for, which ends at the gate.
+    # It has the request, and forks a trainer that no launch waits for, which ends at the gate.
     os.kill(pid, signal.SIGCONT)
     assert wait_until_gone({pid}) == set()
 
@@ -438,10 +438,10 @@ if __name__ == "__main__":
 """
 
 
-def test_children_of_a_process_share_a_nursery_that_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_process_share_a_zygote_that_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(SHARED)
-    # Two at a time, and then two more: the nursery outlives who started it.
+    # Two at a time, and then two more: the zygote outlives the process that started it.
     shell = f"for i in 1 2; do {sys.executable} {script} & {sys.executable} {script} & wait; done; read _"
     parent = subprocess.Popen(
         ["bash", "-c", shell],
@@ -458,8 +458,8 @@ def test_children_of_a_process_share_a_nursery_that_ends_with_it(tmp_path: Path)
     assert wait_until_gone(found, timeout_s=5) == set()
 
 
-def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
-    """Random ends, and in soak 500 launches with 100 kills of the nursery at random moments."""
+def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
+    """Random ends, and in soak 500 launches with 100 kills of the zygote at random moments."""
     launch(1)
     before = len(os.listdir("/proc/self/fd"))
     generator = random.Random(5)

@@ -160,7 +160,7 @@ def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, sto
         wait_until(
             lambda: not ProcessIdentity.is_alive(holder(store).process), "the holder has ended"
         )
-        acquire(store, "r").release()  # though nobody has waited for the process
+        acquire(store, "r").release()  # though the process is still a zombie
         assert time.monotonic() - began < locks.EXPIRES_S / 2
     finally:
         other.kill()
@@ -232,7 +232,7 @@ def test_a_sealed_file_is_read_or_known_to_be_damaged() -> None:
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
             assert load_sealed(bytes(flipped), required=False) in (None, expected) or (
-                # Only the name of the checksum has changed: an entry that nobody asks for.
+                # Only the name of the checksum has changed: an entry that no reader looks for.
                 expected.items() <= (load_sealed(bytes(flipped), required=False) or {}).items()
             )
         assert load_sealed(data[:position]) is None

@@ -390,7 +390,7 @@ def test_an_epoch_prepared_ahead_is_the_same(store: Store, shuffle_bytes: int) -
         assert ids(list(reader.epoch(1))) == plain[1]
         list(reader.epoch(1, following=2))
     assert reader_threads() == []
-    with Reader(store, manifest, **options) as reader:  # where a run goes on
+    with Reader(store, manifest, **options) as reader:  # where a run resumes
         reader.prepare(3, 5)
         running = [t for t in threading.enumerate() if t.name == "sparkhvd-reader"]
         batches = reader.epoch(3, 5)

@@ -277,14 +277,14 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
         assert caught.value.__suppress_context__
     outer = OSError("it failed")
     outer.__cause__ = ValueError(SECRET)
-    with pytest.raises(StoreError) as told, store._place.explained("read", "a"):
+    with pytest.raises(StoreError) as failed, store._place.explained("read", "a"):
         raise outer
-    assert told.value.__cause__ is None
+    assert failed.value.__cause__ is None
 
     class Task:
         """A session and a DataFrame whose one row says that a file is not there."""
 
-        __module__ = "pyspark.sql.connect"  # by which sessions are told apart
+        __module__ = "pyspark.sql.connect"  # which distinguishes sessions
         conf: dict[str, str] = {}  # nothing is set
         is_stopped = False
         client = SimpleNamespace(get_config_with_defaults=lambda *pairs: tuple(None for _ in pairs))

@@ -33,7 +33,7 @@ def ask(
 
 
 class Job:
-    """A membership, and what its members have been told."""
+    """A membership, and the messages to its members."""
 
     def __init__(self, first: int = 3, least: int = 1, most: int = 8, **more: object) -> None:
         limits = Limits(first, least, most, **more)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ class Job:
         for number in range(first):
             self.membership.expect(number)
 
-    def told(self) -> dict[int, object]:
+    def messages(self) -> dict[int, object]:
         """Take the last message to each member."""
         found = dict(self.membership.outbox)
         self.membership.outbox.clear()
@@ -55,14 +55,14 @@ class Job:
     def begin(self) -> None:
         for number in range(self.membership.limits.first):
             self.membership.receive(number, ask(number), 0.0)
-        self.told()
+        self.messages()
         self.change()
         for number in self.membership.members:
             self.membership.receive(number, MemberReport("synced", 1), 0.0)
 
     def decided(self) -> Decision:
-        """Return the decision that all of its members, and nobody else, have been told."""
-        decisions = {n: m for n, m in self.told().items() if isinstance(m, Decision)}
+        """Return the decision that exactly its members have received."""
+        decisions = {n: m for n, m in self.messages().items() if isinstance(m, Decision)}
         (decision,) = set(decisions.values())
         assert set(decisions) == set(decision.members)
         return decision
@@ -71,16 +71,16 @@ class Job:
 def test_a_process_that_comes_learns_whether_a_generation_runs() -> None:
     job = Job(2)
     job.membership.receive(0, Arrival(), 0.0)
-    assert job.told() == {0: Running(0)}
+    assert job.messages() == {0: Running(0)}
     job.begin()
     job.membership.expect(2)
     job.membership.receive(2, Arrival(), 1.0)
-    assert job.told() == {2: Running(2)}  # and members are told nothing
+    assert job.messages() == {2: Running(2)}  # and members get no message
     job.membership.end(1, "has died", 2.0)
     job.membership.receive(0, ask(0, 1, state=True), 2.0)
     assert job.decided().members == (0,)  # without the one that is not ready
     job.membership.receive(2, ask(2), 3.0)
-    assert job.told() == {0: Update(only_removals=False)}
+    assert job.messages() == {0: Update(only_removals=False)}
 
 
 @pytest.mark.parametrize("most", [1, 2, 8])
@@ -92,24 +92,24 @@ def test_the_last_one_that_has_the_state_leaves_when_others_have_it(most: int) -
     for number in range(first):
         job.membership.remove(number, "its host will go", 1.0)
     if first == 2:
-        assert job.told() == {0: Update(True), 1: Update(True)}
+        assert job.messages() == {0: Update(True), 1: Update(True)}
         job.membership.receive(0, ask(0, 1, state=True, needs_sync=False), 2.0)
         job.membership.receive(1, ask(1, 1, state=True, needs_sync=False), 2.0)
-        told = job.told()
-        assert isinstance(told[1], Refusal)
-        assert isinstance(told[0], Decision)
-        assert told[0].members == (0,)
+        messages = job.messages()
+        assert isinstance(messages[1], Refusal)
+        assert isinstance(messages[0], Decision)
+        assert messages[0].members == (0,)
         job.change()
-    assert job.told() == {}  # the one that is left trains on
+    assert job.messages() == {}  # the one that is left trains on
     job.membership.receive(2, ask(2), 3.0)
-    assert job.told() == {0: Update(only_removals=False)}
+    assert job.messages() == {0: Update(only_removals=False)}
     job.membership.receive(0, ask(0, job.membership.generation, state=True), 4.0)
     assert job.decided().members == (0, 2)
     job.membership.receive(2, MemberReport("synced", 3), 5.0)
     job.membership.step(5.0)
-    assert job.told() == {0: Update(True), 2: Update(True)}
+    assert job.messages() == {0: Update(True), 2: Update(True)}
     job.membership.receive(0, ask(0, 3, state=True), 6.0)
-    assert job.told()[0] == Refusal("removed", "its host will go")
+    assert job.messages()[0] == Refusal("removed", "its host will go")
 
 
 @pytest.mark.parametrize("why", ["failed", "removed", "over"])
@@ -124,7 +124,7 @@ def test_a_process_that_comes_in_vain_learns_it_at_once(why: str) -> None:
     else:
         job.membership.receive(0, MemberReport("finished", 1), 1.0)
     job.membership.receive(2, Arrival(), 1.0)
-    refusal = job.told()[2]
+    refusal = job.messages()[2]
     assert isinstance(refusal, Refusal)
     assert refusal.kind == why
 
@@ -133,7 +133,7 @@ def test_first_generation_waits_for_the_members_that_start() -> None:
     job = Job(first=3, least=2)
     job.membership.receive(2, ask(2), 0.0)
     job.membership.receive(0, ask(0), 1.0)
-    assert job.told() == {}
+    assert job.messages() == {}
     assert job.membership.next_step_at() == 600.0
     job.membership.receive(1, ask(1), 2.0)
     assert job.decided() == Decision(1, (0, 1, 2), tuple(map(endpoint, range(3))), True)
@@ -149,7 +149,7 @@ def test_first_generation_begins_without_a_member_that_ends_or_is_late(ends: boo
         job.membership.end(2, "exited with 1", 1.0)
     else:
         job.membership.step(599.0)
-        assert job.told() == {}
+        assert job.messages() == {}
         job.membership.step(600.0)
     assert job.decided().members == (0, 1)
 
@@ -160,7 +160,7 @@ def test_survivors_keep_their_order_when_rank_0_and_another_die() -> None:
     job.membership.receive(4, ask(4, 1, state=True, why="rank 0 is gone"), 10.0)
     job.membership.end(0, "was ended by SIGKILL", 10.0)
     job.membership.receive(2, ask(2, 1, state=True, dead=(3,)), 10.0)
-    assert job.told() == {}  # rank 1 has not noticed yet
+    assert job.messages() == {}  # rank 1 has not noticed yet
     job.membership.receive(1, ask(1, 1, state=True), 10.1)
     assert job.decided() == Decision(2, (1, 2, 4), tuple(map(endpoint, (1, 2, 4))), True)
     change = job.change()
@@ -188,16 +188,16 @@ def test_a_silent_member_is_left_out_for_good() -> None:
         job.membership.receive(number, ask(number, 1, state=True), 10.0)
     assert job.membership.next_step_at() == 15.0
     job.membership.step(14.9)
-    assert job.told() == {}
+    assert job.messages() == {}
     job.membership.step(15.0)
-    told = job.told()
-    assert isinstance(told[1], Refusal)
-    assert told[1].kind == "left out"
-    assert "waited 5 s" in told[1].text
-    assert isinstance(told[0], Decision)
-    assert told[0].members == (0, 2)
+    messages = job.messages()
+    assert isinstance(messages[1], Refusal)
+    assert messages[1].kind == "left out"
+    assert "waited 5 s" in messages[1].text
+    assert isinstance(messages[0], Decision)
+    assert messages[0].members == (0, 2)
     job.membership.receive(1, ask(1, 1, state=True), 100.0)
-    assert job.told() == {1: told[1]}
+    assert job.messages() == {1: messages[1]}
 
 
 def test_new_members_wait_for_the_next_commit_and_get_the_state() -> None:
@@ -205,26 +205,26 @@ def test_new_members_wait_for_the_next_commit_and_get_the_state() -> None:
     job.begin()
     for number in (5, 6):
         job.membership.receive(number, ask(number), 1.0)
-    assert job.told() == dict.fromkeys((0, 1), Update(only_removals=False))
+    assert job.messages() == dict.fromkeys((0, 1), Update(only_removals=False))
     job.membership.receive(1, ask(1, 1, state=True, version=3, needs_sync=False), 2.0)
     job.membership.receive(0, ask(0, 1, state=True, version=3, needs_sync=False), 2.0)
     decision = job.decided()
     assert (decision.members, decision.sync) == ((0, 1, 5), True)
     assert job.membership.waiting() == (6,)  # there is no place
     job.membership.end(5, "died", 3.0)
-    assert job.told() == dict.fromkeys((0, 1), Update(only_removals=False))
+    assert job.messages() == dict.fromkeys((0, 1), Update(only_removals=False))
 
 
 def test_members_that_should_leave_do_so_at_a_commit_without_a_sync() -> None:
     job = Job()
     job.begin()
     job.membership.remove(1, "its host is not there any more", 1.0)
-    assert job.told() == dict.fromkeys((0, 1, 2), Update(only_removals=True))
+    assert job.messages() == dict.fromkeys((0, 1, 2), Update(only_removals=True))
     for number in range(3):
         job.membership.receive(number, ask(number, 1, state=True, version=1, needs_sync=False), 2.0)
-    told = job.told()
-    assert told[1] == Refusal("removed", "its host is not there any more")
-    assert told[0] == told[2] == Decision(2, (0, 2), tuple(map(endpoint, (0, 2))), False)
+    messages = job.messages()
+    assert messages[1] == Refusal("removed", "its host is not there any more")
+    assert messages[0] == messages[2] == Decision(2, (0, 2), tuple(map(endpoint, (0, 2))), False)
 
 
 def test_the_last_one_that_has_the_state_stays_while_nobody_is_coming() -> None:
@@ -232,19 +232,19 @@ def test_the_last_one_that_has_the_state_stays_while_nobody_is_coming() -> None:
     job.begin()
     for number in range(2):
         job.membership.remove(number, "its slot is gone", 1.0)
-    job.told()
+    job.messages()
     for number in range(2):
         job.membership.receive(number, ask(number, 1, state=True, needs_sync=False), 2.0)
-    told = job.told()
-    assert told[1] == Refusal("removed", "its slot is gone")
-    assert told[0] == Decision(2, (0,), (endpoint(0),), False)
+    messages = job.messages()
+    assert messages[1] == Refusal("removed", "its slot is gone")
+    assert messages[0] == Decision(2, (0,), (endpoint(0),), False)
     job.membership.expect(2)
     job.membership.receive(2, ask(2), 3.0)
-    assert job.told() == {0: Update(only_removals=False)}
+    assert job.messages() == {0: Update(only_removals=False)}
     job.membership.receive(0, ask(0, 2, state=True), 4.0)
     job.membership.receive(2, MemberReport("synced", 3), 5.0)
     job.membership.receive(0, ask(0, 3, state=True), 6.0)
-    assert job.told()[0] == Refusal("removed", "its slot is gone")
+    assert job.messages()[0] == Refusal("removed", "its slot is gone")
 
 
 def test_one_member_that_needs_the_state_makes_all_of_them_sync() -> None:
@@ -264,14 +264,14 @@ def test_rank_0_is_a_member_with_the_newest_state() -> None:
     assert job.decided().members == (1, 2, 0, 7)
 
 
-def test_a_job_whose_state_is_gone_ends_instead_of_beginning_anew() -> None:
+def test_a_job_whose_state_is_gone_ends_instead_of_starting_over() -> None:
     job = Job(first=2)
     job.begin()
     job.membership.receive(2, ask(2), 1.0)
-    job.told()
+    job.messages()
     for number in (0, 1):
         job.membership.end(number, "died", 2.0)
-    refusal = job.told()[2]
+    refusal = job.messages()[2]
     assert isinstance(refusal, Refusal)
     assert refusal.kind == "failed"
     assert "state is gone" in refusal.text
@@ -284,13 +284,13 @@ def test_too_few_members_wait_for_others_and_then_fail() -> None:
         job.membership.end(number, "died", 1.0)
     job.membership.receive(0, ask(0, 1, state=True), 1.0)
     assert job.membership.next_step_at() == 51.0
-    assert job.told() == {}
+    assert job.messages() == {}
     job.membership.receive(3, ask(3), 2.0)
     assert job.decided().members == (0, 3)
     job.membership.end(3, "died", 3.0)
     job.membership.receive(0, ask(0, 2, state=True), 3.0)
     job.membership.step(53.0)
-    refusal = job.told()[0]
+    refusal = job.messages()[0]
     assert isinstance(refusal, Refusal)
     assert "1 of the 2 ranks that it needs" in refusal.text
     assert "50 s" in refusal.text
@@ -302,12 +302,12 @@ def test_resets_have_a_limit() -> None:
     for generation in (1, 2):
         for number in (0, 1):
             job.membership.receive(number, ask(number, generation, state=True), 1.0)
-        told = job.told()
+        messages = job.messages()
         if generation == 1:
-            assert isinstance(told[0], Decision)
+            assert isinstance(messages[0], Decision)
         else:
-            assert all(isinstance(each, Refusal) for each in told.values())
-            assert "reset 1 times" in str(told[0])
+            assert all(isinstance(each, Refusal) for each in messages.values())
+            assert "reset 1 times" in str(messages[0])
 
 
 def test_nobody_joins_once_a_function_has_returned() -> None:
@@ -316,14 +316,14 @@ def test_nobody_joins_once_a_function_has_returned() -> None:
     job.membership.receive(0, MemberReport("finished", 1), 1.0)
     job.membership.receive(5, ask(5), 1.0)
     job.membership.receive(1, ask(1, 1, state=True), 2.0)  # its last steps, alone
-    told = job.told()
-    assert told[5] == Refusal("over", "the others have finished")
-    assert isinstance(told[1], Decision)
-    assert told[1].members == (1,)
+    messages = job.messages()
+    assert messages[5] == Refusal("over", "the others have finished")
+    assert isinstance(messages[1], Decision)
+    assert messages[1].members == (1,)
 
 
 class World:
-    """Processes that ask, die, stop and join in any order, and what they are told."""
+    """Processes that ask, die, stop and join in any order, and the answers that they get."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -392,7 +392,7 @@ def test_random_lives_agree(seed: int) -> None:
     world = World(seed)
     for _ in range(world.dice.randint(5, 60)):
         world.step()
-    # At the end all who live and answer ask, and a generation has these and nobody else.
+    # At the end all processes that live and answer ask, and a generation consists of exactly these.
     membership = world.membership
     final = world.alive - world.stopped - world.out
     for _ in range(2):  # one that joins waits for the second time

@@ -1,4 +1,4 @@
-"""Runs of killed drivers: their files, and the fits that may go on with them."""
+"""Runs of killed drivers: their files, and the fits that may resume them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_run_is_announced_with_its_store_and_where_it_begins(
     assert not is_temporary_store(run.store)
 
 
-def test_a_run_that_goes_on_with_data_computed_anew_says_so(run: Run) -> None:
+def test_a_run_that_resumes_with_recomputed_data_says_so(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.warn_of_other_data()

@@ -59,9 +59,9 @@ def test_every_rank_gets_all_texts_in_the_order_of_ranks(way: str, size: int) ->
 def test_a_rank_that_does_not_come_is_told(way: str) -> None:
     text = "Rank 0 waited 0.2 s .*of 2 ranks these did not come: 1"
     with pytest.raises(PreflightError, match=text):
-        gather(point_on(way, "nobody else"), 0, 2, "", 0.2)
+        gather(point_on(way, "no other rank"), 0, 2, "", 0.2)
     with pytest.raises(PreflightError, match=r"Rank 1 waited 0.2 s .*has not answered \(.*refused"):
-        gather(point_on(way, "nobody else"), 1, 2, "", 0.2)
+        gather(point_on(way, "no other rank"), 1, 2, "", 0.2)
 
 
 def test_a_host_without_an_address_is_told() -> None:

@@ -35,7 +35,7 @@ class Server(Sink):
     def _answer(self, call: str) -> None:
         self.tries += 1
         if not self.is_up:
-            raise ConnectionError("nobody listens")
+            raise ConnectionError("no listener")
         if call in self.refused:
             raise ValueError(f"no {call} here\nand a second line")
         self.calls.append(call)
@@ -112,7 +112,7 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_while_and_two_lines_say_
     sent.close()
     assert server.metrics == numbers(40)
     assert said == [
-        "the server does not answer (ConnectionError: nobody listens). Training continues; undelivered numbers are kept.",
+        "the server does not answer (ConnectionError: no listener). Training continues; undelivered numbers are kept.",
         "the server answers again; what has waited is logged.",
     ]
 

@@ -61,7 +61,7 @@ def test_silence_in_the_middle_of_a_message_is_silence(
 def test_silence_ends_an_agent_only_if_the_launchers_host_does_not_answer(
     launcher: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came_from(monkeypatch, "255.255.255.255", 40000)  # an address that nobody has
+    came_from(monkeypatch, "255.255.255.255", 40000)  # an address that no host has
     assert agent._receive(launcher.other) is None  # type: ignore[attr-defined]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

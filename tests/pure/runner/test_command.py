@@ -58,8 +58,8 @@ def test_options_without_effect_are_told_as_their_flags(
 ) -> None:
     assert main(["-np", "1", "--config-file", str(config), "/no/program"]) == 2
     said = capsys.readouterr().err
-    told = [line.split()[1] for line in said.splitlines() if "has no effect" in line]
-    assert told == [
+    ignored = [line.split()[1] for line in said.splitlines() if "has no effect" in line]
+    assert ignored == [
         "--cycle-time-ms",
         "--hierarchical-allreduce",
         "--num-nccl-streams",

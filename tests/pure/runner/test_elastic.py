@@ -94,8 +94,8 @@ def test_a_change_that_another_one_has_overtaken_is_told_of_with_it() -> None:
     last = GenerationFormed(
         change(3, 2, (1, 3), lost={0: "has died"}, joined=(3,)), 0.25, has_met=True
     )
-    told = report.describe(last, hosts, {0: "was ended by SIGKILL"})
-    assert str(told) == (
+    described = report.describe(last, hosts, {0: "was ended by SIGKILL"})
+    assert str(described) == (
         "3 -> 2 ranks in 0.75 s: process 0 on a was ended by SIGKILL; process 2 on b has died; process 3 on b joined as rank 1"
     )
     same = GenerationFormed(change(4, 2, (1, 3), why="a timeout"), 0.1, has_met=True)

@@ -1,4 +1,4 @@
-"""Horovod's arguments of `run` and `run_local`: what has an effect, what is told, what is refused."""
+"""Horovod's arguments of `run` and `run_local`: which have an effect, which warn, which are refused."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_run_takes_horovods_arguments_in_horovods_order() -> None:
 def test_an_argument_without_effect_is_told_on_the_callers_line(
     given: dict[str, Any], why: str
 ) -> None:
-    with pytest.warns(UserWarning, match=why) as told, pytest.raises(InvalidArgumentError):
+    with pytest.warns(UserWarning, match=why) as warned, pytest.raises(InvalidArgumentError):
         sparkhvd.run(print, spark="no session", **given)  # type: ignore[arg-type]
-    assert [one.filename for one in told] == [__file__]
+    assert [one.filename for one in warned] == [__file__]
 
 
 def test_choices_that_ask_for_nothing_are_silent() -> None:

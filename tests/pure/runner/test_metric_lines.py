@@ -36,7 +36,7 @@ class Kept(Logger, Sink):
         self.state = state
 
 
-def told(capsys: pytest.CaptureFixture[str], metrics: dict[str, Any], step: int) -> str:
+def logged(capsys: pytest.CaptureFixture[str], metrics: dict[str, Any], step: int) -> str:
     """Return the line that `log_metrics` gives a rank's driver."""
     log_metrics(metrics, step)
     return capsys.readouterr().err
@@ -45,7 +45,7 @@ def told(capsys: pytest.CaptureFixture[str], metrics: dict[str, Any], step: int)
 def test_numbers_go_to_the_loggers_and_other_lines_where_they_went(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    line = told(capsys, {"loss": torch.tensor(0.5), "rows": 3}, 7)
+    line = logged(capsys, {"loss": torch.tensor(0.5), "rows": 3}, 7)
     found: list[Metric] = []
     shown = io.StringIO()
     splitter = LineSplitter(found.extend, shown)
@@ -81,27 +81,27 @@ def test_what_is_no_number_is_an_error_on_the_rank(metrics: Any, step: Any) -> N
 
 def test_a_call_is_followed_to_its_end() -> None:
     kept, shown = Kept(), io.StringIO()
-    with attach_loggers([kept], told, {"num_proc": 2, "hosts": None}, shown, 0) as (stream, fn):
+    with attach_loggers([kept], logged, {"num_proc": 2, "hosts": None}, shown, 0) as (stream, fn):
         assert stream is not None
-        assert fn.__name__ == "told"
+        assert fn.__name__ == "logged"
         stream.write('[0] metrics {"step": 3, "time": 5.0, "values": {"loss": 1.5}}\n')
     (fit,) = kept.fits
-    assert fit.run_id.startswith("told-")
+    assert fit.run_id.startswith("logged-")
     assert fit.params == {"num_proc": "2"}
     assert kept.metrics == [Metric("loss", 1.5, 3, 5.0)]
     assert kept.state == "finished"
-    with pytest.raises(ValueError, match="no"), attach_loggers([kept], told, {}, shown, 0):
+    with pytest.raises(ValueError, match="no"), attach_loggers([kept], logged, {}, shown, 0):
         raise ValueError("no")
     assert kept.state == "failed"
 
 
 def test_without_loggers_the_stream_stays_as_it_is() -> None:
     shown = io.StringIO()
-    with attach_loggers(None, told, {}, shown, 1) as (stream, fn):
+    with attach_loggers(None, logged, {}, shown, 1) as (stream, fn):
         assert stream is shown
-        assert fn is told
+        assert fn is logged
     with (
         pytest.raises(InvalidArgumentError, match="loggers"),
-        attach_loggers(["mlflow"], told, {}, shown, 1),  # type: ignore[list-item]
+        attach_loggers(["mlflow"], logged, {}, shown, 1),  # type: ignore[list-item]
     ):
         pass

@@ -117,10 +117,10 @@ def test_root_cause_among_equals_is_the_lowest_rank() -> None:
 
 def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_line() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in loss\n    raise ValueError("no")\n'
-    told = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="rank 1: no")
-    raised = replace(told, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
-    assert root_cause([told, raised]) == raised
-    lines = str(error_of(raised, 3, others=[told, raised, replace(told, rank=2)])).splitlines()
+    echo = Outcome(0, OutcomeKind.EXCEPTION, error="ValueError", message="rank 1: no")
+    raised = replace(echo, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
+    assert root_cause([echo, raised]) == raised
+    lines = str(error_of(raised, 3, others=[echo, raised, replace(echo, rank=2)])).splitlines()
     assert lines[0] == '/home/me/train.py:7: raise ValueError("no")'
     assert lines[-3] == "Also: 2 more ranks raised the same."
     assert lines[-1] == "ValueError: rank 1: no"
@@ -159,9 +159,9 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
 
 
 def test_what_to_do_is_said_of_the_cause_alone() -> None:
-    told = "broadcast('a.b'): rank 1 is lost: its connection closed, as seen by rank 0. Start the engine again."
+    echo = "broadcast('a.b'): rank 1 is lost: its connection closed, as seen by rank 0. Start the engine again."
     killed = Outcome(1, OutcomeKind.CRASH, host="h1", exit="signal SIGKILL")
-    *_, last = str(error_of(killed, 2, others=[replace(PEER, message=told), killed])).splitlines()
+    *_, last = str(error_of(killed, 2, others=[replace(PEER, message=echo), killed])).splitlines()
     assert last == (
         "Also: Rank 0 of 2 on host h0 stopped because of another rank: PeerLostError: broadcast('a.b'): rank 1 is lost: "
         "its connection closed, as seen by rank 0."

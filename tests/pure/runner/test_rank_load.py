@@ -38,14 +38,14 @@ def works(seconds: float, *, fails: bool = False) -> int:
     return os.getpid()
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def logged(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     lines = capsys.readouterr().err.splitlines()
     return [json.loads(line.removeprefix(METRICS))["values"] for line in lines]
 
 
 def test_the_load_is_told_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert WithSystemMetrics(works)(0.3) == os.getpid()
-    values = told(capsys)
+    values = logged(capsys)
     assert 1 <= len(values) <= 8
     names = {name.rpartition("/")[2] for name in values[0]}
     assert names == {"cpu_utilization_percentage", "rss_megabytes"}
@@ -53,7 +53,7 @@ def test_the_load_is_told_while_the_function_runs(capsys: pytest.CaptureFixture[
     with pytest.raises(ValueError, match="as asked"):
         WithSystemMetrics(works)(0.0, fails=True)
     time.sleep(0.2)
-    assert told(capsys) == []  # the thread has ended with the function
+    assert logged(capsys) == []  # the thread has ended with the function
 
 
 def test_the_gpu_is_asked_once_torch_uses_it(
@@ -75,7 +75,7 @@ def test_the_gpu_is_asked_once_torch_uses_it(
     capsys.readouterr()
     WithSystemMetrics(works)(0.2)
     assert asked == ["GPU-of-1"]  # of its local rank
-    numbers = {n.rpartition("/")[2]: v for n, v in told(capsys)[-1].items()}
+    numbers = {n.rpartition("/")[2]: v for n, v in logged(capsys)[-1].items()}
     assert numbers["gpu_utilization_percentage"] == 75.0
     assert numbers["gpu_memory_usage_megabytes"] == 3000.0
 

@@ -1,4 +1,4 @@
-"""How other hosts are reached: what cannot be is told before anything starts."""
+"""How other hosts are reached: one that cannot be is an error before anything starts."""
 
 from __future__ import annotations
 

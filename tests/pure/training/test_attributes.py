@@ -73,7 +73,7 @@ def test_every_kind_of_value_comes_back(value: Any) -> None:
     assert type(other.value) is type(value)
     assert repr(other.value) == repr(value)
     assert getattr(other.value, "dtype", None) == getattr(value, "dtype", None)
-    # The same once more is no change, and an equal one is none either.
+    # The same once more is no change, and neither is an equal one.
     again = Attributes(lambda: {"": other})
     assert again.changes() == []
     other.value = copy.deepcopy(other.value)

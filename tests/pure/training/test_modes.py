@@ -168,7 +168,7 @@ def test_a_method_of_another_meaning_is_named_before_any_job(
     with pytest.raises(InvalidArgumentError, match="model: " + says):
         check_model(model)
     assert all(map(torch.equal, model.parameters(), before))
-    if kind is EvalOfRows:  # nobody calls that of a part
+    if kind is EvalOfRows:  # torch does not call that of a part
         check_model(nn.Sequential(kind()))
     else:
         with pytest.raises(InvalidArgumentError, match=r"model \(its part '0'\): " + says):

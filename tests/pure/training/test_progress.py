@@ -47,14 +47,14 @@ def test_another_rank_tells_how_long_it_waits_when_that_changes_and_now_and_then
 ) -> None:
     be_rank(monkeypatch, 1)
     it = StepReporter(1, 2, 100)
-    told = []
+    counts = []
     for second in range(1, 15):
         clock.now = float(second)
         share = 0.5 if second < 8 else 0.7
         it.step(second, 4, dict, waited_s=share * second)
-        told.append(len(sent))
+        counts.append(len(sent))
     # At 1 s, again at 6 s because the first may be lost, changed at 8 s, again at 13 s.
-    assert told == [1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4]
+    assert counts == [1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4]
     assert sent[0] == {"rank": 1, "epoch": 1, "waited": 0.5}
 
 

@@ -62,7 +62,7 @@ def test_a_scheduler_moves_after_each_step(store: Store) -> None:
 
 
 def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
-    """Its ranks come and go, and OneCycleLR refuses a step more."""
+    """Membership changes divide the epoch among other numbers of ranks, and OneCycleLR refuses an extra step."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     schedule = Schedule(
         one_cycle, optimizer, interval="step", monitor=Monitor(), steps_per_epoch=12, epochs=4
@@ -74,7 +74,7 @@ def test_a_schedule_is_as_long_whatever_number_of_steps_an_epoch_has() -> None:
             optimizer.step()
             schedule.after_step()
         assert scheduler.last_epoch == 12 * epoch
-    # Steps of an epoch that was divided anew more than once.
+    # Steps of an epoch that was divided again more than once.
     optimizer.step()
     schedule.after_step()
     assert scheduler.last_epoch == scheduler.total_steps
@@ -202,7 +202,7 @@ def test_a_rate_of_numpy_can_be_read_back(store: Store) -> None:
 
     ranks = case(store, cosine)
     ranks.train(2, epochs=1)
-    ranks.train(2)  # goes on from what was saved
+    ranks.train(2)  # resumes from the checkpoint
     assert_close(ranks.weights(2), ranks.reference(2, 2)[1], 1e-10)
     assert type(ranks.checkpoint(2).scheduler["_last_lr"][0]) is float
 

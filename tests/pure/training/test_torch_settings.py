@@ -1,4 +1,4 @@
-"""Settings of torch that change results: what the driver has set, ranks and workers have, and nobody else."""
+"""Settings of torch that change results: ranks and workers get the driver's, and no other process does."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["{}", "memory://cut-off{}"])
-def test_a_file_that_is_cut_off_is_written_anew(tmp_path: Path, url: str) -> None:
+def test_a_file_that_is_cut_off_is_written_again(tmp_path: Path, url: str) -> None:
     store = Store.create(url.format(tmp_path))
     sink = io.BytesIO()
     stored = Weights(weights.dump(TENSORS, sink), None, store)

@@ -103,7 +103,7 @@ def wait_beside_forked_children(engine: Engine, talk: Talk) -> Any:
 
 
 def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
-    """Use the engine in a forked child, which gets an error; the parent goes on."""
+    """Use the engine in a forked child, which gets an error; the parent continues."""
     before, _ = start_allreduce(engine, "before", np.ones(4, np.float32))
     before.wait()
     read, write = os.pipe()
@@ -113,10 +113,10 @@ def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
         for call in (lambda: allreduce(engine, "x", np.ones(3)), before.done, engine.check):
             try:
                 call()
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:  # noqa: BLE001 - reported to the test
                 texts.append(f"{type(error).__name__}: {error}")
         engine.shutdown()
-        engine.abort("nobody hears this")
+        engine.abort("no rank receives this")
         # No socket of the parent is left in the child.
         sockets = [
             fd
@@ -127,11 +127,11 @@ def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
         os.write(write, repr((texts, len(sockets))).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    told = os.read(read, 10_000).decode()
+    written = os.read(read, 10_000).decode()
     os.close(read)
     os.close(write)
     after = allreduce(engine, "after", np.ones(4, np.float32)).tolist()
-    return [told, after]
+    return [written, after]
 
 
 def interrupted_wait(engine: Engine, talk: Talk) -> Any:

@@ -201,7 +201,7 @@ def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
             text = f"{type(error).__name__}: {error}"
         fake.fake_cuda_reset()
         fake.fake_cuda_stream_delay_us(0)
-    # The set without the departed rank goes on.
+    # The set without the departed rank continues.
     array.values[:] = 1
     start_sum(engine, "y", array, process_set=others).wait()
     return text, array.values.tolist()

@@ -125,7 +125,7 @@ def test_an_mpi_that_has_not_noticed_its_launcher_is_told(
     rank, size = variables
     monkeypatch.setenv(rank, "2")
     monkeypatch.setenv(size, "4")
-    monkeypatch.setattr(mpi, "end_with_launcher", lambda _: None)  # there is none
+    monkeypatch.setattr(mpi, "end_with_launcher", lambda _: None)  # no launcher here
     module: Any = sys.modules[ThreadComm.__module__]
     single = world(1)[0]
     monkeypatch.setattr(module, "COMM_WORLD", single, raising=False)

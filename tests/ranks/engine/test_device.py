@@ -84,15 +84,15 @@ def test_an_operation_that_stands_still_on_the_gpu_is_warned_about(
         for rank in ranks:
             assert rank.expect() == "warned"
         for rank in ranks:
-            rank.tell("go on")
+            rank.tell("continue")
         for rank in ranks:
             assert rank.expect() >= 2
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     for rank in ("rank 0", "rank 1"):
         said = rf"allreduce\('stuck'\) of process set 1: {rank} is waiting for the GPU since ([\d.]+) s"
-        assert float(re.findall(said, told)[0]) >= 0.4, told
-    assert "'after'" not in told
-    assert "'first'" not in told
+        assert float(re.findall(said, printed)[0]) >= 0.4, printed
+    assert "'after'" not in printed
+    assert "'first'" not in printed
 
 
 def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() -> None:

@@ -100,7 +100,7 @@ def test_timeline_shows_operations_and_when_ranks_came(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
     def body(engine: Engine) -> None:
-        timeline.stop(engine)  # there is none
+        timeline.stop(engine)  # none was started
         allreduce(engine, "before", np.ones(10, np.float32))
         timeline.start(engine, path, mark_cycles=True)
         engine.barrier(name="begin").wait()

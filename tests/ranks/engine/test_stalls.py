@@ -39,31 +39,31 @@ def test_warning_names_the_missing_rank_and_shows_where_it_is(
         f"{BODIES}:one_rank_is_late", 2, settings=SETTINGS, tcp_only=tcp_only
     ) as ranks:
         run_late(ranks, reason)
-    told = capfd.readouterr().err
-    assert "sparkhvd warning: barrier('late'): waiting for rank 1 since 0." in told
-    assert "sparkhvd warning: rank 1 is here:\n" in told
-    assert f"in {reason}\n" in told
-    assert "in one_rank_is_late\n" in told
-    assert "rank 0 is here" not in told
+    printed = capfd.readouterr().err
+    assert "sparkhvd warning: barrier('late'): waiting for rank 1 since 0." in printed
+    assert "sparkhvd warning: rank 1 is here:\n" in printed
+    assert f"in {reason}\n" in printed
+    assert "in one_rank_is_late\n" in printed
+    assert "rank 0 is here" not in printed
 
 
 def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str]) -> None:
     with rank_processes(f"{BODIES}:coordinator_is_late", 2, settings=SETTINGS) as ranks:
         for rank in ranks:
             assert rank.expect() == "done"
-    told = capfd.readouterr().err
-    assert "waiting for rank 0 since 0." in told
-    assert "sparkhvd warning: rank 0 is here:\n" in told
-    assert "in coordinator_is_late\n" in told
+    printed = capfd.readouterr().err
+    assert "waiting for rank 0 since 0." in printed
+    assert "sparkhvd warning: rank 0 is here:\n" in printed
+    assert "in coordinator_is_late\n" in printed
 
 
 def test_signal_that_the_program_uses_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     target = "tests.ranks.engine.own_signal_bodies:one_rank_is_late"
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         run_late(ranks, "sleeping_here")
-    told = capfd.readouterr()
-    assert "sparkhvd warning: rank 1 is here:\n(no stack: " in told.err
-    assert "mine" not in told.out + told.err
+    printed = capfd.readouterr()
+    assert "sparkhvd warning: rank 1 is here:\n(no stack: " in printed.err
+    assert "mine" not in printed.out + printed.err
 
 
 def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixture[str]) -> None:
@@ -71,27 +71,29 @@ def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixt
     with rank_processes(target, 2, settings=SETTINGS) as ranks:
         for rank in ranks:
             assert rank.expect() == "done"
-    told = capfd.readouterr().err
-    assert "(no stack: the handler of signal 44 was replaced after the engine had started)" in told
+    printed = capfd.readouterr().err
+    assert (
+        "(no stack: the handler of signal 44 was replaced after the engine had started)" in printed
+    )
 
 
 def test_no_stack_is_taken_where_the_setting_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4, stack_signal=0)
     with rank_processes(f"{BODIES}:one_rank_is_late", 2, settings=settings) as ranks:
         run_late(ranks, "sleeping_here")
-    told = capfd.readouterr().err
-    assert "rank 1 is here:\n(no stack: " in told
-    assert "in sleeping_here" not in told
+    printed = capfd.readouterr().err
+    assert "rank 1 is here:\n(no stack: " in printed
+    assert "in sleeping_here" not in printed
 
 
 def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
     """Return what was printed until `text` came."""
-    told = ""
+    printed = ""
     deadline = time.monotonic() + DEADLINE_S
-    while text not in told and time.monotonic() < deadline:
+    while text not in printed and time.monotonic() < deadline:
         time.sleep(0.02)
-        told += capfd.readouterr().err
-    return told
+        printed += capfd.readouterr().err
+    return printed
 
 
 def test_stopped_rank_is_told_from_one_that_is_busy(capfd: pytest.CaptureFixture[str]) -> None:
@@ -99,16 +101,16 @@ def test_stopped_rank_is_told_from_one_that_is_busy(capfd: pytest.CaptureFixture
         for rank in ranks:
             assert rank.expect() == "running"
         ranks[1].kill(signal.SIGSTOP)
-        told = wait_for("has not even answered", capfd)
+        printed = wait_for("has not even answered", capfd)
         ranks[1].kill(signal.SIGCONT)
-        told += wait_for("rank 1 is here", capfd)
-        ranks[1].tell("go on")
+        printed += wait_for("rank 1 is here", capfd)
+        ranks[1].tell("continue")
         for rank in ranks:
             assert rank.expect() == "done"
-    told += capfd.readouterr().err
-    assert "rank 1 has not even answered the request for its stack" in told
-    # Once when it went on; who asks again later gets another answer.
-    answers = told.split("has not even answered")[1].split("waiting for")[0]
+    printed += capfd.readouterr().err
+    assert "rank 1 has not even answered the request for its stack" in printed
+    # Once when it continued; a later question gets another answer.
+    answers = printed.split("has not even answered")[1].split("waiting for")[0]
     assert answers.count("sparkhvd warning: rank 1 is here:\n") == 1
 
 

@@ -130,9 +130,10 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
     assert outcomes[0]["values"] == {"bucket_bytes": 16 << 20, "chunk_bytes": 128 << 10}
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert len(outcomes[0]["history"]) > 5
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert (
-        told.count("sparkhvd autotune: chose bucket_bytes=16777216, chunk_bytes=131072, 1.30") == 1
+        printed.count("sparkhvd autotune: chose bucket_bytes=16777216, chunk_bytes=131072, 1.30")
+        == 1
     )
     assert json.loads(saved.read_text()) == {
         "format": 1,
@@ -146,7 +147,7 @@ def test_ranks_change_at_the_same_steps_and_end_at_the_top(
         assert outcome["done"]
         assert outcome["history"] == [(1, {"bucket_bytes": 16 << 20, "chunk_bytes": 128 << 10})]
     assert "loaded from" in capfd.readouterr().err
-    # Other ranks tune anew.
+    # Another number of ranks tunes again.
     other = run_ranks(2, lambda engine: tune(engine, 5), settings=settings)
     assert not other[0]["done"]
     assert "was made for other ranks or knobs; tuning again" in capfd.readouterr().err

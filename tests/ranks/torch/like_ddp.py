@@ -46,8 +46,8 @@ def attempted(program: Callable[[Way], Result], way: Way) -> Outcome:
     try:
         found = outcome(program, way)
         if isinstance(way, Ours):
-            hvd.barrier()  # where a rank that goes on hears of another's error
-    except Exception:  # noqa: BLE001 - told to the test
+            hvd.barrier()  # where a rank that continues receives another's error
+    except Exception:  # noqa: BLE001 - reported to the test
         return Outcome(torch.empty(0), error=traceback.format_exc())
     return found
 

@@ -123,7 +123,7 @@ def frozen_parameters(way: Way) -> Result:
 
 @behaviour("views")
 def thawing_frozen_parameters(way: Way) -> Result:
-    """DDP is made anew for them; clipping needs them reduced in their first step too."""
+    """DDP is created again for them; clipping needs them reduced in their first step too."""
     model = mlp()
     model[0].requires_grad_(False)
     net, optimizer = way.pair(model, sgd)

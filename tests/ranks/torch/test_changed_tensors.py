@@ -397,7 +397,7 @@ class Failing:
 def test_memory_is_kept_where_the_library_fails_behind_a_submission(
     function: str, call: Callable[[torch.Tensor], Any]
 ) -> None:
-    """Let the operations go on that the library has taken."""
+    """Operations that the library has accepted continue."""
     rank_0_has_looked = threading.Event()
 
     def body() -> Any:

@@ -285,7 +285,7 @@ def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool
                 call(tensors, name="group", **options)
             hvd.barrier()
             assert all(tensor.eq(hvd.rank() + 1).all() for tensor in tensors)
-        # The engine goes on.
+        # The engine continues.
         whole = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
         return [t.tolist() for t in hvd.grouped_allreduce(whole, op=hvd.Sum, name="next")]
 

@@ -116,7 +116,7 @@ def test_lists_of_ranks_that_are_not_there_are_refused(ranks: list[int], message
     assert not hvd.is_initialized()
 
 
-def test_a_job_over_a_communicator_begins_anew_after_its_end() -> None:
+def test_a_job_over_a_communicator_starts_again_after_its_end() -> None:
     for _ in range(2):
         hvd.init(comm=world(1)[0], process_sets="dynamic")
         assert (hvd.rank(), hvd.size()) == (0, 1)

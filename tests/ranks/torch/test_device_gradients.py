@@ -69,7 +69,7 @@ def test_gradients_that_a_captured_graph_writes_into_the_same_memory_again() -> 
     def body(gpu: FakeDevice) -> list[Any]:
         model: Any = gpu.module(nn.Linear(3, 2, bias=False).double())
         optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        captured = torch.zeros_like(model.weight.detach())  # as backward makes it: nobody else's
+        captured = torch.zeros_like(model.weight.detach())  # as backward makes it: not shared
         model.weight.grad = captured
         found = []
         for step in range(4):

@@ -243,7 +243,7 @@ def test_training_with_uneven_numbers_of_batches() -> None:
         if hvd.rank() == 2:
             assert gradients == [None] * 4
             for p in model.parameters():
-                p.grad = torch.full_like(p, float("nan"))  # nobody may read it
+                p.grad = torch.full_like(p, float("nan"))  # no rank may read it
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         for _ in range(2):  # everybody again; also the order of gradients is agreed on now

@@ -621,7 +621,7 @@ def test_state_of_one_process_goes_on_over_ranks_and_back() -> None:
 
 @pytest.mark.parametrize("how", ["load_state_dict", "broadcast_optimizer_state"])
 def test_a_scheduler_made_before_wrapping_lives_on_after(how: Any) -> None:
-    """Loaded or broadcast state must not leave the scheduler with parameter groups that nobody uses."""
+    """Loaded or broadcast state must not leave the scheduler with parameter groups that the optimizer does not use."""
 
     def run(distributed: bool) -> Any:
         model = MLP.build()
@@ -653,7 +653,7 @@ def test_averages_of_weights_are_kept_in_copies() -> None:
             between = copy.deepcopy(model)  # gradients are in flight
             optimizer.step()
             average.update_parameters(model)
-        MLP.loss(between, batch(0, distributed)).backward()  # disturbs nobody
+        MLP.loss(between, batch(0, distributed)).backward()  # must not disturb the others
         MLP.loss(average.module, batch(0, distributed)).backward()
         last = [values(m) for m in (model, average.module, between)]
         learn(model, optimizer, distributed, range(2))

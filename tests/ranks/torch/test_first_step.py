@@ -313,20 +313,20 @@ def test_a_difference_is_told_again_to_who_asks_again() -> None:
     def body() -> list[str]:
         a = parameter(3 + hvd.rank())
         optimizer = hvd.DistributedOptimizer(sgd(a))
-        told = []
+        texts = []
         if hvd.rank() == 0:
             with pytest.raises(MismatchError) as caught:
                 a.sum().backward()
-            told.append(str(caught.value))
+            texts.append(str(caught.value))
         for _ in range(2):
             with pytest.raises(MismatchError) as caught:
                 optimizer.step()
-            told.append(str(caught.value))
-        return told
+            texts.append(str(caught.value))
+        return texts
 
-    for told in on_ranks(2, body):
-        assert len(set(told)) == 1
-        assert "Rank 0 has 'allreduce.noname.0.0' with shape (3,)" in told[0]
+    for texts in on_ranks(2, body):
+        assert len(set(texts)) == 1
+        assert "Rank 0 has 'allreduce.noname.0.0' with shape (3,)" in texts[0]
 
 
 def test_a_users_compressor_may_be_an_object_of_each_rank() -> None:

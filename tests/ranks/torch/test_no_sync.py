@@ -87,7 +87,7 @@ def test_detached_optimizer_reduces_no_more() -> None:
         optimizer.step()
         optimizer.detach()
         optimizer.zero_grad()
-        if hvd.rank() == 0:  # nobody else takes part
+        if hvd.rank() == 0:  # no other rank takes part
             MLP.loss(model, batch(1, True)).backward()
         assert len(optimizer.state_dict()["param_groups"]) == 1
         with pytest.raises(InvalidArgumentError, match="detached"):

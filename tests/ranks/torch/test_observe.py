@@ -27,9 +27,9 @@ def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> 
     shown = on_ranks(2, body)
     assert shown[0].counters["collectives"][0]["operations"] == 1
     assert shown[1].counters["rank"] == 1
-    told = capfd.readouterr().out
-    assert told == f"{shown[0]}\n"
-    assert "allreduce" in told
+    printed = capfd.readouterr().out
+    assert printed == f"{shown[0]}\n"
+    assert "allreduce" in printed
     with pytest.raises(NotInitializedError):
         sparkhvd.metrics()
 

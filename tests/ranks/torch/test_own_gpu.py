@@ -40,10 +40,10 @@ def launched() -> Iterator[Callable[[int | None], None]]:
     ("gpu", "count", "current", "expected"),
     [
         (1, 2, None, [1]),
-        (1, 2, 0, [1]),  # CUDA runs, and nobody has chosen
+        (1, 2, 0, [1]),  # CUDA runs, and no device was chosen
         (2, 4, 1, []),  # the script has
         (0, 2, None, []),  # it is the current one anyway, and CUDA need not start
-        (None, 2, None, []),  # use_gpu=False, or nobody gave any
+        (None, 2, None, []),  # use_gpu=False, or none was assigned
         (1, 0, None, []),  # a torch without CUDA: the script may compute elsewhere
         (1, 1, None, []),  # the script has hidden the others
     ],

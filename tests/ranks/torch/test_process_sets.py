@@ -238,7 +238,7 @@ def test_joined_rank_has_joined_every_process_set_it_is_in() -> None:
                     hvd.broadcast(torch.ones(2), 0, process_set=both)
         last = hvd.join()
         assert last in (0, 1)
-        # Names begin anew on each of the sets.
+        # Names start over on each of the sets.
         for process_set in (both, other):
             if process_set.included():
                 sums.append(

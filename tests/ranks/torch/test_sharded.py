@@ -236,7 +236,7 @@ class Saved:
         self.model = self.by_rank[0][1]
 
     def state(self) -> dict[str, Any]:
-        """Anew each time, because an optimizer goes on with the tensors that it loads."""
+        """Load it on each call, because an optimizer keeps using the tensors that it loads."""
         loaded: dict[str, Any] = torch.load(io.BytesIO(self.by_rank[3][0]))
         return loaded
 
@@ -671,7 +671,7 @@ def test_copies_of_shared_parameters_are_private() -> None:
             with torch.no_grad():
                 each.single.add_(hvd.rank() + 1)
         hvd.barrier()
-        # Nobody else has seen it, and nobody else's is here.
+        # No other rank sees this change, and no other rank's change is here.
         is_private = all(float(each.single) == single + hvd.rank() + 1 for each in copies)
         is_private = is_private and torch.equal(weights(model), before)
         one_step(model, optimizer, 1, mine(batch(1)))
@@ -954,7 +954,7 @@ def test_frozen_parameters_are_not_exchanged() -> None:
 def test_broadcasting_the_state_of_a_sharded_optimizer_is_an_error_on_every_rank() -> None:
     def body() -> None:
         model, optimizer = sharded(OPTIMIZERS["momentum"], steps=0)
-        hvd.broadcast_optimizer_state(optimizer, 0)  # there is none
+        hvd.broadcast_optimizer_state(optimizer, 0)  # it is empty
         one_step(model, optimizer, 0, mine(batch(0)))
         with pytest.raises(InvalidArgumentError, match="no rank has the state of all parameters"):
             hvd.broadcast_optimizer_state(optimizer, 0)

@@ -98,7 +98,7 @@ class Options(Changing):
 
 
 class Groups(Changing):
-    """Begins with a part of the parameters, adds the others, and divides them anew."""
+    """Begins with a part of the parameters, adds the others, and regroups them."""
 
     def begin(self, ctx: Any) -> None:
         layers, optimizer = ctx.model, ctx.optimizer

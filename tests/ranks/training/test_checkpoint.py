@@ -64,7 +64,7 @@ def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
     assert found is not None
     assert found.position == (2, 0)
     assert [r["epoch"] for r in checkpoints.history()] == [1, 2]
-    # Another process goes on: it knows what is there.
+    # Another process resumes: it finds what is there.
     again = Checkpoints(store, RUN)
     again.save(checkpoint(2, 9), keep=lambda epochs: 1)
     assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
@@ -316,7 +316,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
     for folder in [*copied, whole]:
         store = Store(folder.as_uri())
         position = assert_readable(store, folder / "done")
-        # The next attempt goes on, and nothing of the killed one stays.
+        # The next attempt resumes, and nothing of the killed one stays.
         checkpoints = Checkpoints(store, RUN)
         for later in [p for p in [*POSITIONS, (2, 3), (3, 0)] if p > position]:
             checkpoints.save(checkpoint(*later))

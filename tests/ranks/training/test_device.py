@@ -197,7 +197,7 @@ def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPat
     gc.collect()
     assert all(ref() is not None for ref in held)
     events[0].is_over = events[2].is_over = (
-        True  # a stream ends in order; nobody looks past the second
+        True  # a stream ends in order; events past the second are not queried
     )
     move([])
     gc.collect()

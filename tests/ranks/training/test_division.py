@@ -1,4 +1,4 @@
-"""The rest of an epoch, divided anew among another number of ranks."""
+"""The rest of an epoch, divided again among another number of ranks."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_parameters_of_a_loss_are_trained_as_in_one_process(
         "train_step": "train_step.loss.log_var",
     }
     name = names.get(kind, "loss0.log_var")
-    assert set(found.others["parameters"]) == {name}  # and none that nobody changes
+    assert set(found.others["parameters"]) == {name}  # and none that stays unchanged
     torch.testing.assert_close(found.others["parameters"][name], criterion.log_var.detach())
     torch.testing.assert_close(found.model, dict(expected.state_dict()))
     assert loss.log_var == 0  # what was given is not changed
@@ -168,7 +168,7 @@ def batches(used: Case, size: int, epochs: int) -> list[Any]:
 
 
 class OfTensors:
-    """A loss with a tensor that requires a gradient, and one whose gradient nobody computes."""
+    """A loss with a tensor that requires a gradient, and one whose gradient is never computed."""
 
     def __init__(self) -> None:
         self.shift = torch.zeros(1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Ranks that are processes, killed at random steps: the run goes on inside the epoch and ends as an undisturbed one."""
+"""Ranks that are processes, killed at random steps: the run resumes inside the epoch and ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -404,5 +404,5 @@ def test_a_damaged_file_of_a_run_is_repaired_or_named(
             for name, value in expected[warm_start].items():
                 assert torch.equal(found[name], value), what
         shutil.rmtree(here)
-    # What there is once only, and is not written anew.
+    # Files that exist only once and are not written again.
     assert named <= {"_manifest.json", "finished.json", f"epoch-{DAMAGED_EPOCHS}.pt"}, seed

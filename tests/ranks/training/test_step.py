@@ -244,7 +244,7 @@ def test_terminate_on_nan_ends_all_ranks_with_one_message(tmp_path: Path, accumu
         )
 
     loss = case("off").train(2).history[0]["loss"]
-    assert loss != loss  # nobody asked to end
+    assert loss != loss  # terminate_on_nan is off
     ending = case("on", terminate_on_nan=True)
     with pytest.raises(RanksFailed) as failed:
         ending.train(2)

@@ -479,7 +479,7 @@ def own_loop(ctx: Any) -> None:
 def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
     custom = case(store, user={"train_fn": own_loop}, options={**VALIDATION, "epochs": 3})
     custom.train(size, epochs=1)
-    result = custom.train(size)  # goes on after the first epoch
+    result = custom.train(size)  # resumes after the first epoch
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
     expected = case(other, options={**VALIDATION, "epochs": 3})
     declared = expected.train(size)

@@ -70,7 +70,7 @@ def test_nothing_is_left_whatever_is_killed(tmp_path: Path) -> None:
             victim = chosen.choice(there[kind])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, how)
-            if kind == "guard":  # ranks without a guard go on; their launcher still ends them
+            if kind == "guard":  # ranks without a guard continue; their launcher still ends them
                 time.sleep(0.2)
                 launcher.terminate()
             try:

@@ -87,10 +87,10 @@ def check(ended: subprocess.CompletedProcess[str], size: int) -> str:
 @pytest.mark.parametrize("program", ["jobs", "sets", "mixed", "children"])
 def test_programs(mpi: Mpi, program: str) -> None:
     errors = check(mpi.start(program, 3, HOROVOD_CPU_OPERATIONS="mpi"), 3)
-    told = [
+    notes = [
         line for line in errors.splitlines() if "HOROVOD_CPU_OPERATIONS=mpi: MPI places" in line
     ]
-    assert 1 <= len(told) <= 3  # rank 0 of each job, once per process
+    assert 1 <= len(notes) <= 3  # rank 0 of each job, once per process
 
 
 def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:

@@ -23,7 +23,7 @@ from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
-# The training goes on until the driver has marked that its fault is over, and two ranks are there.
+# The training continues until the driver has marked that its fault is over, and two ranks are there.
 PROGRAM = """
 import signal, threading
 from sparkhvd.runner import run_elastic
@@ -76,7 +76,7 @@ print("RANKS", sorted(rank for rank, *_ in results))
 """
 
 
-def test_a_stage_that_spark_gives_up_begins_anew(tmp_path: Path) -> None:
+def test_a_stage_that_spark_gives_up_is_launched_again(tmp_path: Path) -> None:
     """Spark ends a stage in which a task has failed as often as it allows: all ranks are lost."""
     output = run_on(
         "local-cluster[2,1,1024]",

@@ -34,7 +34,7 @@ PASSED = "passed"
 
 
 class Recorder:
-    """Lets the script go on after a function that fails, with a new default group, because the ranks may be out of step.
+    """Lets the script continue after a function that fails, in a new default group, as the ranks may be out of step.
 
     Attributes:
         outcomes: by function and arguments: `PASSED`, or the end of the traceback.

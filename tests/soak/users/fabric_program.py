@@ -62,7 +62,7 @@ def numbers(*modules: nn.Module) -> list[float]:
 
 
 def classifier(package: Any, strategy: str) -> Found:
-    """Train with accumulation, clipping and a scheduler, measure, save, and go on from the file."""
+    """Train with accumulation, clipping and a scheduler, measure, save, and resume from the file."""
     f = fabric(package, strategy)
 
     def parts() -> tuple[Any, Any, Any]:

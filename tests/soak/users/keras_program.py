@@ -183,7 +183,7 @@ def own_loop() -> Row:
 
 
 def saved() -> Row:
-    """A model that is saved after one epoch goes on with its optimizer's state."""
+    """A model that is saved after one epoch continues with its optimizer's state."""
     model = network()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
     trained(model, epochs=1)
@@ -199,7 +199,7 @@ def saved() -> Row:
 
 
 def whole() -> Row:
-    """What `saved` goes on to."""
+    """What `saved` must equal at its end."""
     model = network()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
     return {"numbers": trained(model)["numbers"]}

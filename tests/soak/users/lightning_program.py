@@ -273,7 +273,7 @@ def lbfgs(runs: Runs) -> Row:
 
 
 def goes_on(runs: Runs) -> Row:
-    """A run that ends after an epoch and goes on from the checkpoint; the best one; early stopping."""
+    """A run that ends after an epoch and resumes from the checkpoint; the best one; early stopping."""
     callbacks = runs.pl.callbacks
     folder = Path(gathered(str(runs.folder))[0]) / "kept"
     keeps = callbacks.ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_last=True)
@@ -386,9 +386,9 @@ def fails(package: str, how: str, folder: str) -> str:
         time.sleep(8)  # lives on, longer than the others may need to learn of it
     except Exception as error:
         seconds = time.time() - mark.stat().st_mtime
-        told = f"{type(error).__name__} {seconds:.1f} {error}"
-        (Path(folder) / "learned").write_text(told)
-        return told
+        learned = f"{type(error).__name__} {seconds:.1f} {error}"
+        (Path(folder) / "learned").write_text(learned)
+        return learned
     return "no error"
 
 

@@ -328,7 +328,7 @@ def test_loggers_get_epochs_load_and_model(df: DataFrame, tmp_path: Path) -> Non
         assert sink.of(name) == wanted
     nodes = {m.name.split("/")[1].rpartition("-")[2] for m in sink.metrics if "system/" in m.name}
     assert nodes == {"0", "1"}
-    # A fit that goes on logs its own epochs alone.
+    # A resumed fit logs its own epochs alone.
     estimator(2, tmp_path, epochs=3, **given).fit(df)
     assert [step for step, _ in kept.sinks[1].of("loss")] == [3]
     assert kept.sinks[1].fit.epochs_done == 2

@@ -206,10 +206,10 @@ def test_nothing_is_lost_of_a_server_that_is_down_for_a_minute(
 def test_a_server_that_never_comes_costs_the_patience_and_a_warning(
     df: DataFrame, store: Store
 ) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
         gone = MLflowLogger(
-            tracking_uri=f"http://user:pass@127.0.0.1:{nobody.getsockname()[1]}", patience_s=2
+            tracking_uri=f"http://user:pass@127.0.0.1:{silent.getsockname()[1]}", patience_s=2
         )
         est = estimator(mlp(2), store, epochs=2, loggers=[gone])
         with pytest.warns(UserWarning, match=r"MLflow at 127.0.0.1:\d+ does not answer since 2 s"):

@@ -122,7 +122,7 @@ def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
     program = with_folder(PRELUDE + PROGRAM + CLASSES + RANKS, folders[1])
     connect = run_client(cluster.remote, program, folders[1], timeout_s=600, prefix=STRICT)
     assert said(classic) == said(connect)
-    # Python prints what is found when objects go, such as unclosed files, and goes on.
+    # Python prints what it finds when it frees objects, such as unclosed files, and continues.
     assert "Warning" not in connect
     for output in (classic, connect):
         check(output)
@@ -171,7 +171,7 @@ model = TorchEstimator(
     label_cols=["y"], batch_size=4, epochs=2, num_proc=2, random_seed=3, max_retries=1,
     store=Store.create(FOLDER + "/store"), checkpoint_interval_s=0.4).fit(df)
 steps = os.path.getsize(FOLDER + "/steps")
-# If it was killed, it went on inside the epoch: not every step was made again.
+# If it was killed, it resumed inside the epoch: not every step was made again.
 assert NUM_STEPS <= steps < NUM_STEPS + KILL_AT, steps
 assert not os.path.exists(FOLDER + "/kill")
 print("LOSSES", [record["loss"] for record in model.history])

@@ -31,13 +31,13 @@ store = Store.create(FOLDER + "/store")
 df = spark.createDataFrame([([float(i % 5)], float(i % 7)) for i in range(8)], "x array<double>, y double")
 
 def waits(output, label):
-    if not os.path.exists(FOLDER + "/told"):
-        open(FOLDER + "/told", "w").close()
+    if not os.path.exists(FOLDER + "/printed"):
+        open(FOLDER + "/printed", "w").close()
         print("a live line", time.time())
         log_to_driver("a message")
         deadline = time.monotonic() + 60
         while not os.path.exists(FOLDER + "/store/shown"):
-            assert time.monotonic() < deadline, "nobody has seen it"
+            assert time.monotonic() < deadline, "no client has seen it"
             time.sleep(0.05)
     print("a step")
     return ((output - label) ** 2).mean()
@@ -77,7 +77,7 @@ def waits(number):
     print("a live line", number)
     deadline = time.monotonic() + 60
     while not os.path.exists(FOLDER + f"/seen{number}"):
-        assert time.monotonic() < deadline, "nobody has seen it"
+        assert time.monotonic() < deadline, "no client has seen it"
         time.sleep(0.05)
     print("last words")
 

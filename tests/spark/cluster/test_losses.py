@@ -166,7 +166,7 @@ def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
     # The other host runs a copy of the task that does not end.
     assert run("speculation", outrun).count(3) == 2
     before = sorted(data.iterdir())
-    time.sleep(2)  # the first attempt goes on, or Spark has killed it
+    time.sleep(2)  # the first attempt still runs, or Spark has killed it
     assert sorted(data.iterdir()) == before
     print("DONE")
     """

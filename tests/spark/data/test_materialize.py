@@ -227,7 +227,7 @@ class MeasuredStore(Store):
             with super().open_output(path) as sink:
                 yield sink
             return
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = peak_bytes()
         with super().open_output(path) as sink:
             yield sink

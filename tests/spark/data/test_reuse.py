@@ -289,9 +289,9 @@ def test_a_table_that_is_read_past_its_log_is_told_once(
         (table / log).parent.mkdir()
         (table / log).write_text("{}")
         prepared(numbers(spark), store)  # reads no files
-    with pytest.warns(UserWarning, match="The DataFrame reads files") as told:
+    with pytest.warns(UserWarning, match="The DataFrame reads files") as warned:
         assert prepared(df, store).manifest.num_rows == 6
-    (text,) = [str(w.message) for w in told]
+    (text,) = [str(w.message) for w in warned]
     assert f"in 'file:{table}' without the {log.partition('/')[0]!r} there" in text
     assert f"Read the table: spark.read.{reader}.load('file:{table}')." in text
 

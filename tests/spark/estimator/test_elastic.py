@@ -1,4 +1,4 @@
-"""`fit` with `num_proc=(least, most)`: ranks that come and go between epochs."""
+"""`fit` with `num_proc=(least, most)`: membership changes between epochs."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Kill(Callback):
             time.sleep(0.06)
 
 
-def told(captured: str) -> list[str]:
-    """Return the changes of which the driver has told."""
+def printed_changes(captured: str) -> list[str]:
+    """Return the changes that the driver has printed."""
     lines = re.findall(r"^sparkhvd: (\d+ (?:ranks?|->) .*)$", captured, re.MULTILINE)
     return [line.partition(" in ")[0] for line in lines]
 
@@ -98,8 +98,8 @@ def test_no_row_is_left_out_or_trained_on_twice_whoever_comes_and_goes(
     # Every step had the rows of one process with the same batches.
     alone = one_process(model, store, ["x"], size=1, lr=0.05, seed=3, **given)
     assert_same_weights(fitted.getModel(), alone, 1e-4)
-    # The first epoch went on with one rank from the last step that was kept, and later with two.
-    assert told(capfd.readouterr().err) == ["2 ranks", "2 -> 1 rank", "1 -> 2 ranks"]
+    # The first epoch continued with one rank from the last step that was kept, and later with two.
+    assert printed_changes(capfd.readouterr().err) == ["2 ranks", "2 -> 1 rank", "1 -> 2 ranks"]
     assert_changes_are_told(fitted)
 
 

@@ -248,7 +248,7 @@ def test_a_gpu_that_no_rank_has_is_an_error_that_says_what_was_found(
     df: DataFrame, store: Store
 ) -> None:
     fit = estimator(mlp(2), store, use_gpu=True, num_proc=1)
-    # For variables of CUDA there would be another nursery, and for the next fit without them one more.
+    # Variables of CUDA would start another zygote, and the next fit without them one more.
     fit.setSettings(Settings(cuda_library="/nowhere/libcuda.so.1", nursery="0"))
     # A torch that could use none is found out before the question whether there is one.
     found = (
@@ -323,7 +323,7 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
     )
     with pytest.raises(RankError, match=r"Found dtype Long .*give label_dtypes=\{'k': 'float32'\}"):
         fit.fit(df)
-    assert store.list("runs") == []  # it has no run_id, and no checkpoint to go on from
+    assert store.list("runs") == []  # it has no run_id, and no checkpoint to resume from
 
 
 @pytest.mark.parametrize(

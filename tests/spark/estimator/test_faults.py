@@ -35,7 +35,7 @@ LIMIT_S = 10.0
 
 
 class Changes(Callback):
-    """Changes groups and what is trained in the first epoch, which a fit that goes on does not call again."""
+    """Changes groups and what is trained in the first epoch, which a resumed fit does not call again."""
 
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         layer = ctx.model.layer

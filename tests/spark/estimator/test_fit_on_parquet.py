@@ -135,7 +135,7 @@ def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
     options |= {"run_id": "mine", "callbacks": [Stop(store, tmp_path / "stopped")]}
     with pytest.raises(RankError, match="stopped on purpose"):
         estimator(model, store, **options).fit_on_parquet(path)
-    # Else a run that begins anew would do.
+    # Otherwise a run from the beginning would pass, too.
     assert Checkpoints(store, "runs/mine").latest_position() > (1, 0)
     changed = path / "day=1" / "part.parquet"
     before = changed.stat()

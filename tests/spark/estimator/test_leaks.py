@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 NUM_FITS = amount(5, 20)
 # Python workers, class loaders and pools come with the first fits.
 NUM_WARM_UP = 2
-# Memory files of other tests that run at the same time come and go, and Spark ends idle workers after a minute.
+# Memory files of other tests that run at the same time appear and vanish, and Spark ends idle workers after a minute.
 SETTLE_S = 90
 
 

@@ -42,7 +42,7 @@ def test_a_fit_writes_a_report_whose_figures_are_those_of_its_training(
     assert list(model.history_frame().index) == [1, 2, 3]
     events = json.loads(store.read_bytes(f"{run}/timeline.json"))
     assert {e["pid"] for e in events if e.get("name") == "backward"} == {0, 1}
-    # It is all that is left, and no run that goes on.
+    # Only the report is left, and no run to resume.
     (stored,) = store.runs()
     assert (stored.state, stored.num_bytes > 10_000) == ("report", True)
 

@@ -106,7 +106,7 @@ def disturbed(
     repaired: Callable[[], Store],
     says: str,
 ) -> None:
-    """Disturb the store of a fit after the first epoch: the fit says so, and goes on when the store is repaired."""
+    """Disturb the store of a fit after the first epoch: the fit says so, and continues when the store is repaired."""
     seen: list[int] = []
 
     def progress(record: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Waiting(nn.Module):
     def forward(self, x):
         if self.training and WAITS:
             Path(FOLDER, "trains").touch()
-            while not Path(FOLDER, "go on").exists():
+            while not Path(FOLDER, "continue").exists():
                 time.sleep(0.05)
         return self.layer(x.reshape(-1, 1))
 
@@ -60,7 +60,7 @@ def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) 
         assert store.data_directories() == [data_dir]
         assert process.poll() is None
         assert not (tmp_path / "fitted").exists()
-        (tmp_path / "go on").touch()
+        (tmp_path / "continue").touch()
         wait_until((tmp_path / "fitted").exists, "the second one has fitted", within_s=100)
         process.kill()
         process.wait(10)

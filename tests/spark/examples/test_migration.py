@@ -221,7 +221,7 @@ def uneven_by_hvd() -> torch.Tensor:
 
 
 class Branches(nn.Module):
-    """The first is used by all, the second by rank 0, the third by nobody."""
+    """All ranks use the first, rank 0 the second, and none the third."""
 
     def __init__(self) -> None:
         super().__init__()

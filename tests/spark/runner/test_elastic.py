@@ -1,4 +1,4 @@
-"""`run_elastic`: ranks that come and go in tasks of Spark."""
+"""`run_elastic`: elastic training in tasks of Spark."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ mine = run(place, spark=spark, env={{**env, "CUDA_VISIBLE_DEVICES": "5"}}, setti
 assert mine[0][1:4] == ("5", "PCI_BUS_ID", 0), mine
 print("USER")
 
-# Automatic, and nobody can ask whose they are: the ranks run, and each sees its own.
+# Automatic, without a library to ask for their UUIDs: the ranks run, and each sees its own.
 expected = [(2, name, "PCI_BUS_ID", 0, threads) for name in names]
 assert sorted(run(place, spark=spark, settings=NONE)) == expected
 print("AUTOMATIC")
@@ -240,7 +240,7 @@ def sees() -> tuple[str | None, int | None]:
 
 
 def of_fake_driver(folder: Path) -> Settings:
-    """Return settings of fresh processes: variables of CUDA would make another nursery for each launch."""
+    """Return settings of fresh processes: variables of CUDA would start another zygote for each launch."""
     return Settings(cuda_library=fake_driver(folder), nursery="0")
 
 

@@ -46,7 +46,7 @@ def saves(name, seconds=0.0):
             try:
                 note("ready")
                 if met.rank == 0:
-                    engine.barrier(name="nobody else comes").wait()
+                    engine.barrier(name="rank 1 stays away").wait()
                 time.sleep(300)
             except KeyboardInterrupt:
                 note("interrupted")

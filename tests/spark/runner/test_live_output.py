@@ -27,7 +27,7 @@ travels_by_value = by_value(__name__)
 
 
 def prints_until_seen(folder: str, lines: int) -> None:
-    """Print, and go on only when the driver has seen it."""
+    """Print, and continue only when the driver has seen it."""
     rank = os.environ["RANK"]
     for line in range(lines):
         print(f"line {line}")

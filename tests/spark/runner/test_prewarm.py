@@ -1,4 +1,4 @@
-"""Nurseries that are started by the tasks before a launch."""
+"""Zygotes that are started by the tasks before a launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkhvd import Store, TorchEstimator
 from sparkhvd.runner import job
 from sparkhvd.runner.options import LaunchOptions
 from sparkhvd.spark import SparkShim
-from tests.harness.processes import NURSERY, find
+from tests.harness.processes import ZYGOTE, find
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,18 +26,18 @@ def log_parent(ctx: Any) -> None:
     ctx.log({"loss": float(os.getppid())})
 
 
-def test_a_fit_forks_its_ranks_from_nurseries_that_the_tasks_before_have_started(
+def test_a_fit_forks_its_ranks_from_zygotes_that_the_tasks_before_have_started(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A nursery of their own: no other test's ranks have as many threads.
+    # A zygote of their own: no other test's ranks have as many threads.
     monkeypatch.setattr(job, "_fixed_threads", lambda *_: 3)
-    before, ready = find(NURSERY), set()
+    before, ready = find(ZYGOTE), set()
 
-    def note_nurseries(*args: Any) -> Any:
-        ready.update(find(NURSERY) - before)
+    def note_zygotes(*args: Any) -> Any:
+        ready.update(find(ZYGOTE) - before)
         return job.launch(*args)
 
-    monkeypatch.setattr("sparkhvd.estimator.estimator.launch", note_nurseries)
+    monkeypatch.setattr("sparkhvd.estimator.estimator.launch", note_zygotes)
     df = spark.range(64).selectExpr("float(id) AS x", "float(id) AS y")
     model = torch.nn.Linear(1, 1)
     fitted = TorchEstimator(
@@ -53,15 +53,15 @@ def test_a_fit_forks_its_ranks_from_nurseries_that_the_tasks_before_have_started
     assert int(fitted.history[-1]["loss"]) in ready
 
 
-def test_no_nursery_is_started_before_a_launch_that_uses_none(
+def test_no_zygote_is_started_before_a_launch_that_uses_none(
     spark: SparkSession,
 ) -> None:
-    own = {"OMP_STACKSIZE": "7M"}  # no other test's: another nursery
+    own = {"OMP_STACKSIZE": "7M"}  # no other test's: another zygote
     options = LaunchOptions(env={"SPARKHVD_NURSERY": "0"})
     assert job.prewarm(SparkShim(spark), 1, options) is None
     early = job.prewarm(SparkShim(spark), 1, LaunchOptions(env=own))
     assert early is not None
-    before = find(NURSERY)
+    before = find(ZYGOTE)
 
     def start(batches: Iterator[Any], size: int) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -72,4 +72,4 @@ def test_no_nursery_is_started_before_a_launch_that_uses_none(
     for size in (0, 1):  # a task beyond the number of ranks starts none
         df = spark.range(2, numPartitions=1)
         df.mapInArrow(lambda rows, size=size: start(rows, size), "id bigint").collect()
-        assert len(find(NURSERY) - before) == size
+        assert len(find(ZYGOTE) - before) == size

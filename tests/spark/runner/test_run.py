@@ -97,7 +97,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
 
     conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
     env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
-    env["SPARKHVD_NURSERY"] = "0"  # a variable of CUDA would make another one
+    env["SPARKHVD_NURSERY"] = "0"  # a variable of CUDA would start another zygote
     for key, value in conf.items():
         spark.conf.set(key, value)
     output = io.StringIO()
@@ -142,7 +142,7 @@ def test_one_rank_of_the_active_session_and_what_its_launch_leaves(spark: SparkS
 
     context.setJobDescription("nightly")
     try:
-        ((told, processors, (program,)),) = run(found, args=(os.urandom(2 << 20),), num_proc=1)
+        ((threads, processors, (program,)),) = run(found, args=(os.urandom(2 << 20),), num_proc=1)
         tracker = context._jsc.sc().statusStore()  # type: ignore[union-attr]  # classic
 
         def described() -> bool:
@@ -156,7 +156,7 @@ def test_one_rank_of_the_active_session_and_what_its_launch_leaves(spark: SparkS
         assert context.getLocalProperty("spark.job.description") == "nightly"
     finally:
         context.setJobDescription(None)  # type: ignore[arg-type]  # None clears
-    assert told == str(min(2, processors))
+    assert threads == str(min(2, processors))
     assert len(program) > 2 << 20
     assert b'"job_id"' not in program  # of the JSON that holds the key
     assert set(folder.iterdir()) == before
@@ -327,7 +327,7 @@ def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
         raise ValueError("everywhere")
 
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
-    # Whichever rank's task ends first: Spark then kills the other one, which may have told its outcome, too.
+    # Whichever rank's task ends first: Spark then kills the other one, which may have reported its outcome, too.
     with pytest.raises(RankError, match="raised ValueError: everywhere"):
         job.launch(SparkShim(spark), fails, (), {}, 2, options)
 
@@ -391,12 +391,12 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
             time.sleep(0.05)
         return number
 
-    told = ""
+    printed = ""
 
-    def is_told() -> bool:
-        nonlocal told
-        told += capsys.readouterr().err
-        return "Waiting" in told
+    def is_printed() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return "Waiting" in printed
 
     tracker = spark.sparkContext.statusTracker()
     with ThreadPoolExecutor(2) as threads:
@@ -404,7 +404,7 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
         wait_until(tracker.getActiveStageIds, "the slot is held", within_s=60)
         launched = threads.submit(run, os.getpid, num_proc=2, spark=spark, verbose=verbose)
         if verbose:
-            wait_until(is_told, "the line", within_s=30)
+            wait_until(is_printed, "the line", within_s=30)
         else:
             time.sleep(2.0)
         Path(ends).touch()
@@ -413,11 +413,11 @@ def test_a_stage_for_which_spark_has_no_slots_is_told_of(
     if verbose:
         assert (
             "sparkhvd: Waiting for task slots: the ranks need 2 at once. 1 task of other jobs of this application runs.\n"
-            in told
+            in printed
         )
-        told = ""
+        printed = ""
         run(time.sleep, (1.0,), num_proc=2, spark=spark)
-    assert not is_told()
+    assert not is_printed()
 
 
 def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(

@@ -1,4 +1,4 @@
-"""Nurseries of Spark's Python workers."""
+"""Zygotes of Spark's Python workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkhvd.runner import run
-from tests.harness.processes import NURSERY, is_alive
+from tests.harness.processes import ZYGOTE, is_alive
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
 
@@ -21,20 +21,20 @@ def parent() -> tuple[int, str]:
 
 
 @soak("test_prewarm: ranks are forked; the setting: processes/runner/test_zygote")
-def test_ranks_are_forked_by_nurseries_unless_the_setting_says_otherwise(
+def test_ranks_are_forked_by_zygotes_unless_the_setting_says_otherwise(
     spark: SparkSession,
 ) -> None:
     first = run(parent, num_proc=2, spark=spark, verbose=0)
     later = run(parent, num_proc=2, spark=spark, verbose=0)
     for _, command in (*first, *later):
-        assert NURSERY in command
+        assert ZYGOTE in command
     assert {pid for pid, _ in first} & {pid for pid, _ in later}, "no worker was used again"
     fresh = run(parent, num_proc=2, spark=spark, verbose=0, env={"SPARKHVD_NURSERY": "0"})
-    assert all(NURSERY not in command for _, command in fresh)
+    assert all(ZYGOTE not in command for _, command in fresh)
 
 
 @soak("processes/runner/test_zygote")
-def test_launches_of_which_each_reads_another_variable_early_leave_few_nurseries(
+def test_launches_of_which_each_reads_another_variable_early_leave_few_zygotes(
     spark: SparkSession,
 ) -> None:
     used = set()
@@ -45,7 +45,7 @@ def test_launches_of_which_each_reads_another_variable_early_leave_few_nurseries
     assert len(used) >= 4
     left = wait_until(
         lambda: [alive] if len(alive := set(filter(is_alive, used))) <= 2 else [],
-        "nurseries that nobody asks any more end",
+        "zygotes that get no more requests end",
         within_s=15,
     )
     assert left != [set()]
