@@ -138,7 +138,7 @@ void Timeline::run() {
     batch.clear();
     if (trouble_.empty()) continue;
     options_.warn("the timeline '" + options_.path + "' ends here: " + trouble_ +
-                  ". Training goes on without it.");
+                  ". Training continues without it.");
     return;
   }
 }

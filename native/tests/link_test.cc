@@ -192,7 +192,7 @@ TEST(more_tensor_bytes_than_were_asked_for_break_a_link) {
   while (a.flush() | b.read(1 << 20)) {
   }
   CHECK(b.state() == Link::State::kBroken);
-  CHECK(b.trouble() == "it sent tensor bytes that nobody asked for");
+  CHECK(b.trouble() == "it sent tensor bytes that were not requested");
 }
 
 TEST(last_words_are_read_before_the_end_is_seen) {

@@ -515,7 +515,7 @@ TEST(timeline_on_a_full_disk_warns_once_and_stays_valid) {
   options.warn = [&](const std::string& text) {
     ++warnings;
     CHECK(text.find(options.path) != std::string::npos);
-    CHECK(text.find("Training goes on") != std::string::npos);
+    CHECK(text.find("Training continues") != std::string::npos);
   };
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);

@@ -210,7 +210,7 @@ class Trainers:
             cwd=plan.cwd,
             num_threads=plan.num_threads or max(1, int(cpus.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
-            nursery=plan.may_fork and settings.nursery != "0",
+            zygote=plan.may_fork and settings.nursery != "0",
             preload=modules,
             gpu_views=decide.views(self.gpu_plan.mode, None),
             cuda_library=settings.cuda_library,

@@ -84,7 +84,7 @@ def task_prologue(
         cwd=os.getcwd(),
         num_threads=slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
         keep_freed_memory=chosen.values.keep_freed_memory,
-        nursery=chosen.values.nursery != "0",
+        zygote=chosen.values.nursery != "0",
         preload=list(preload),
         gpu_views=task.views(gpu_mode),
         cuda_library=chosen.values.cuda_library,

@@ -44,7 +44,7 @@ class Prologue:
         cuda_library: path of CUDA's driver library; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
-        nursery: whether a zygote may fork the process.
+        zygote: whether a zygote may fork the process.
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
     """
 
@@ -58,7 +58,7 @@ class Prologue:
     cuda_library: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
-    nursery: bool = False
+    zygote: bool = False
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:

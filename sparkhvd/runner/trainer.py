@@ -457,7 +457,7 @@ def prepare_zygote(prologue: Prologue) -> None:
 
 def may_fork(prologue: Prologue) -> bool:
     """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
-    return prologue.nursery and not prologue.gpu_views and zygote_client.is_possible()
+    return prologue.zygote and not prologue.gpu_views and zygote_client.is_possible()
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:

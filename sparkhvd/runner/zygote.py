@@ -187,7 +187,7 @@ class _Server:
         for fd in fds[1:]:
             os.close(fd)
         with contextlib.suppress(OSError):
-            send(channel, {"pid": pid, "nursery": parent})
+            send(channel, {"pid": pid, "zygote": parent})
         if pid:
             self._trainers.append(_Forked(pid, channel))
         else:
@@ -211,7 +211,7 @@ def _announced(family: str) -> socket.socket | None:
     """Notify the other zygotes of a family; return a socket for notifications of newer ones, or None if there are too many."""
     own: socket.socket | None = None
     for number in range(_MOST):
-        name = f"\0sparkhvd-nurseries-{family}-{number}"
+        name = f"\0sparkhvd-zygotes-{family}-{number}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.setblocking(False)
             with contextlib.suppress(OSError):  # it does not exist, or its backlog is full

@@ -89,7 +89,7 @@ class ZygoteClient:
         self._owner = os.getpid()
         self._process: _LeftRunning | None = None
         self.socket = self._connect(
-            f"\0sparkhvd-nursery-{name or secrets.token_hex(16)}", not name, belongs_to, environ
+            f"\0sparkhvd-zygote-{name or secrets.token_hex(16)}", not name, belongs_to, environ
         )
 
     def _connect(
@@ -175,7 +175,7 @@ class ZygoteClient:
             if answer is None:
                 return None
             self.has_threads = not answer["pid"]
-            self.pid = answer["nursery"]
+            self.pid = answer["zygote"]
             ours.settimeout(None)
             return ForkedProcess(answer["pid"], ours) if answer["pid"] else None
         except TimeoutError:

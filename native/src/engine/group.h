@@ -67,8 +67,8 @@ struct Group {
   std::map<std::string, std::shared_ptr<Operation>> submitted;  // not negotiated yet
   TimePoint give_up_at = kNever;                                // of these, or earlier
   Plan plan;
-  ReadyAgain untold;            // submitted, and not sent to the coordinator yet
-  ExecuteAgain untold_orders;   // the coordinator's: decided, and not sent to the members yet
+  ReadyAgain unsent;            // submitted, and not sent to the coordinator yet
+  ExecuteAgain unsent_orders;   // the coordinator's: decided, and not sent to the members yet
   std::deque<Running> running;  // in the negotiated order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;

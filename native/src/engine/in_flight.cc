@@ -38,11 +38,15 @@ void InFlight::submit(std::shared_ptr<Operation> operation) {
   // The driver may not have taken the abort yet, and would announce this operation to peers first.
   if (abort_reason_) throw Error(SPARKHVD_SHUT_DOWN, operation->label() + ": " + *abort_reason_);
   const auto members = members_.find(operation->process_set);
+  // The set was removed after the request was read; a rank outside it may have left since.
+  if (members == members_.end()) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT, operation->label() + ": its process set was removed.");
+  }
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
   for (const auto& [rank, kind] : losses_) {
     // Any other loss is recorded just before the engine fails, which will end this operation with its cause.
     if (!needs_all || kind != LossKind::kLeft) continue;
-    if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
+    if (std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
   }

@@ -80,7 +80,7 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
                                    : std::string(name_of(first.collective));
   return operation_label(first.collective, name) + ": " + rank_list(missing(pending)) +
          (missing(pending).size() == 1 ? " has" : " have") + " joined, and " + what +
-         " needs every rank. After join() only allreduce with Sum or Average goes on without a "
+         " needs every rank. After join() only allreduce with Sum or Average continues without a "
          "rank; call it before join() on every rank.";
 }
 

@@ -113,7 +113,7 @@ void ProcessSets::check_shares(Rank from, const SegmentKey& key, std::size_t out
                                std::size_t limit) const {
   const Group* group = groups_.find(key.process_set);
   if (group == nullptr || !group->team.includes(from) || outstanding > limit) {
-    throw nonsense("memory that nobody asked for");
+    throw nonsense("memory that was not requested");
   }
 }
 

@@ -12,22 +12,22 @@ constexpr std::size_t kToldAtOnce = 32;
 }  // namespace
 
 bool ProcessSets::tell(bool waits_for_no_more) {
-  if (!has_untold_) return false;
-  has_untold_ = false;
+  if (!has_unsent_) return false;
+  has_unsent_ = false;
   for (auto& [id, group] : groups_) {
-    const std::size_t untold = group->untold.numbers.size() + group->untold_orders.numbers.size();
-    if (untold == 0) continue;
-    if (waits_for_no_more || group->has_control_rings() || untold >= kToldAtOnce) {
+    const std::size_t unsent = group->unsent.numbers.size() + group->unsent_orders.numbers.size();
+    if (unsent == 0) continue;
+    if (waits_for_no_more || group->has_control_rings() || unsent >= kToldAtOnce) {
       tell(*group);
     } else {
-      has_untold_ = true;
+      has_unsent_ = true;
     }
   }
   return true;
 }
 
 void ProcessSets::tell(Group& group) {
-  if (auto& ready = group.untold; !ready.numbers.empty()) {
+  if (auto& ready = group.unsent; !ready.numbers.empty()) {
     ready.process_set = group.id;
     const Bytes frame = encode(ready);
     ready.numbers.clear();
@@ -35,7 +35,7 @@ void ProcessSets::tell(Group& group) {
       peers_.send(group.coordinator(), frame);
     }
   }
-  if (auto& orders = group.untold_orders; !orders.numbers.empty()) {
+  if (auto& orders = group.unsent_orders; !orders.numbers.empty()) {
     orders.process_set = group.id;
     const Bytes frame = encode(orders);
     orders.numbers.clear();
@@ -51,8 +51,8 @@ void ProcessSets::submit_again(Group& group, std::uint32_t number) {
     recorder_.arrived(group.id, group.plan.at(number).name, world_.rank());
     return apply(group, group.negotiation->ready_again(world_.rank(), number, Clock::now()));
   }
-  group.untold.numbers.push_back(number);
-  has_untold_ = true;
+  group.unsent.numbers.push_back(number);
+  has_unsent_ = true;
 }
 
 void ProcessSets::on_ready_again(Rank from, const ReadyAgain& message) {
@@ -73,10 +73,10 @@ void ProcessSets::on_ready_again(Rank from, const ReadyAgain& message) {
 
 /// The coordinator: all ranks have submitted an operation of the plan.
 void ProcessSets::give_order_again(Group& group, const Again& order) {
-  auto& orders = group.untold_orders;
+  auto& orders = group.unsent_orders;
   if (orders.numbers.empty()) orders.sequence = order.sequence;
   orders.numbers.push_back(order.number);
-  has_untold_ = true;
+  has_unsent_ = true;
   run_again(group, order.number, order.sequence);
 }
 

@@ -138,7 +138,7 @@ class ProcessSets {
   const double stall_warning_s_;
   const AskForLife ask_for_life_;
   std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
-  bool has_untold_ = false;                      // a process set has batched numbers
+  bool has_unsent_ = false;                      // a process set has batched numbers
 };
 
 }  // namespace sparkhvd

@@ -105,7 +105,7 @@ void PointToPoint::receive_small(Rank from, Peer& source, const LaneRecord& reco
 
 void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
   if (source.incoming.empty() || record.bytes > source.incoming.front().left.size()) {
-    throw nonsense("bytes that nobody asked for");
+    throw nonsense("bytes that were not requested");
   }
   Incoming& incoming = source.incoming.front();
   source.received_at = Clock::now();

@@ -154,7 +154,7 @@ void DataLink::begin_frame(std::span<const std::byte> header) {
   if (streams_.size() > kMaxStreams) throw nonsense("bytes of too many process sets");
   current_->arrived += data_left_;
   if (!current_->is_cancelled && current_->arrived > std::max(current_->offered, unasked_)) {
-    throw nonsense("tensor bytes that nobody asked for");
+    throw nonsense("tensor bytes that were not requested");
   }
 }
 

@@ -356,7 +356,7 @@ def test_of_ever_other_zygotes_of_a_family_the_newest_two_and_those_in_use_stay(
         def start() -> tuple[subprocess.Popen[bytes], ZygoteClient]:
             name = secrets.token_hex(16)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(f"\0sparkhvd-nursery-{name}")
+            listener.bind(f"\0sparkhvd-zygote-{name}")
             listener.listen()
             fd = listener.fileno()
             command = [sys.executable, "-c", program, str(fd), family]
@@ -366,7 +366,7 @@ def test_of_ever_other_zygotes_of_a_family_the_newest_two_and_those_in_use_stay(
             found = stack.enter_context(ZygoteClient(("key",), dict(os.environ), os.getpid(), name))
             started.append(process)
             alive = sum(each.poll() is None for each in started)
-            announced = f"@sparkhvd-nurseries-{family}-"
+            announced = f"@sparkhvd-zygotes-{family}-"
             wait_until(
                 lambda: Path("/proc/net/unix").read_text().count(announced) == alive,
                 "all are announced",
