@@ -23,6 +23,7 @@ TEST(what_is_submitted_behind_an_abort_is_refused_before_the_driver_takes_it) {
   Recorder recorder(Rank{1}, 3);
   NoFailing failing;
   InFlight in_flight(membership, recorder, failing, [] {});
+  in_flight.announce(0, {Rank{0}, Rank{1}, Rank{2}});
   in_flight.submit(allreduce_of("before"));
   CHECK(in_flight.request_abort("the loss is NaN"));
   try {
@@ -53,6 +54,7 @@ TEST(what_is_submitted_between_a_loss_and_its_failure_ends_with_the_cause) {
   EndsAll failing;
   InFlight in_flight(membership, recorder, failing, [] {});
   failing.in_flight = &in_flight;
+  in_flight.announce(0, {Rank{0}, Rank{1}});
   in_flight.note({Rank{1}, LossKind::kDead});
   const auto operation = allreduce_of("x");
   in_flight.submit(operation);
@@ -66,6 +68,7 @@ TEST(what_needs_a_rank_that_has_left_is_refused) {
   Recorder recorder(Rank{0}, 2);
   NoFailing failing;
   InFlight in_flight(membership, recorder, failing, [] {});
+  in_flight.announce(0, {Rank{0}, Rank{1}});
   in_flight.depart(Rank{1});
   try {
     in_flight.submit(allreduce_of("x"));
@@ -74,6 +77,25 @@ TEST(what_needs_a_rank_that_has_left_is_refused) {
     CHECK_EQUAL(error.status(), SPARKHVD_SHUT_DOWN);
     CHECK_MESSAGE(std::string(error.what()).starts_with("allreduce('x'): rank 1 shut down before"),
                   error.what());
+  }
+}
+
+TEST(an_operation_of_a_removed_process_set_names_no_rank_that_has_left) {
+  const Membership membership{Rank{1}, {0, 0, 0}};
+  Recorder recorder(Rank{1}, 3);
+  NoFailing failing;
+  InFlight in_flight(membership, recorder, failing, [] {});
+  in_flight.announce(1, {Rank{1}, Rank{2}});
+  const auto operation = allreduce_of("x");  // read while the set was there
+  operation->process_set = 1;
+  in_flight.withdraw(1);
+  in_flight.depart(Rank{0});
+  try {
+    in_flight.submit(operation);
+    CHECK_MESSAGE(false, "not refused");
+  } catch (const Error& error) {
+    CHECK_EQUAL(error.status(), SPARKHVD_INVALID_ARGUMENT);
+    CHECK_EQUAL(std::string(error.what()), "allreduce('x'): its process set was removed.");
   }
 }
 
