@@ -25,7 +25,7 @@ from sparkhvd.estimator.fitting.recorder import Recorder
 from sparkhvd.estimator.fitting.request import FitRequest, check_request
 from sparkhvd.estimator.fitting.runs import Finished
 from sparkhvd.estimator.fitting.status_line import of_this_process
-from sparkhvd.estimator.fitting.train_spec import build_train_spec
+from sparkhvd.estimator.fitting.train_spec import build_train_spec, initialized
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.groups import TrainParams
@@ -180,12 +180,15 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
                 )
             recorder.lap("materialize")
             report_skipped(data.skipped, request.cluster.verbose)
+            request = initialized(request, data)
             spec, widths = build_train_spec(request, data)
             request.held.check()
             request.run.check(spec.fingerprint, spec.epochs)
             if data.is_other_each_time:
                 request.run.warn_of_other_data()
-            weights = store_program(request.store, spec.run_dir, request.pickled, options.model)
+            weights = store_program(
+                request.store, spec.run_dir, request.pickled, request.options.model
+            )
             spec = replace(spec, program_weights=weights)
             model = self._untrained(request, spec, data, widths)
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
@@ -271,13 +274,20 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
         """Create the fit's untrained TorchModel, with this estimator's uid and Params."""
         model = self._model_class()
         model._resetUid(self.uid)
+        names = request.program.user.label_arguments  # of a model that computes its own loss
+        inputs = spec.inputs.without(names)
+        used = {name for argument in inputs.arguments for name in argument.columns}
+        columns = (
+            flat_columns(spec.transformed.features, data.schema.features)
+            if spec.transformed
+            else tuple(c.for_model() for c in data.schema.features)
+        )
+        labels = tuple(c.name for c in data.schema.labels)
         model._fitted = TrainedState(
             module=request.program.model,
-            columns=flat_columns(spec.transformed.features, data.schema.features)
-            if spec.transformed
-            else tuple(c.for_model() for c in data.schema.features),
-            labels=tuple(c.name for c in data.schema.labels),
-            inputs=spec.inputs,
+            columns=tuple(c for c in columns if c.name in used),
+            labels=labels or tuple(c.name for c in columns if c.name not in used),
+            inputs=inputs,
             links=request.links,
             widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.metadata
 import importlib.util
 import inspect
@@ -40,12 +39,13 @@ from sparkhvd.estimator.transform.binding import (
     described,
     functions_of,
     match_columns,
+    name_outputs,
     source_names,
     warn_of_large_rows,
 )
 from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS, named_outputs, output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
-from sparkhvd.estimator.transform.worker import Computation, PredictSpec, column_tensor
+from sparkhvd.estimator.transform.worker import Computation, Output, PredictSpec, column_tensor
 from sparkhvd.observe.live_plot import draw_curves, measured
 from sparkhvd.observe.report.page import JSON_NAME, Document, dumps, loads, render
 from sparkhvd.spark import active_session, check_dataframe, is_connect
@@ -404,21 +404,49 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         module = fitted = self._require_fitted()
         options = self._read_options(PredictOptions)
         if not fitted.columns:
-            fitted, options = bind_module(fitted, options, dataset.schema)
+            fitted, options = bind_module(fitted, options, dataset.schema, may_measure=True)
+            if not fitted.widths:
+                widths = self._measure_widths(dataset.limit(2), fitted, options)
+                self._fitted = replace(module, widths=widths)  # measured once
+                fitted = name_outputs(fitted, options, widths)
         self._check_outputs(fitted)
         outputs = output_columns(fitted, options, dataset)
         check_passing(dataset.schema)
         warn_of_large_rows(fitted, options, dataset)
+        return add_outputs(dataset, self._predict_spec(dataset, fitted, options, outputs))
+
+    def _measure_widths(
+        self, dataset: DataFrame, fitted: TrainedState, options: PredictOptions
+    ) -> tuple[int, ...]:
+        """Find the elements per row of each output by a Spark job that runs the module on real rows."""
+        output = Output("sparkhvd widths", "widths", 0, is_vector=True)
+        spec = self._predict_spec(dataset, fitted, options, (output,))
+        row = add_outputs(dataset, spec).select(f"`{output.name}`").first()
+        if row is None:
+            raise InvalidArgumentError(
+                "transform: the outputs of the module are not known, because its forward failed on made-up rows and the DataFrame is empty. "
+                "Give one with rows, or tell how many elements per row each output has: TorchModel.from_module(..., widths=[1])."
+            )
+        return tuple(int(width) for width in row[0])
+
+    def _predict_spec(
+        self,
+        dataset: DataFrame,
+        fitted: TrainedState,
+        options: PredictOptions,
+        outputs: tuple[Output, ...],
+    ) -> PredictSpec:
         columns = match_columns(fitted, options, dataset.schema)
         sources = source_names(fitted, options)
-        spec = PredictSpec(
+        module = self._require_fitted()
+        return PredictSpec(
             shell=module.shell,
             weights=_weights(module, dataset.sparkSession, options),
             columns=fitted.inputs.with_casts(columns),
             sources=tuple(dataset.columns.index(name) for name in sources),
             names=tuple(dataset.columns),
             inputs=fitted.inputs,
-            links=fitted.links,
+            links=fitted.output_links,
             outputs=outputs,
             output_fn=options.output_fn,
             functions=functions_of(fitted, options),
@@ -427,7 +455,6 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             use_gpu=options.use_gpu,
             torch_settings=settings_here(),
         )
-        return add_outputs(dataset, spec)
 
     def _check_outputs(self, fitted: TrainedState) -> None:
         """Reject unknown outputs."""
@@ -480,7 +507,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             fitted, options = bind_module(fitted, options, dataset.schema)
         self._check_outputs(fitted)
         _check_columns(fitted)
-        module = in_mode(copy.deepcopy(fitted.module), is_training=False)
+        module = in_mode(copied(fitted.module), is_training=False)
         _save(_exported(module, fitted, options), fspath(path))
 
     # -- save and load -------------------------------------------------------------------------------
@@ -633,7 +660,7 @@ def _exported(module: nn.Module, fitted: TrainedState, options: PredictOptions) 
         sources=(),
         names=(),
         inputs=fitted.inputs,
-        links=fitted.links,
+        links=fitted.output_links,
         outputs=outputs,
         output_fn=options.output_fn,
         thresholds=options.thresholds,

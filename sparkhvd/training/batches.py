@@ -225,6 +225,11 @@ class Data:
             with _closing(self.validation.epoch(0)) as batches:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
 
+    def first_batch(self) -> Batch | None:
+        """Read this rank's first training batch with rows; None if it has no rows."""
+        with _closing(self.training.epoch(0)) as batches:
+            return next((batch for batch in batches if batch.num_rows), None)
+
     def __enter__(self) -> Data:
         return self
 

@@ -24,6 +24,7 @@ class UserCode:
         callbacks: called at points of the loop.
         transformation_fn: a dict of one row's values in and out, or None.
         batch_transform_fn: a dict of arrays in and out, or None.
+        label_arguments: arguments of `forward` for labels, if the model computes its own loss; predictions omit them.
     """
 
     train_step: StepFunction | None = None
@@ -32,6 +33,7 @@ class UserCode:
     callbacks: tuple[Callback, ...] = ()
     transformation_fn: Callable[..., object] | None = None
     batch_transform_fn: Callable[..., object] | None = None
+    label_arguments: tuple[str, ...] = ()
 
     @property
     def transformations(self) -> Transformations:
@@ -70,7 +72,7 @@ class UserCode:
 
     def describe(self) -> dict[str, object]:
         """Return the names of functions and callback classes, for comparison with a resumed run."""
-        functions = {n: v for n, v in vars(self).items() if n != "callbacks" and v is not None}
+        functions = {n: v for n, v in vars(self).items() if callable(v)}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:
             return {**names, "callbacks": [type(c).__qualname__ for c in self.callbacks]}

@@ -40,7 +40,7 @@ from sparkhvd.training.checkpoints.resume import (
 from sparkhvd.training.checkpoints.saver import Cadence, Saver, snapshot
 from sparkhvd.training.device import agree, choose_device, compile_model, gpu_of
 from sparkhvd.training.metrics import Totals, TotalsState
-from sparkhvd.training.model import build_model
+from sparkhvd.training.model import build_model, uncompiled
 from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import load_program
 from sparkhvd.training.schedule import Schedule
@@ -93,7 +93,7 @@ class _Training(State, LoopHooks):
         self.profile = Profile()
         self.profile.sampler = LoadMonitor(gpu_of(self.device))
         program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
-        model = build_model(program.model, spec.seed)
+        model = uncompiled(build_model(program.model, spec.seed))
         assert isinstance(model, nn.Module)
         model.to(self.device)
         self.program = replace(program, model=model)

@@ -334,6 +334,8 @@ def returned_loss(
     if (state and LossState(losses, (), model)) or is_changed:
         made = load_shell(dump_shell(model, tuple(losses)), tensors_of(module))
         LossState(made).load_state_dict(state, "The state of the checkpoint does")
+    if not made:
+        return None
     return made[0] if all(each is made[0] for each in made) else list(made)
 
 

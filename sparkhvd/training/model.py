@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,23 @@ def build_model(model: object, seed: int = 0) -> object:
     return made
 
 
+def uncompiled(model: object) -> Any:
+    """Return the module inside the wrapper of torch.compile; other values unchanged."""
+    while type(model).__name__ == "OptimizedModule":
+        model = model._orig_mod  # type: ignore[attr-defined]
+    return model
+
+
+def is_compiled(model: object) -> bool:
+    """Check whether torch.compile wraps a module, or `module.compile()` was called."""
+    return uncompiled(model) is not model or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """Check whether a parameter or buffer gets its shape from the first batch."""
+    return any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers())))
+
+
 def check_model(model: object) -> nn.Module:
     """Return `model` if it can be trained; runs on the driver.
 
@@ -51,8 +69,12 @@ def check_model(model: object) -> nn.Module:
         raise InvalidArgumentError("model is required: give the torch.nn.Module to train.")
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is {model!r:.200}; it must be a torch.nn.Module.")
-    _check_parameters(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type == "meta":
+            raise InvalidArgumentError(
+                f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and fills it, for example "
+                "by module.to_empty(device='cpu') and reset_parameters() of its layers."
+            )
         if tensor.device.type != "cpu":
             raise InvalidArgumentError(
                 f"model: {name!r} is on {tensor.device}. Give the model on the CPU, by model.cpu(): every rank moves its "
@@ -75,11 +97,3 @@ def check_model(model: object) -> nn.Module:
             "would not follow. Compute it in forward or in a property, or give a .clone() of it."
         )
     return model
-
-
-def _check_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidArgumentError(
-                f"model: parameter {name!r} has no shape yet. Run the lazy module on one batch before fit."
-            )

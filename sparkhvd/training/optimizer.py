@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -52,14 +53,61 @@ def check_optimizer(
             f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer or a function of the "
             "model's parameters."
         )
-    if isinstance(built, torch.optim.LBFGS):
-        raise InvalidArgumentError(
-            "optimizer is LBFGS, which evaluates the loss several times per step; fit evaluates it once. Give "
-            "another optimizer, or write the loop yourself with sparkhvd.runner.run."
-        )
     if others is not None:
         _warn_of_untrained(built, others, is_made=built is not optimizer)
     return built
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Check whether `step` evaluates the loss itself, several times, as LBFGS does."""
+    for kind in type(optimizer).__mro__:
+        if "step" in vars(kind) and not kind.__module__.startswith("sparkhvd."):
+            closure = inspect.signature(kind.step).parameters.get("closure")
+            return closure is not None and closure.default is closure.empty
+    return False
+
+
+def set_mode(optimizer: object, *, is_training: bool) -> None:
+    """Switch an optimizer that has modes, such as schedule-free ones, which evaluate with averaged weights."""
+    method = getattr(optimizer, "train" if is_training else "eval", None)
+    if callable(method):
+        method()
+
+
+def check_clipping(
+    model: nn.Module, norm: float | None, value: float | None, others: Sequence[Tensor] = ()
+) -> None:
+    """Reject the clipping of gradients that torch cannot clip.
+
+    Args:
+        model: to train.
+        norm: the Param `gradient_clip_norm`.
+        value: the Param `gradient_clip_value`.
+        others: trained parameters of losses.
+
+    Raises:
+        InvalidArgumentError: a gradient will be sparse or complex.
+    """
+    if norm is None and value is None:
+        return
+    param = "gradient_clip_value" if norm is None else "gradient_clip_norm"
+    names = {id(p): n for n, p in model.named_parameters() if p.is_complex()}
+    kind = "complex"
+    if not names:
+        kind = "sparse"
+        parts = dict(model.named_modules())
+        names = {
+            id(part): f"{name}.weight".lstrip(".")
+            for name, part in parts.items()
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        }
+    if not names and any(p.is_complex() for p in others):
+        names, kind = {0: "of the loss"}, "complex"
+    if names:
+        raise InvalidArgumentError(
+            f"{param} is given, and the gradient of parameter {next(iter(names.values()))!r} is {kind}, which torch does not clip. Leave "
+            f"{param} out{', or make the layer with sparse=False' if kind == 'sparse' else ''}."
+        )
 
 
 def _warn_of_untrained(

@@ -11,7 +11,6 @@ and the result changes if both operands have shape (rows,).
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -31,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import ClassMean
 from sparkhvd.training.metrics import AnyMetric, Metric, StateMetric, column, no_broadcast
-from sparkhvd.training.modules.copies import copy_function
+from sparkhvd.training.modules.copies import copy_function, deepcopy
 from sparkhvd.training.references import named_globals
 from sparkhvd.training.types import Loss
 
@@ -311,7 +310,7 @@ def _copied(function: Function) -> tuple[Function, int]:
         if isinstance(function, types.FunctionType):
             made: Function = _copied_function(function, function.__module__, memo)
         else:
-            made = copy.deepcopy(function, memo)
+            made = deepcopy(function, memo)
             if isinstance(made, nn.Module):
                 made.cpu()
     except Exception as e:
@@ -327,7 +326,7 @@ def _copied_function(
         found: types.FunctionType = memo[id(function)]
         return found
     made = copy_function(function, memo, function.__globals__)
-    made.__dict__.update(copy.deepcopy(vars(function), memo))
+    made.__dict__.update(deepcopy(vars(function), memo))
     for name, value in named_globals(function).items():
         if isinstance(value, types.FunctionType):
             if value.__module__ == home:
@@ -336,7 +335,7 @@ def _copied_function(
             not isinstance(value, _UNCHANGING)
             and type(value).__module__.partition(".")[0] not in _LARGE
         ):
-            made.__globals__[name] = copy.deepcopy(value, memo)
+            made.__globals__[name] = deepcopy(value, memo)
     return made
 
 

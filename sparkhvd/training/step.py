@@ -25,6 +25,7 @@ from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
 from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
+from sparkhvd.training.optimizer import needs_closure
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
 from sparkhvd.training.rank_sync import raise_on_all_ranks
@@ -68,6 +69,7 @@ class Step:
         self.device = next(state.model.parameters()).device
         self.move = Mover(self.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.needs_closure = needs_closure(self.optimizer)
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
         # Sums of this rank's losses times their weights, and of the weights, in the last step.
@@ -92,10 +94,48 @@ class Step:
         Returns:
             True if the optimizer stepped. It does not after an overflow of float16 gradients, or if all weights were 0.
         """
+        prepared = self.prepared(batches, plan)
+        if self.needs_closure:
+            return self.run_closure(list(prepared), plan, totals, where)
+        factor = self.compute_gradients(prepared, plan, totals, where)
+        with self.spans.span("optimizer"):
+            return self.apply(factor)
+
+    def run_closure(
+        self,
+        batches: Sequence[tuple[Batch, Columns | None]],
+        plan: StepPlan,
+        totals: Totals,
+        where: str,
+    ) -> bool:
+        """Step an optimizer that evaluates the loss several times, such as LBFGS; arguments as of `run`."""
+        counted: list[tuple[Tensor | float, float]] = []
+
+        def closure() -> Tensor:
+            factor = self.compute_gradients(batches, plan, None if counted else totals, where)
+            counted.append(self.last_loss)
+            self.scale_and_clip(factor)
+            # Every rank must take the same decisions by the loss.
+            loss = torch.as_tensor(self.last_loss[0], dtype=torch.float64).cpu()
+            total = hvd.allreduce(loss, name="step.loss", op=hvd.Sum)
+            return total * factor / (1 if self.is_sum else plan.num_rows)
+
+        self.optimizer.step(closure)
+        self.last_loss = counted[0]
+        return True
+
+    def compute_gradients(
+        self,
+        batches: Iterable[tuple[Batch, Columns | None]],
+        plan: StepPlan,
+        totals: Totals | None,
+        where: str,
+    ) -> float:
+        """Run forward and backward, and reduce the gradients; return the factor that `apply` needs."""
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
         loss: Tensor | float = 0.0
-        for batch, columns in self.prepared(batches, plan):
+        for batch, columns in batches:
             with self.spans.span("forward"):
                 result = self.result(batch, columns)
             if result is None:
@@ -106,16 +146,15 @@ class Step:
                 problem = problem or self.check_loss(result)
                 loss = loss + result.loss.detach() * result.weight
             weight += result.weight
-            totals.add(result)
+            if totals is not None:
+                totals.add(result)
         self.last_loss = (loss, weight)
         sums = self.send_weight(weight, problem)  # in flight beside the gradients
         began = time.perf_counter()
         with self.spans.span("wait for gradients"):
             self.optimizer.wait_for_gradients()
         self.waited_s += time.perf_counter() - began
-        factor = self.factor(sums, plan, problem, where)
-        with self.spans.span("optimizer"):
-            return self.apply(factor)
+        return self.factor(sums, plan, problem, where)
 
     def prepared(
         self, batches: Iterable[Batch], plan: StepPlan
@@ -265,6 +304,17 @@ class Step:
         """Step with the reduced gradients times `factor`; return True if the optimizer stepped."""
         if not factor:
             return False
+        self.scale_and_clip(factor)
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def scale_and_clip(self, factor: float) -> None:
+        """Scale the reduced gradients, then clip them."""
         if factor != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -276,13 +326,6 @@ class Step:
             nn.utils.clip_grad_value_(self.parameters, self.spec.gradient_clip_value)
         if self.spec.gradient_clip_norm is not None:
             self.optimizer.clip_grad_norm_(self.spec.gradient_clip_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-            return True
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before
 
     def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
         """Run the first batch of a run. If it fails on some rank, every rank raises before any step."""

@@ -29,6 +29,7 @@ import torch._dynamo
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.labels import outputs_of, widths_of
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.system import LoadMonitor
 from sparkhvd.runner import context
@@ -51,11 +52,11 @@ from sparkhvd.training.host_memory import share_frozen
 from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Logs, Totals
-from sparkhvd.training.model import build_model
-from sparkhvd.training.modules.fitted import output_widths
+from sparkhvd.training.model import build_model, uncompiled
+from sparkhvd.training.modules.fitted import forward, output_widths
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.optimizer import build_optimizer
-from sparkhvd.training.precision import loss_scaler
+from sparkhvd.training.optimizer import build_optimizer, set_mode
+from sparkhvd.training.precision import loss_scaler, widened
 from sparkhvd.training.profile import Profile, RunTimeline, StepReporter
 from sparkhvd.training.program import Program, load_program
 from sparkhvd.training.rank_sync import raise_on_all_ranks, seed_everything
@@ -86,7 +87,7 @@ def train(spec: TrainSpec) -> TrainResult:
     profile.timeline.begin()
     profile.lap("connect")
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
-    model = build_model(program.model, spec.seed)
+    model = uncompiled(build_model(program.model, spec.seed))
     assert isinstance(model, nn.Module)
     # In place: the user's optimizer refers to these parameters.
     model.to(device)
@@ -167,23 +168,38 @@ def connect(spec: TrainSpec) -> torch.device:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Return elements per row of the model's outputs, if the driver could not try the model; () if the ranks cannot either.
+    """Return elements per row of the model's outputs, if the driver could not try the model; () if they stay unknown.
 
-    All ranks must call it, because the model may communicate.
+    All ranks must call it, because the model may communicate. Each runs it on its first batch.
     """
     if spec.trial is None:
         return ()
-    schema = spec.transformed or data.schema
     model = in_mode(program.model, is_training=False)
+    inputs = spec.inputs.without(program.user.label_arguments)
     try:
-        move = Mover(device)
-        widths = output_widths(
-            model, spec.inputs, schema.features, spec.trial, move, spec.precision
+        batch = data.first_batch()
+        if batch is None:
+            schema = spec.transformed or data.schema
+            return output_widths(model, inputs, schema.features, spec.precision) or ()
+        columns = batch.columns
+        if spec.transformed is not None:
+            functions, expected = program.user.transformations, spec.transformed.columns
+            columns = functions.apply(columns, expected, is_training=False)
+        result = forward(model, inputs, columns, Mover(device), spec.precision)
+        outputs = widened(outputs_of(result))
+        if any(output.ndim == 0 or len(output) != batch.num_rows for output in outputs):
+            shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+            raise InvalidArgumentError(
+                f"forward returned shapes {shapes} for {batch.num_rows} rows"
+            )
+        return widths_of(outputs)
+    except Exception as e:  # noqa: BLE001 - the trained model must not be lost
+        warnings.warn(
+            f"transform will not work, because the trained model gave no outputs on the first batch: {type(e).__name__}: {e}. getModel() "
+            "returns it.",
+            stacklevel=2,
         )
-    except InvalidArgumentError as e:  # the trained model must not be lost
-        warnings.warn(str(e), stacklevel=2)
         return ()
-    return tuple(widths or ())
 
 
 class LoopHooks:
@@ -225,12 +241,14 @@ def train_epochs(
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
         step.model.train()
+        set_mode(step.optimizer, is_training=True)
         # Before the callbacks, which may draw, log, and change the mode of parts of the model.
         seed_everything(spec.seed, len(history), hvd.rank())
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         with repeated(step.state, position, "on_epoch_begin"):
             callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position, hooks)
+        set_mode(step.optimizer, is_training=False)
         broadcast_module_state(step.model)
         with step.state.profile.phase("validate"):
             step.state.others.share()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import numpy as np
 import torch
@@ -71,6 +71,36 @@ class StepContext(Context):
             InvalidArgumentError: the name is taken, or the value is not one number.
         """
         self.logs.add(name, value, float(self.num_rows))
+
+
+def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: object) -> Tensor:
+    """Return the loss that a model computes from labels among its arguments.
+
+    Args:
+        names: of the arguments.
+        model: its `forward` returns the loss: as `loss` of an object or dict, or first of a tuple.
+        batch: of this rank.
+        ctx: unused.
+
+    Raises:
+        InvalidArgumentError: there is no loss.
+    """
+    del ctx
+    keywords: dict[str, Any] = {}
+    for name in names:
+        made = batch[name]
+        # One column of texts gives several arguments.
+        keywords.update(made if isinstance(made, Mapping) and name in made else {name: made})
+    result = model(**keywords)
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(result, tuple) and loss is None:
+        loss = result[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise InvalidArgumentError(
+            f"loss is not given, so the model computes it from its arguments {', '.join(map(repr, names))}, but its forward returned "
+            f"{_kind(result)} without a loss. Give loss, or train_step."
+        )
+    return loss
 
 
 class UserStep:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -81,6 +82,20 @@ def bind_inputs(
         f"{type(model).__name__}.forward takes {forward.describe()} and there are {len(columns)} feature "
         f"columns ({quoted(c.name for c in columns)}), so it is not clear which goes where. Say it with "
         f"inputs={{'<argument>': ['<column>', ...], ...}}, or with one entry per column in input_shapes."
+    )
+
+
+# Names of arguments for labels in model libraries.
+_LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$")
+
+
+def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Select the arguments for labels, from which a model computes its own loss; `forward` works without them."""
+    parameters: Mapping[str, inspect.Parameter] = {}
+    if not isinstance(called := _called(model), torch.jit.ScriptModule):
+        parameters = inspect.signature(called.forward).parameters
+    return tuple(
+        n for n in names if _LABELS.search(n) and n in parameters and parameters[n].default is None
     )
 
 
@@ -194,10 +209,7 @@ class _Forward:
     @classmethod
     def of(cls, model: nn.Module) -> _Forward:
         """Read the signature of a model's `forward`."""
-        # torch.compile and parallel wrappers forward *args.
-        inner = model
-        while isinstance(getattr(inner, "_orig_mod", None), nn.Module):
-            inner = inner._orig_mod  # type: ignore[assignment]  # checked to be a Module
+        inner = _called(model)
         if isinstance(inner, torch.jit.ScriptModule):
             method: Any = inner.forward  # compiled: it has a schema
             arguments = method.schema.arguments[1:]
@@ -234,6 +246,18 @@ class _Forward:
         if self.positional > self.required:
             return f"{self.required} required argument{plural} (and optional ones)"
         return f"{self.required} argument{plural}"
+
+
+def _called(model: nn.Module) -> nn.Module:
+    """Return the module that names the arguments: wrappers, such as DataParallel, pass *args and **kwargs to their only child."""
+    kinds = inspect.Parameter
+    while not isinstance(model, torch.jit.ScriptModule):
+        taken = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+        children = list(model.children())
+        if len(children) != 1 or not taken or taken - {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD}:
+            break
+        model = children[0]
+    return model
 
 
 def _check_count(num_columns: int, forward: _Forward, model: nn.Module) -> None:
@@ -402,6 +426,10 @@ class InputBinding:
             c if c.is_floating or c.name not in casts else replace(c, cast_to=casts[c.name])
             for c in columns
         )
+
+    def without(self, names: Collection[str]) -> InputBinding:
+        """Return the binding without the arguments of these names."""
+        return InputBinding(tuple(a for a in self.arguments if a.name not in names))
 
     def describe(self) -> str:
         """Return the binding in words, for error messages."""

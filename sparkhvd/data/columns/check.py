@@ -140,6 +140,7 @@ class _Builder:
         class_labels, decoders, collated, sparse_cols, keeps_types: as passed to `check_schema`.
         policies: for nulls and invalid numbers, by column.
         roles: of the columns so far.
+        features: the feature columns so far.
     """
 
     fields: Mapping[str, list[StructField]]
@@ -152,6 +153,7 @@ class _Builder:
     keeps_types: bool
     policies: Mapping[str, Policy]
     roles: dict[str, str] = field(default_factory=dict)
+    features: dict[str, Column] = field(default_factory=dict)
 
     def feature(self, name: str, role: str, override: str | None) -> Column:
         """Build a feature column; vectors may be sparse."""
@@ -162,13 +164,30 @@ class _Builder:
                 raise InvalidArgumentError(
                     f"sparse_cols names column {name!r} of type {column.source}; only Spark ML vectors can be kept sparse."
                 )
-        return self._with_policy(column)
+        self.features[name] = self._with_policy(column)
+        return self.features[name]
 
     def label(self, name: str, role: str, override: str | None) -> Column:
-        """Build a label column; floating scalars of class indices become int64."""
+        """Build a label column; floating scalars of class indices become int64. A feature column may be a label, too."""
         scalar = "int64" if name in self.class_labels else self.default
+        if (feature := self.features.get(name)) is not None:
+            return self._shared_label(feature, role, scalar, override)
         column = self._values(self._field(name, role), name, role, scalar, override)
         return self._with_policy(replace(column, is_sparse=False))
+
+    def _shared_label(
+        self, feature: Column, role: str, scalar: str, override: str | None
+    ) -> Column:
+        """Build the label of a column that is a feature, too: both read the same stored values."""
+        name = feature.name
+        field = _field(self.fields, name, role, self.data_name)
+        column = self._values(field, name, role, scalar, override)
+        if (column.dtype, column.kind) != (feature.dtype, feature.kind) or feature.is_sparse:
+            raise InvalidArgumentError(
+                f"Column {name!r} is given as {self.roles[name]} and as {role}, which would store it as {feature.dtype} and as {column.dtype}. "
+                f'Copy it first, df.withColumn("{name}_2", df["{name}"]), and use the copy for one of the two.'
+            )
+        return replace(feature, tensor_dtype=column.tensor_dtype, is_explicit=column.is_explicit)
 
     def number(self, name: str, role: str, override: str | None) -> Column:
         """Build a column of one number per row."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
 import torch
@@ -271,18 +271,48 @@ _FUNCTIONS = {
 def outputs_of(result: object) -> tuple[Tensor, ...]:
     """Return the outputs of a model as a tuple of tensors.
 
+    Args:
+        result: of `forward`: a tensor, or tuples, lists, dicts and dataclasses of tensors, also nested. Of named entries only tensors
+            with rows count, not a loss or a cache.
+
     Raises:
-        InvalidArgumentError: they have another type.
+        InvalidArgumentError: there is another value, or no tensor.
     """
-    outputs = (result,) if isinstance(result, Tensor) else result
-    if isinstance(outputs, dict):
-        outputs = list(outputs.values())
-    if not isinstance(outputs, (tuple, list)) or not all(isinstance(o, Tensor) for o in outputs):
+    outputs = tuple(_outputs(result, result))
+    if not outputs:
         raise InvalidArgumentError(
-            f"model.forward returned {type(result).__name__}; it must return one tensor, or a tuple with one "
-            "tensor per label column."
+            f"model.forward returned {type(result).__name__} without a tensor; it must return one tensor, or a tuple with one tensor per "
+            "label column."
         )
-    return tuple(outputs)
+    return outputs
+
+
+def _outputs(value: object, result: object) -> Iterator[Tensor]:
+    named: Iterable[object] | None = None
+    if isinstance(value, Mapping):
+        named = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        named = [getattr(value, each.name) for each in fields(value)]
+    if isinstance(value, Tensor):
+        yield value
+    elif named is not None:
+        for each in named:
+            is_row_tensor = isinstance(each, Tensor) and each.dim() > 0
+            if is_row_tensor or _is_nested(each):
+                yield from _outputs(each, result)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from () if each is None else _outputs(each, result)
+    else:
+        raise InvalidArgumentError(
+            f"model.forward returned {type(value).__name__}{'' if value is result else f' in a {type(result).__name__}'}; it must return one "
+            "tensor, or a tuple with one tensor per label column."
+        )
+
+
+def _is_nested(value: object) -> bool:
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    return is_data or isinstance(value, (Mapping, tuple, list))
 
 
 def link_of(loss: object) -> str:
@@ -310,6 +340,11 @@ def num_classes(link: str, width: int) -> int:
 def flat_rows(output: Tensor) -> Tensor:
     """Reshape an output to (rows, elements)."""
     return output.reshape(output.shape[0], -1)
+
+
+def widths_of(outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the elements per row of each output."""
+    return tuple(flat_rows(output).shape[1] for output in outputs)
 
 
 def prediction(link: str, output: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class Column:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """Columns of a fit by their roles; every column has exactly one."""
+    """Columns of a fit by their roles; a feature column may be a label, too, and every other column has one role."""
 
     features: tuple[Column, ...]
     labels: tuple[Column, ...]
@@ -169,7 +169,9 @@ class DataSchema:
         """Every stored column: features, labels, sample weight, validation, group."""
         single = (self.sample_weight, self.validation, self.group)
         extra = [c for c in single if c is not None]
-        return (*self.features, *self.labels, *extra)
+        stored = {c.name for c in self.features}
+        labels = [c for c in self.labels if c.name not in stored]
+        return (*self.features, *labels, *extra)
 
     @property
     def row_bytes(self) -> int:

@@ -268,7 +268,7 @@ def prepare_sources(sources: FitSources, schema: DataSchema, target: Target) -> 
 
 
 def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> None:
-    pairs = zip(training.features + training.labels, validation.columns, strict=False)
+    pairs = zip(training.columns, validation.columns, strict=False)
     for ours, theirs in pairs:
         if (ours.kind, ours.shape) != (theirs.kind, theirs.shape):
             raise InvalidArgumentError(

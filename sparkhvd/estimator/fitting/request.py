@@ -12,15 +12,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.binding import InputBinding, bind_inputs, each_column, model_dtype
+from sparkhvd.data.columns.binding import (
+    InputBinding,
+    bind_inputs,
+    each_column,
+    label_arguments,
+    model_dtype,
+)
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.labels import (
     LabelBinding,
     bind_labels,
-    flat_rows,
     is_class_index,
     is_of_row,
     link_of,
+    widths_of,
 )
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.locks import RunLock, acquire
@@ -44,15 +50,21 @@ from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.metrics import AnyMetric, resolve_metrics, try_metrics
-from sparkhvd.training.model import build_model, check_model
+from sparkhvd.training.model import build_model, check_model, is_compiled, is_lazy, uncompiled
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import fitted_widths, trial_outputs, zeros
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.optimizer import (
+    Overrides,
+    check_clipping,
+    check_compression,
+    check_optimizer,
+)
 from sparkhvd.training.precision import check_precision
 from sparkhvd.training.program import Program, dump_program
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.types import Loss
+from sparkhvd.training.user_step import model_loss
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,10 @@ def check_request(
     Raises:
         InvalidArgumentError: something is wrong.
     """
-    model, user = _check_model(options, sources)
-    labels = _required("label_cols", options.label_cols, "the columns with the labels")
+    options, model, user = _check_model(options, sources)
+    labels = options.label_cols or []
+    if not labels and not user.computes_loss:
+        _required("label_cols", labels, "the columns with the labels")
     _required("feature_cols", options.feature_cols, "the columns that become the model's input")
     losses = _check_losses(options, model, user, len(labels))
     _check_optimizer(options, model, user, losses)
@@ -182,8 +196,10 @@ def check_request(
         has_validation=sources.has_validation,
     )
     loss_weights = _loss_weights(options, len(labels))
-    unbuilt: Any = options.model  # each rank calls the function that makes the module
-    pickled, sha256 = dump_program(replace(program, model=unbuilt))
+    pickled, sha256 = b"", ""
+    if not is_lazy(model):
+        unbuilt: Any = options.model  # each rank calls the function that makes the module
+        pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
     cluster = resolve_cluster(shim, options, takes_slots=takes_slots)
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
@@ -235,13 +251,40 @@ def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
     return columns
 
 
-def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
-    """Check the module and the user's code; return both."""
-    model = check_model(build_model(options.model))
+def _check_model(
+    options: FitOptions, sources: FitSources
+) -> tuple[FitOptions, torch.nn.Module, UserCode]:
+    """Check the module and the user's code; return the options without torch.compile's wrapper, the module and the code."""
+    built = build_model(options.model)
+    if is_compiled(built):
+        inner = uncompiled(options.model)  # the names of parameters have no prefix
+        options = replace(
+            options, model=inner, compile=options.compile or "compile" not in options.explicit
+        )
+    model = check_model(uncompiled(built))
     # Validation rows may come from files without a Param.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
-    return model, user
+    has_loss = options.loss is not None or options.loss_constructors is not None
+    if not has_loss and not user.computes_loss:
+        user = _with_model_loss(options, model, user)
+    return options, model, user
+
+
+def _with_model_loss(options: FitOptions, model: torch.nn.Module, user: UserCode) -> UserCode:
+    """Let the model compute the loss if `inputs` gives it labels."""
+    names = tuple(options.inputs or {})
+    labels = label_arguments(model, names)
+    if not labels:
+        return user
+    for param in ("metrics", "sample_weight_col"):
+        if getattr(options, param):
+            raise InvalidArgumentError(
+                f"{param} would have no effect: loss is not given, so the model computes it from its argument {labels[0]!r}. Give loss, or "
+                "train_step."
+            )
+    step = functools.partial(model_loss, names)
+    return replace(user, train_step=step, validation_step=step, label_arguments=labels)
 
 
 def _check_optimizer(
@@ -251,6 +294,10 @@ def _check_optimizer(
     if lazy := [name for name, p in others.parameters.items() if torch.nn.parameter.is_lazy(p)]:
         raise InvalidArgumentError(
             f"loss: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before fit."
+        )
+    if user.train_fn is None:
+        check_clipping(
+            model, options.gradient_clip_norm, options.gradient_clip_value, others.trained
         )
     if user.train_fn is None or options.optimizer is not None:
         optimizer = check_optimizer(options.optimizer, options.model, model, others)
@@ -304,12 +351,13 @@ def _check_columns(
             compared = None if user.computes_loss else labels
             try_model(
                 model,
-                inputs,
+                inputs.without(user.label_arguments),
                 schema,
                 compared,
                 metrics=metrics,
                 precision=options.precision,
                 compare=pairs,
+                batch_size=options.batch_size,
             )
     return schema
 
@@ -317,7 +365,7 @@ def _check_columns(
 def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:
     weights = options.loss_weights
     if weights is None:
-        return (1.0 / num_labels,) * num_labels
+        return (1.0 / max(1, num_labels),) * num_labels
     if len(weights) != num_labels:
         raise InvalidArgumentError(
             f"loss_weights has {len(weights)} numbers and label_cols {num_labels} columns. Give one per label."
@@ -512,10 +560,11 @@ def try_model(
     metrics: Sequence[AnyMetric] = (),
     precision: str = "32",
     compare: Compare | None = None,
+    batch_size: int = 2,
 ) -> tuple[int, ...] | None:
     """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
-    Returns None if only ranks can find out, see `trial_outputs`.
+    Returns None if only ranks can find out, see `trial_outputs`, and with the user's code also if the trial failed.
 
     Args:
         model: of the user.
@@ -526,6 +575,7 @@ def try_model(
         metrics: of the fit.
         precision: the Param.
         compare: called with matching outputs and labels.
+        batch_size: of the training.
 
     Raises:
         InvalidArgumentError: the model does not accept the columns or returns another number of outputs, or a label or metric
@@ -539,14 +589,19 @@ def try_model(
         columns=schema.features,
         examples=examples,
         precision=precision,
+        batch_size=batch_size,
     )
+    if labels is None:  # any outputs are right for the user's code
+        with contextlib.suppress(InvalidArgumentError):
+            outputs = run(trial)
+            return None if outputs is None else widths_of(outputs)
+        return None
     outputs = run(trial, labels=names)
     if outputs is None:
         return None
-    widths = [flat_rows(output).shape[1] for output in outputs]
-    fitted = fitted_widths(widths, names)
-    rows = None if labels is None else _zero_labels(schema, labels)
-    if labels is None or rows is None:
+    fitted = fitted_widths(widths_of(outputs), names)
+    rows = _zero_labels(schema, labels)
+    if rows is None or len(outputs[0]) != 2:
         return fitted
     if (problem := _mismatch(labels, outputs, rows, metrics, compare)) is None:
         return fitted

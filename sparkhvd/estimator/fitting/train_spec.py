@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
+
+import torch
+from torch import nn
 
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
 from sparkhvd.estimator.fitting.request import FitRequest, bind_features, overrides, try_model
 from sparkhvd.estimator.params.groups import fingerprint_options, rank_options
-from sparkhvd.training.program import describe_program
+from sparkhvd.training.model import build_model, is_lazy, uncompiled
+from sparkhvd.training.modules.architecture import dump_shell, load_shell
+from sparkhvd.training.modules.fitted import trial_outputs
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.program import describe_program, dump_program
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.torch_settings import settings_here
 from sparkhvd.training.user_code.transformations import bind_transformed
@@ -37,13 +45,14 @@ def build_train_spec(
         if not program.user.changes_columns:
             widths = try_model(
                 program.model,
-                inputs,
+                inputs.without(program.user.label_arguments),
                 schema,
                 compared,
                 data.examples,
                 program.metrics,
                 options.precision,
                 request.pairs,
+                options.batch_size,
             )
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
@@ -87,6 +96,49 @@ def build_train_spec(
         fingerprint=fingerprint(request, data),
     )
     return spec, widths
+
+
+def initialized(request: FitRequest, data: FitData) -> FitRequest:
+    """Return the request with shapes for the parameters of lazy modules, which a forward on two rows gives them.
+
+    Their values follow from the seed of the run. The caller's module is not changed.
+
+    Raises:
+        InvalidArgumentError: the forward failed, or left a parameter without a shape.
+    """
+    if not is_lazy(request.program.model):
+        return request
+    program = request.program
+    if isinstance(request.options.model, nn.Module):
+        program = load_shell(dump_shell(nn.Module(), program), {})  # the optimizer is copied, too
+    else:
+        program = replace(
+            program, model=uncompiled(build_model(request.options.model, request.seed))
+        )
+    model = program.model
+    schema = data.transformed or data.schema
+    inputs = bind_features(request.options, model, program.user, schema)
+    if data.transformed is not None:
+        inputs = bind_transformed(inputs, data.transformed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        trial_outputs(
+            in_mode(model, is_training=False),
+            inputs.without(program.user.label_arguments),
+            schema.features,
+            data.examples,
+            precision=request.options.precision,
+        )
+    if is_lazy(model):
+        names = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+        raise InvalidArgumentError(
+            f"model: parameter {names[0]!r} has no shape yet, and a forward on two rows of zeros gives it none. Run the lazy module on one "
+            "batch before fit."
+        )
+    in_mode(model, is_training=True)
+    pickled, sha256 = dump_program(program)
+    options = replace(request.options, model=model)
+    return replace(request, program=program, pickled=pickled, sha256=sha256, options=options)
 
 
 def fingerprint(request: FitRequest, data: FitData) -> str:

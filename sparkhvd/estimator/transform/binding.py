@@ -74,11 +74,21 @@ def described(
 
 
 def bind_module(
-    fitted: TrainedState, options: PredictOptions, schema: StructType
+    fitted: TrainedState,
+    options: PredictOptions,
+    schema: StructType,
+    *,
+    may_measure: bool = False,
 ) -> tuple[TrainedState, PredictOptions]:
     """Bind a module without a fit to the columns of a DataFrame with this schema, by the rules of a fit.
 
     A type does not give the length of an array or the shape of decoded values: `input_shapes` or a vector's metadata does.
+
+    Args:
+        fitted: the module.
+        options: the Params.
+        schema: of the DataFrame.
+        may_measure: leave the widths empty if made-up rows do not tell them, because the caller can run the module on real rows.
 
     Returns:
         The module with its columns, labels, links and widths, and the Params with decoders that give these shapes.
@@ -115,19 +125,30 @@ def bind_module(
     )
     bound = replace(fitted, columns=columns, inputs=inputs)
     decoded = {c.name: c.decoded for c in columns}
-    widths = fitted.widths or _widths(bound, options.precision)
-    labels = _labels(options, widths)
-    links = fitted.links * len(widths) if len(fitted.links) == 1 else fitted.links
-    if len(links) != len(widths):
-        raise InvalidArgumentError(
-            f"The model was given {len(links)} losses, and its module has {len(widths)} outputs. Give one per output, or one for all."
-        )
     decoders = {
         name: Shaped(decoder, shape) if callable(decoder) and (shape := decoded[name]) else decoder
         for name, decoder in (options.decoders or {}).items()
     }
-    bound = replace(bound, widths=widths, labels=labels, links=links)
-    return bound, replace(options, decoders=decoders)
+    options = replace(options, decoders=decoders)
+    widths = fitted.widths or _widths(bound, options.precision, may_measure=may_measure)
+    return (name_outputs(bound, options, widths) if widths else bound), options
+
+
+def name_outputs(
+    bound: TrainedState, options: PredictOptions, widths: tuple[int, ...]
+) -> TrainedState:
+    """Return a bound module with the widths, labels and links of its outputs.
+
+    Raises:
+        InvalidArgumentError: nothing names the outputs, or the losses are not one per output.
+    """
+    labels = _labels(options, widths)
+    links = bound.links * len(widths) if len(bound.links) == 1 else bound.links
+    if len(links) != len(widths):
+        raise InvalidArgumentError(
+            f"The model was given {len(links)} losses, and its module has {len(widths)} outputs. Give one per output, or one for all."
+        )
+    return replace(bound, widths=widths, labels=labels, links=links)
 
 
 def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
@@ -193,14 +214,16 @@ def _stored_shape(column: Column, given: Shape) -> Shape:
     )
 
 
-def _widths(bound: TrainedState, precision: str) -> tuple[int, ...]:
-    """Find the elements per row of each output by running the module on zeros."""
+def _widths(bound: TrainedState, precision: str, *, may_measure: bool) -> tuple[int, ...]:
+    """Find the elements per row of each output by running the module on made-up rows."""
     collated = [c.name for c in bound.columns if c.is_collated]
     if not collated:
         trial = in_mode(light_copy(bound.module), is_training=False)
         widths = output_widths(trial, bound.inputs, bound.columns, precision=precision)
         if widths is not None:
-            return tuple(widths)
+            return widths
+    if may_measure:
+        return ()
     reason = (
         f"column {collated[0]!r} is collated" if collated else "its forward failed on rows of zeros"
     )

@@ -40,7 +40,7 @@ def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output
     """
     names = options.outputCols
     if names is None:
-        names = [f"{label}__output" for label in options.label_cols or fitted.labels]
+        names = _default_names(options.label_cols or fitted.labels, len(fitted.widths))
     if len(names) != len(fitted.widths):
         raise InvalidArgumentError(
             f"outputCols has {len(names)} names ({names}); the model has {len(fitted.widths)} outputs."
@@ -52,6 +52,13 @@ def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output
     ]
     outputs += _spark_outputs(fitted, options)
     return tuple(outputs)
+
+
+def _default_names(labels: Sequence[str], count: int) -> list[str]:
+    """Name outputs by their labels, or by number if there is not one label per output."""
+    if len(labels) == count:
+        return [f"{label}__output" for label in labels]
+    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
 def _check_new(outputs: Sequence[Output], df: DataFrame) -> None:
@@ -96,7 +103,7 @@ def _check_meaning(param: str, kind: str, fitted: TrainedState, options: Predict
             f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
             "is meant. Use outputCols."
         )
-    has_probability = fitted.links[0] in labels.WITH_PROBABILITY or options.output_fn
+    has_probability = fitted.output_links[0] in labels.WITH_PROBABILITY or options.output_fn
     thresholds = options.thresholds if kind == "prediction" else None
     if (kind == "probability" or thresholds) and not has_probability:
         asked = f"thresholds is {thresholds}" if thresholds else f"probabilityCol is {name!r}"
@@ -117,7 +124,7 @@ def _size(kind: str, fitted: TrainedState, options: PredictOptions) -> int:
     if kind != "raw" and options.output_fn is not None:
         return 0
     (width,) = fitted.widths
-    num_classes = labels.num_classes(fitted.links[0], width)
+    num_classes = labels.num_classes(fitted.output_links[0], width)
     return num_classes if kind == "prediction" else num_classes or width
 
 
@@ -125,7 +132,7 @@ def _known_kinds(fitted: TrainedState, options: PredictOptions) -> tuple[str, ..
     """List the kinds of columns that the loss defines; these are added by default."""
     if len(fitted.widths) > 1:
         return ()
-    link = fitted.links[0]
+    link = fitted.output_links[0]
     # A function returns probabilities of classes, but anything for a value.
     is_known = options.output_fn is None or link != labels.VALUE
     return labels.known_kinds(link, fitted.widths[0]) if is_known else ()

@@ -78,7 +78,7 @@ def predict_one(fitted: TrainedState, options: PredictOptions, output: Output, v
         sources=tuple(range(len(names))),
         names=tuple(names),
         inputs=fitted.inputs,
-        links=fitted.links,
+        links=fitted.output_links,
         outputs=(output,),
         output_fn=options.output_fn,
         functions=functions_of(fitted, options),

@@ -57,7 +57,7 @@ class Output:
 
     Attributes:
         name: of the column.
-        kind: "output", "prediction", "probability" or "raw".
+        kind: "output", "prediction", "probability" or "raw"; "widths" for the elements per row of each output.
         label: index of the model's output in the column.
         is_vector: an ML vector; else a double.
         size: elements of the vector, or classes of the prediction; 0 if unknown or a value.
@@ -522,6 +522,8 @@ def _outputs(
                 f"The model returned shape {tuple(output.shape)} for {num_rows} rows. An output must have one "
                 "entry per row."
             )
+    if spec.outputs[0].kind == "widths":
+        return [np.tile(np.array(labels.widths_of(outputs), np.float64), (num_rows, 1))]
     return [column_values(spec, column, outputs[column.label]) for column in spec.outputs]
 
 

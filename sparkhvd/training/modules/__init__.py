@@ -3,6 +3,7 @@
 Each module imports only those above it:
 
     attributes    values of attributes outside state dicts
+    torchscript   TorchScript modules: their copies and their pickle
     copies        copies of a module
     weights       a file of weights
     architecture  a module without its weights

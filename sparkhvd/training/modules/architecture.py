@@ -22,7 +22,9 @@ from typing import Any, TypeAlias, TypedDict
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from sparkhvd.training.modules import torchscript
 from sparkhvd.training.modules.copies import (
     WithHooks,
     add_hooks,
@@ -293,8 +295,8 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         super().__init__(file)
         self._with_hooks = with_hooks
         kept = tensors_of(module)
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._names = {id(t): n for n, t in named if n in kept}
+        self._named = [*module.named_parameters(), *module.named_buffers()]  # keeps the ids
+        self._names = {id(t): n for n, t in self._named if n in kept}
         self._written: set[str] = set()  # written with attributes, which may form cycles
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
@@ -316,7 +318,28 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
                     f"a tensor of class {type(value).__qualname__} has hooks, which go with none of this class"
                 )
             return reduced
+        if isinstance(value, torch.jit.ScriptModule):
+            return torchscript.reduce(value)
+        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+            return _reduce_parametrized(value)
         return super().reducer_override(value)
+
+
+def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
+    """Reduce a module with parametrizations for pickle, which torch rejects because their class is made at run time."""
+    kind = parametrize.type_before_parametrizations(module)
+    return _new, (kind,), dict(vars(module)), None, None, _set_parametrized
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _set_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+    parametrize._inject_new_class(module)
+    for name in state["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:

@@ -158,11 +158,14 @@ def views(owners: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for (name, path), value in _walk(owners, None).items():
         if isinstance(value, Tensor) and _has_memory(value):
             whole = named.get(value.untyped_storage().data_ptr())
-            if whole is not None:
+            # spectral_norm's attribute, which its hook computes in every forward, is at first the parameter's data
+            if whole is not None and whole != f"{name}.{path[0][1]}_orig".strip("."):
                 yield f"{name}.{path[0][1]}".strip("."), whole
 
 
 def _has_memory(tensor: Tensor) -> bool:
+    if nn.parameter.is_lazy(tensor):
+        return False
     return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 

@@ -9,13 +9,40 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from sparkhvd.training.modules import torchscript
+
+T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
+
+
+class _CopyValues(TorchFunctionMode):
+    """Copies a tensor of an autograd graph, such as an output kept by `forward`, as its value; torch raises an error."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]
+
+
+def deepcopy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Copy a value and its modules, also modules that `copy.deepcopy` rejects."""
+    memo = {} if memo is None else memo
+    if isinstance(value, nn.Module):
+        torchscript.copy_parts(value, memo)
+    with _CopyValues():
+        return copy.deepcopy(value, memo)
 
 
 def copied(module: M) -> M:
     """Copy a module."""
-    return _attach(module, copy.deepcopy(module))
+    return _attach(module, deepcopy(module))
 
 
 def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
@@ -30,7 +57,7 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
             is_parameter = isinstance(old, nn.Parameter)
             replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
             memo.setdefault(id(old), replacement)
-    made = copy.deepcopy(module, memo)
+    made = deepcopy(module, memo)
     made.load_state_dict(state)
     return _attach(module, made)
 
@@ -40,9 +67,9 @@ def light_copy(module: nn.Module) -> nn.Module:
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad)
         for p in module.parameters()
-        if type(p) is nn.Parameter
+        if type(p) in (Tensor, nn.Parameter)  # plain tensors of TorchScript modules, too
     }
-    return _attach(module, copy.deepcopy(module, memo))
+    return _attach(module, deepcopy(module, memo))
 
 
 def _attach(module: nn.Module, made: M) -> M:
@@ -71,7 +98,7 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     try:
         if isinstance(value, types.FunctionType):
             return copy_function(value, memo)
-        return copy.deepcopy(value, memo)
+        return deepcopy(value, memo)
     except Exception:  # noqa: BLE001 - a lock, a session
         return value
 
@@ -99,17 +126,17 @@ def copy_function(
         function.__code__,
         function.__globals__ if names is None else dict(names),
         function.__name__,
-        copy.deepcopy(function.__defaults__, memo),
+        deepcopy(function.__defaults__, memo),
         cells,
     )
-    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    made.__kwdefaults__ = deepcopy(function.__kwdefaults__, memo)
     made.__dict__.update(function.__dict__)
     memo[id(function)] = made  # it may refer to itself
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
         content = old.cell_contents
         is_function = isinstance(content, types.FunctionType)
         cell.cell_contents = (
-            copy_function(content, memo) if is_function else copy.deepcopy(content, memo)
+            copy_function(content, memo) if is_function else deepcopy(content, memo)
         )
     return made
 

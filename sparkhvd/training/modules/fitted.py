@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd.data.columns.binding import InputBinding
-from sparkhvd.data.columns.labels import IDENTITY, flat_rows, outputs_of
+from sparkhvd.data.columns.labels import IDENTITY, outputs_of, widths_of
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
@@ -60,6 +60,12 @@ class TrainedState:
     loss: Any = field(default=None, repr=False)
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def output_links(self) -> tuple[str, ...]:
+        """Links of the outputs; unknown if there is not one label per output."""
+        is_paired = len(self.links) == len(self.widths)
+        return self.links if is_paired else (IDENTITY,) * len(self.widths)
+
     @cached_property
     def for_predict(self) -> torch.nn.Module:
         """Copy of the module over the same parameters, because `forward` may keep tensors or change buffers."""
@@ -95,7 +101,8 @@ Fitted = TrainedState
 
 
 # ----------------------------------------------------------------------------------------------------
-# Find the widths of a model's outputs by running it on two rows of zeros.
+# Find the widths of a model's outputs by running it on two made-up rows. Not every model accepts them: lengths of 0, a matrix of
+# zeros, a fixed number of rows. So the trial may fail without a word, and the ranks find the widths on real rows.
 
 # Torch's error of linear layers: rows x numbers per row, and numbers per row x outputs.
 _LINEAR = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
@@ -121,8 +128,18 @@ def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
+def _various(column: Column, num_rows: int) -> SparseRows | npt.NDArray[np.generic]:
+    """Make rows of other values: ones for integers, and floats between 0.5 and 1.5."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements, num_rows=num_rows)
+    shape, dtype = (num_rows, *(column.row_shape or ())), np.dtype(column.row_dtype)
+    if not np.issubdtype(dtype, np.floating):
+        return np.ones(shape, dtype)
+    return (0.5 + np.random.default_rng(0).random(shape)).astype(dtype)
+
+
 # Messages of torch and Python about mismatched shapes, dtypes and arguments, independent of the machine. Other errors of a
-# forward may depend on the place where it runs: a GPU, a file, a rank.
+# forward may depend on the place where it runs, such as a GPU, a file or a rank, or on the values of the rows.
 _CERTAIN = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
     r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
@@ -137,16 +154,11 @@ def _is_certain(error: Exception) -> bool:
 
 
 def output_widths(
-    model: nn.Module,
-    inputs: InputBinding,
-    columns: Sequence[Column],
-    examples: Columns | None = None,
-    move: Mover | None = None,
-    precision: str = "32",
-) -> list[int] | None:
+    model: nn.Module, inputs: InputBinding, columns: Sequence[Column], precision: str = "32"
+) -> tuple[int, ...] | None:
     """Find the elements per row of every output; arguments and errors as in `trial_outputs`."""
-    outputs = trial_outputs(model, inputs, columns, examples, move, precision=precision)
-    return None if outputs is None else [flat_rows(output).shape[1] for output in outputs]
+    outputs = trial_outputs(model, inputs, columns, precision=precision)
+    return None if outputs is None else widths_of(outputs)
 
 
 def trial_outputs(
@@ -154,50 +166,77 @@ def trial_outputs(
     inputs: InputBinding,
     columns: Sequence[Column],
     examples: Columns | None = None,
-    move: Mover | None = None,
     labels: Sequence[str] = (),
     precision: str = "32",
+    batch_size: int = 2,
 ) -> tuple[Tensor, ...] | None:
-    """Run a model on two rows of zeros and return its outputs.
-
-    Returns None, with a warning, after an error that may not occur on a rank.
+    """Run a model on made-up rows and return its outputs; None if it may accept real rows only.
 
     Args:
         model: in the mode of the trial.
         inputs: binding of columns to arguments of the model.
         columns: feature columns with their shapes.
         examples: collated columns, for two rows.
-        move: moves the arguments to the model's device.
         labels: names of the label columns; the names of a dict of outputs may contradict them.
         precision: the Param.
+        batch_size: of the training, which may be the only number of rows that the model accepts.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
+        InvalidArgumentError: shapes, dtypes or arguments do not fit whatever the values, or an output is not one entry per row.
     """
-    examples = examples or {}
-    rows = {c.name: examples[c.name] if c.name in examples else zeros(c) for c in columns}
-    try:
-        arguments, keywords = inputs.apply(rows)
-        if move is not None:
-            arguments, keywords = move((arguments, keywords))
-        device = torch.device("cpu") if move is None else move.device
-        with torch.no_grad(), autocast(precision, device):
-            result = model(*arguments, **keywords)
-    except Exception as e:
-        if type(e) is InvalidArgumentError:
+    collated = dict(examples or {})
+    failed: list[Exception] = []
+    for num_rows, make in (
+        (2, zeros),
+        (2, functools.partial(_various, num_rows=2)),
+        (batch_size, functools.partial(_various, num_rows=batch_size)),
+    ):
+        if collated and num_rows != 2:
+            continue
+        rows = {c.name: make(c) for c in columns} | collated
+        try:
+            result = forward(model, inputs, rows, precision=precision)
+        except InvalidArgumentError:
             raise
-        shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
-        problem = (
-            f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
-            + _hint(inputs, e)
-        )
-        if _is_certain(e):
-            raise InvalidArgumentError(problem) from e
-        warnings.warn(
-            f"{problem.rstrip('.')}. It may need what only ranks have, so this is no error here.",
-            stacklevel=2,
-        )
+        except Exception as e:  # noqa: BLE001 - the user's own code
+            failed.append(e)
+            continue
+        return _checked_outputs(result, labels, num_rows)
+    first = failed[0]
+    if not all(map(_is_certain, failed)) or str(first) != str(failed[1]):
         return None
+    shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
+    raise InvalidArgumentError(
+        f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(first).__name__}: {first}"
+        + _hint(inputs, first)
+    ) from first
+
+
+def forward(
+    model: nn.Module,
+    inputs: InputBinding,
+    rows: Columns,
+    move: Mover | None = None,
+    precision: str = "32",
+) -> Any:
+    """Run a model without gradients on a batch of columns and return its result.
+
+    Args:
+        model: in the mode of the call.
+        inputs: binding of columns to arguments of the model.
+        rows: the columns.
+        move: moves the arguments to the model's device.
+        precision: the Param.
+    """
+    arguments, keywords = inputs.apply(rows)
+    if move is not None:
+        arguments, keywords = move((arguments, keywords))
+    device = torch.device("cpu") if move is None else move.device
+    with torch.no_grad(), autocast(precision, device):
+        return model(*arguments, **keywords)
+
+
+def _checked_outputs(result: object, labels: Sequence[str], num_rows: int) -> tuple[Tensor, ...]:
     outputs = widened(outputs_of(result))
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
         raise InvalidArgumentError(
@@ -205,9 +244,10 @@ def trial_outputs(
             "Outputs and labels belong together by their order: give both in the same."
         )
     for output in outputs:
-        if output.ndim == 0 or len(output) != 2:
+        if output.ndim == 0 or len(output) != num_rows:
+            count = "two" if num_rows == 2 else num_rows
             raise InvalidArgumentError(
-                f"model: forward returned shape {tuple(output.shape)} for two rows. An output must have one entry "
+                f"model: forward returned shape {tuple(output.shape)} for {count} rows. An output must have one entry "
                 "per row."
             )
     return outputs
