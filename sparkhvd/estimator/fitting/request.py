@@ -52,7 +52,7 @@ from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.metrics import AnyMetric, resolve_metrics, try_metrics
 from sparkhvd.training.model import build_model, check_model, is_compiled, is_lazy, uncompiled
 from sparkhvd.training.modules.copies import light_copy
-from sparkhvd.training.modules.fitted import fitted_widths, trial_outputs, zeros
+from sparkhvd.training.modules.fitted import OrderError, fitted_widths, trial_outputs, zeros
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import (
     Overrides,
@@ -591,14 +591,16 @@ def try_model(
         precision=precision,
         batch_size=batch_size,
     )
-    if labels is None:  # any outputs are right for the user's code
-        with contextlib.suppress(InvalidArgumentError):
-            outputs = run(trial)
-            return None if outputs is None else widths_of(outputs)
-        return None
-    outputs = run(trial, labels=names)
+    try:
+        outputs = run(trial, labels=names)
+    except InvalidArgumentError as e:
+        if labels is None and not isinstance(e, OrderError):
+            return None  # any outputs are right for the user's code
+        raise
     if outputs is None:
         return None
+    if labels is None:
+        return widths_of(outputs)
     fitted = fitted_widths(widths_of(outputs), names)
     rows = _zero_labels(schema, labels)
     if rows is None or len(outputs[0]) != 2:

@@ -92,7 +92,7 @@ class TrainedState:
         except Exception as e:
             raise InvalidArgumentError(
                 f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed: {type(e).__name__}: {e}. Give a "
-                "module of classes and functions that pickle; for TorchScript the module that it was made from."
+                "module of classes and functions that pickle."
             ) from e
 
 
@@ -196,12 +196,13 @@ def trial_outputs(
         rows = {c.name: make(c) for c in columns} | collated
         try:
             result = forward(model, inputs, rows, precision=precision)
-        except InvalidArgumentError:
-            raise
-        except Exception as e:  # noqa: BLE001 - the user's own code
+        except Exception as e:
+            if type(e) is InvalidArgumentError:
+                raise
             failed.append(e)
             continue
-        return _checked_outputs(result, labels, num_rows)
+        _check_names(result, labels)
+        return _checked_outputs(result, num_rows)
     first = failed[0]
     if not all(map(_is_certain, failed)) or str(first) != str(failed[1]):
         return None
@@ -236,13 +237,20 @@ def forward(
         return model(*arguments, **keywords)
 
 
-def _checked_outputs(result: object, labels: Sequence[str], num_rows: int) -> tuple[Tensor, ...]:
-    outputs = widened(outputs_of(result))
+class OrderError(InvalidArgumentError):
+    """Raised for outputs with the names of the labels in another order."""
+
+
+def _check_names(result: object, labels: Sequence[str]) -> None:
     if isinstance(result, dict) and [*result] != [*labels] and {*result} == {*labels}:
-        raise InvalidArgumentError(
+        raise OrderError(
             f"model: forward returned the outputs {', '.join(map(repr, result))}, and label_cols are {', '.join(map(repr, labels))}. "
             "Outputs and labels belong together by their order: give both in the same."
         )
+
+
+def _checked_outputs(result: object, num_rows: int) -> tuple[Tensor, ...]:
+    outputs = widened(outputs_of(result))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
             count = "two" if num_rows == 2 else num_rows

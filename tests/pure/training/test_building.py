@@ -124,7 +124,7 @@ def test_a_sparse_buffer_is_refused_before_any_job(persistent: bool) -> None:
 
 @pytest.mark.parametrize("name", ["0.weight", "scale"])
 def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
-    """Buffers too: a rank without that device could not even unpickle them. `meta` stands for a GPU."""
+    """Buffers too: a rank without that device could not even unpickle them."""
     model = linear()
     if name == "scale":
         model.register_buffer("scale", torch.ones(2, device="meta"))
@@ -133,7 +133,8 @@ def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         check_model(model)
     assert str(failed.value) == (
-        f"model: {name!r} is on meta. Give the model on the CPU, by model.cpu(): every rank moves its copy to its own GPU."
+        f"model: {name!r} is on the meta device and has no values. Give a function that makes the module and fills it, for example by "
+        "module.to_empty(device='cpu') and reset_parameters() of its layers."
     )
 
 
