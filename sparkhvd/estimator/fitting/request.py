@@ -68,37 +68,26 @@ from sparkhvd.training.user_step import model_loss
 
 
 @dataclass(frozen=True)
-class FitRequest:
-    """Fit with checked arguments; no Spark job has run yet.
+class CheckedProgram:
+    """The user's part of a fit, checked without Spark.
 
     Attributes:
         options: values of the Params.
         loop: options of the training loop that follow from several Params.
         sources: of the rows.
-        shim: session whose tasks become ranks.
-        store: of the run and its data.
-        cluster: number and launch of the ranks.
         schema: the columns of the fit.
         program: the user's objects.
-        pickled: the program as the ranks receive it.
+        pickled: the program as the ranks receive it; empty for a lazy module, see `initialized`.
         sha256: of that.
         pairs: check of losses and metrics.
         links: per label, the link from outputs to probabilities.
         losses: per label, as the user gave it.
         loss_weights: per label.
-        seed: of the run.
-        run: in the store.
-        held: lock on the run; the receiver of the request releases it.
-        num_checkpoints: epochs whose checkpoints are kept after the fit; 0 deletes the run.
-        short_steps: see `TrainSpec`.
     """
 
     options: FitOptions
     loop: LoopOptions
     sources: FitSources
-    shim: SparkShim
-    store: Store
-    cluster: Cluster
     schema: DataSchema
     program: Program
     pickled: bytes
@@ -107,6 +96,26 @@ class FitRequest:
     links: tuple[str, ...]
     losses: tuple[Any, ...]
     loss_weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FitRequest(CheckedProgram):
+    """Fit with checked arguments; no Spark job has run yet.
+
+    Attributes:
+        shim: session whose tasks become ranks.
+        store: of the run and its data.
+        cluster: number and launch of the ranks.
+        seed: of the run.
+        run: in the store.
+        held: lock on the run; the receiver of the request releases it.
+        num_checkpoints: epochs whose checkpoints are kept after the fit; 0 deletes the run.
+        short_steps: see `TrainSpec`.
+    """
+
+    shim: SparkShim
+    store: Store
+    cluster: Cluster
     seed: int
     run: Run
     held: RunLock
@@ -164,9 +173,42 @@ def check_request(
     Raises:
         InvalidArgumentError: something is wrong.
     """
+    num_checkpoints = _num_checkpoints(options)
+    checked = check_program(options, sources)
+    options = checked.options
+    shim = SparkShim(sources.training.spark)
+    cluster = resolve_cluster(shim, options, takes_slots=takes_slots)
+    limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
+    preflight.check_workers(shim, required_modules(options), limit_s)
+    store = default_store(shim.session, options.store).waiting(limit_s)
+    run_id = check_run_id(options.run_id or new_run_id(uid))
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(acquire(store, run_id, verbose=cluster.verbose))
+        run = open_run(store, run_id, warm_start=options.warm_start)
+        seed = run.seed(options.random_seed)
+        stack.pop_all()  # released by the caller
+    return FitRequest(
+        **vars(checked),
+        shim=shim,
+        store=store,
+        cluster=cluster,
+        seed=seed,
+        run=run,
+        held=held,
+        num_checkpoints=num_checkpoints,
+        short_steps=short_steps,
+    )
+
+
+def check_program(options: FitOptions, sources: FitSources) -> CheckedProgram:
+    """Check Params, columns, model and the user's code; needs the types of the columns, and no Spark session.
+
+    Raises:
+        InvalidArgumentError: something is wrong.
+    """
     options, model, user = _check_model(options, sources)
     labels = options.label_cols or []
-    if not labels and not user.computes_loss:
+    if not user.computes_loss:
         _required("label_cols", labels, "the columns with the labels")
     _required("feature_cols", options.feature_cols, "the columns that become the model's input")
     losses = _check_losses(options, model, user, len(labels))
@@ -188,36 +230,20 @@ def check_request(
         functions=functions,
         user=user,
     )
-    num_checkpoints = _num_checkpoints(options)
     loop = loop_options(
         options,
         model=model,
         metric_names=[m.name for m in program.metrics],
         has_validation=sources.has_validation,
     )
-    loss_weights = _loss_weights(options, len(labels))
     pickled, sha256 = b"", ""
     if not is_lazy(model):
         unbuilt: Any = options.model  # each rank calls the function that makes the module
         pickled, sha256 = dump_program(replace(program, model=unbuilt))
-    shim = SparkShim(sources.training.spark)
-    cluster = resolve_cluster(shim, options, takes_slots=takes_slots)
-    limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
-    preflight.check_workers(shim, required_modules(options), limit_s)
-    store = default_store(shim.session, options.store).waiting(limit_s)
-    run_id = check_run_id(options.run_id or new_run_id(uid))
-    with contextlib.ExitStack() as stack:
-        held = stack.enter_context(acquire(store, run_id, verbose=cluster.verbose))
-        run = open_run(store, run_id, warm_start=options.warm_start)
-        seed = run.seed(options.random_seed)
-        stack.pop_all()  # released by the caller
-    return FitRequest(
+    return CheckedProgram(
         options=options,
         loop=loop,
         sources=sources,
-        shim=shim,
-        store=store,
-        cluster=cluster,
         schema=schema,
         program=program,
         pickled=pickled,
@@ -225,12 +251,7 @@ def check_request(
         pairs=pairs,
         links=losses.links,
         losses=losses.given,
-        loss_weights=loss_weights,
-        seed=seed,
-        run=run,
-        held=held,
-        num_checkpoints=num_checkpoints,
-        short_steps=short_steps,
+        loss_weights=_loss_weights(options, len(labels)),
     )
 
 
