@@ -106,7 +106,8 @@ def check_user_code(
         "transformation_fn",
         "batch_transform_fn",
     )
-    return UserCode(callbacks=callbacks, **{name: params.get(name) for name in names})
+    functions: dict[str, Any] = {name: params.get(name) for name in names}
+    return UserCode(callbacks=callbacks, **functions)
 
 
 def _check_effect(params: Mapping[str, object], with_train_fn: Mapping[str, str]) -> None:

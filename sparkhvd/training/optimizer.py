@@ -62,7 +62,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Check whether `step` evaluates the loss itself, several times, as LBFGS does."""
     for kind in type(optimizer).__mro__:
         if "step" in vars(kind) and not kind.__module__.startswith("sparkhvd."):
-            closure = inspect.signature(kind.step).parameters.get("closure")
+            closure = inspect.signature(vars(kind)["step"]).parameters.get("closure")
             return closure is not None and closure.default is closure.empty
     return False
 

@@ -111,14 +111,14 @@ class Step:
         """Step an optimizer that evaluates the loss several times, such as LBFGS; arguments as of `run`."""
         counted: list[tuple[Tensor | float, float]] = []
 
-        def closure() -> Tensor:
+        def closure() -> float:
             factor = self.compute_gradients(batches, plan, None if counted else totals, where)
             counted.append(self.last_loss)
             self.scale_and_clip(factor)
             # Every rank must take the same decisions by the loss.
             loss = torch.as_tensor(self.last_loss[0], dtype=torch.float64).cpu()
             total = hvd.allreduce(loss, name="step.loss", op=hvd.Sum)
-            return total * factor / (1 if self.is_sum else plan.num_rows)
+            return float(total) * factor / (1 if self.is_sum else plan.num_rows)
 
         self.optimizer.step(closure)
         self.last_loss = counted[0]

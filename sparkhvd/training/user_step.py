@@ -88,7 +88,7 @@ def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: 
     del ctx
     keywords: dict[str, Any] = {}
     for name in names:
-        made = batch[name]
+        made: Any = batch[name]
         # One column of texts gives several arguments.
         keywords.update(made if isinstance(made, Mapping) and name in made else {name: made})
     result = model(**keywords)

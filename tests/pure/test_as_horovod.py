@@ -138,9 +138,9 @@ from sparkhvd import rank_context
 
 assert get_available_devices() == []
 for gpu, wanted in ((None, []), (1, ["1"])):
-    rank_context.install(rank_context.RankContext(1, 2, 1, 0, 1, gpu))
+    rank_context.install_rank_context(rank_context.RankContext(1, 2, 1, 0, 1, gpu))
     assert get_available_devices() == wanted
-rank_context.install(None)
+rank_context.install_rank_context(None)
 assert horovod.runner.run_commandline is run_commandline
 assert gloo_run.__name__ == "horovod.runner.gloo_run"
 for refused, word in (

@@ -59,6 +59,7 @@ from sparkhvd.training.optimizer import (
     check_clipping,
     check_compression,
     check_optimizer,
+    needs_closure,
 )
 from sparkhvd.training.precision import check_precision
 from sparkhvd.training.program import Program, dump_program
@@ -323,6 +324,11 @@ def _check_optimizer(
     if user.train_fn is None or options.optimizer is not None:
         optimizer = check_optimizer(options.optimizer, options.model, model, others)
         overrides(options).check(optimizer)
+        if options.precision == "16-mixed" and user.train_fn is None and needs_closure(optimizer):
+            raise InvalidArgumentError(
+                f"precision is '16-mixed', and {type(optimizer).__name__} evaluates the loss several times per step, which torch's loss "
+                "scale does not allow. Give precision='bf16-mixed' or '32'."
+            )
 
 
 def overrides(options: FitOptions) -> Overrides:

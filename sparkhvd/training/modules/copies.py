@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from sparkhvd.training.modules import torchscript
@@ -23,12 +24,19 @@ class _CopyValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+        if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone()
-        return memo[id(tensor)]
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if is_lazy(tensor):  # torch copies lazy parameters, and no lazy buffers
+            made = type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)
+        elif not tensor.is_leaf:
+            made = tensor.detach().clone()
+        else:
+            return func(tensor, memo)
+        memo[id(tensor)] = made
+        return made
 
 
 def deepcopy(value: T, memo: dict[int, Any] | None = None) -> T:

@@ -515,7 +515,7 @@ def saves(folder, is_stubborn):
     def note(what):
         open(os.path.join(folder, what + os.environ["RANK"]), "w").close()
 
-    met = rendezvous.current()
+    met = rendezvous.current_rendezvous()
     with Engine(met.connect(), Settings()) as engine:
         engine.barrier(name="all").wait()
         while True:

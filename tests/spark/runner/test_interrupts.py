@@ -38,7 +38,7 @@ def saves(name, seconds=0.0):
     def note(what):
         open(os.path.join(FOLDER, f"{name}-{what}{os.environ['RANK']}"), "w").close()
 
-    met = rendezvous.current()
+    met = rendezvous.current_rendezvous()
     subprocess.Popen(["sleep", "300"])
     with Engine(met.connect(), Settings()) as engine:
         engine.barrier(name="all").wait()
