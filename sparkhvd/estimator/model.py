@@ -406,7 +406,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not fitted.columns:
             fitted, options = bind_module(fitted, options, dataset.schema, may_measure=True)
             if not fitted.widths:
-                widths = self._measure_widths(dataset.limit(2), fitted, options)
+                widths = self._measure_widths(dataset.limit(32), fitted, options)
                 self._fitted = replace(module, widths=widths)  # measured once
                 fitted = name_outputs(fitted, options, widths)
         self._check_outputs(fitted)

@@ -31,9 +31,9 @@ SLOW = pytest.mark.timeout(420)
 # One executor with two GPUs and four cores, and half a GPU per task: without a profile two tasks share GPU 0.
 PROGRAM = """
 from pathlib import Path
-from sparkhvd import processors
+from sparkhvd import cpus
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, placement, run
+from sparkhvd.runner import context, run, slots
 from sparkhvd.settings import Settings
 
 def uuid_of(number):
@@ -70,7 +70,7 @@ def script():
     return by_init, uuids[chosen[-1]]
 
 # The share of the cores reaches the rank's threads: 4 cores // 2 GPUs, as far as this machine has them.
-threads = placement.threads_per_rank(2, processors.allowed())
+threads = slots.threads_per_rank(2, cpus.allowed())
 env = {{"FAKE_GPUS": "10,11,12,13,14,15"}}
 places = run(place, spark=spark, env=env, settings=FAKE, use_gpu=True)
 names = {names!r}
