@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import inspect
 import io
 import json
@@ -23,6 +24,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from sparkhvd.training.modules import torchscript
 from sparkhvd.training.modules.copies import (
@@ -322,6 +324,8 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
             return torchscript.reduce(value)
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             return _reduce_parametrized(value)
+        if isinstance(value, Optimizer) and type(value).__getstate__ is Optimizer.__getstate__:
+            return _reduce_optimizer(value)
         return super().reducer_override(value)
 
 
@@ -329,6 +333,13 @@ def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
     """Reduce a module with parametrizations for pickle, which torch rejects because their class is made at run time."""
     kind = parametrize.type_before_parametrizations(module)
     return _new, (kind,), dict(vars(module)), None, None, _set_parametrized
+
+
+def _reduce_optimizer(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Reduce an optimizer for pickle with its attributes and step hooks, which torch omits."""
+    omitted = ("step", "_zero_grad_profile_name")  # wrappers of a scheduler and of torch
+    state = {name: value for name, value in vars(optimizer).items() if name not in omitted}
+    return copyreg.__newobj__, (type(optimizer),), state  # type: ignore[attr-defined]
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

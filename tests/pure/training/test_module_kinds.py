@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,43 @@ def test_a_program_keeps_its_optimizer_on_the_parameters(kind: Callable[[], nn.M
     found = tensors_of(program.model)
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+def test_an_optimizer_keeps_its_attributes_and_hooks() -> None:
+    def halved(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            module[0].weight.mul_(0.5)
+
+    for make in (Counting, torch.optim.LBFGS):
+        module = mlp()
+        optimizer: Any = make(module.parameters())
+        optimizer.register_step_post_hook(halved)
+        optimizer.step(lambda m=module: m(X).square().mean())
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step`
+        losses, is_sum = resolve_losses(nn.MSELoss(), 1, per_row=False)
+        program = load_shell(dump_program(Program(module, optimizer, losses, is_sum, ()))[0], {})
+        for net, steps in ((module, optimizer), (program.model, program.optimizer)):
+
+            def closure(net: nn.Module = net, steps: Any = steps) -> Tensor:
+                steps.zero_grad()
+                loss = net(X).square().mean()
+                loss.backward()
+                return loss
+
+            steps.step(closure)
+        assert torch.equal(output(program.model), output(module))
 
 
 @kinds

@@ -37,3 +37,22 @@ def test_the_examples_of_the_page_run_one_after_the_other(tmp_path: Path) -> Non
     assert 1 <= int(epochs) < 50
     assert good == "1.0"
     assert "y__output" in output["transformations"]
+
+
+MODELS = (ROOT / "docs" / "models.md").read_text()
+PROGRAMS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", MODELS, re.DOTALL))
+
+
+@soak("spark/estimator/test_kinds_of_models")
+@pytest.mark.timeout(300)  # four fits
+def test_the_programs_of_kinds_of_models_run_one_after_the_other(tmp_path: Path) -> None:
+    names = [name for name in PROGRAMS if name != "classifier"]  # needs transformers
+    assert names == ["data", "vae", "lstm", "gan", "lbfgs"]
+    script = tmp_path / "programs.py"
+    script.write_text("\n".join(f"print('--- {name}')\n{PROGRAMS[name]}" for name in names))
+    result = run_script(script, timeout_s=280)
+    assert result.returncode == 0, result.output
+    output = dict(re.findall(r"--- (\w+)\n(.*?)(?=--- |\Z)", result.output, re.DOTALL))
+    for name, column in (("vae", "mean"), ("lstm", "y__output"), ("gan", "output")):
+        assert re.search(rf"\| +{column}\|", output[name]), output[name]
+    assert float(output["lbfgs"].split()[-1]) < 1e-6
