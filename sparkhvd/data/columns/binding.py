@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,12 @@ def bind_inputs(
         f"columns ({quoted(c.name for c in columns)}), so it is not clear which goes where. Say it with "
         f"inputs={{'<argument>': ['<column>', ...], ...}}, or with one entry per column in input_shapes."
     )
+
+
+def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
+    """List the columns in the Param `inputs`, each once."""
+    groups = [[v] if isinstance(v, str) else v for v in inputs.values()]
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def each_column(schema: DataSchema) -> InputBinding:
