@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from sparkhvd.errors import StoreError as StoreError
     from sparkhvd.errors import UntrustedError as UntrustedError
     from sparkhvd.estimator import Callback as Callback
+    from sparkhvd.estimator import LocalModel as LocalModel
     from sparkhvd.estimator import Store as Store
     from sparkhvd.estimator import TorchClassificationModel as TorchClassificationModel
     from sparkhvd.estimator import TorchClassifier as TorchClassifier
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import TorchModel as TorchModel
     from sparkhvd.estimator import TorchRegressionModel as TorchRegressionModel
     from sparkhvd.estimator import TorchRegressor as TorchRegressor
+    from sparkhvd.estimator import load_local as load_local
     from sparkhvd.estimator import pad as pad
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
@@ -119,11 +121,13 @@ _HOMES = {
     "MLflowLogger": "sparkhvd.observe.loggers.mlflow",
     "TensorBoardLogger": "sparkhvd.observe.loggers.tensorboard",
     "Callback": "sparkhvd.estimator",
+    "LocalModel": "sparkhvd.estimator",
     "Store": "sparkhvd.estimator",
     "TorchClassificationModel": "sparkhvd.estimator",
     "TorchClassifier": "sparkhvd.estimator",
     "TorchEstimator": "sparkhvd.estimator",
     "TorchModel": "sparkhvd.estimator",
+    "load_local": "sparkhvd.estimator",
     "pad": "sparkhvd.estimator",
     "TorchRegressionModel": "sparkhvd.estimator",
     "TorchRegressor": "sparkhvd.estimator",

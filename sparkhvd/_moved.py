@@ -102,6 +102,7 @@ estimator.trained estimator.model
 estimator.transform.columns estimator.transform.binding
 estimator.transform.computation estimator.transform.worker
 estimator.transform.gpu estimator.transform.worker
+estimator.transform.single estimator.transform.local
 keras.batches keras.training
 keras.epoch_rows keras.training
 keras.following keras.training

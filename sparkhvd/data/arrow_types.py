@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Field, SparkType, spark_type_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType, StructType
+    from pyspark.sql.types import StructType
 
 
 Mask = npt.NDArray[np.bool_]
@@ -31,12 +32,29 @@ VERIFIED = {n: True for n in ("page_checksum_verification",) if n in _ARGUMENTS}
 
 _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as Spark writes them
 
+# Test of an Arrow type, name and text of its Spark type; the first that fits.
+_PLAIN_TYPES: tuple[tuple[Callable[[pa.DataType], bool] | None, str, str], ...] = (
+    (pa.types.is_boolean, "BooleanType", "boolean"),
+    (pa.types.is_int8, "ByteType", "tinyint"),
+    (lambda k: pa.types.is_int16(k) or pa.types.is_uint8(k), "ShortType", "smallint"),
+    (lambda k: pa.types.is_int32(k) or pa.types.is_uint16(k), "IntegerType", "int"),
+    # Numbers of uint64 beyond int64 are found in the data.
+    (pa.types.is_integer, "LongType", "bigint"),
+    (lambda k: pa.types.is_float16(k) or pa.types.is_float32(k), "FloatType", "float"),
+    (pa.types.is_float64, "DoubleType", "double"),
+    (lambda k: pa.types.is_string(k) or pa.types.is_large_string(k), "StringType", "string"),
+    (lambda k: _is(k, "string_view"), "StringType", "string"),
+    (lambda k: pa.types.is_binary(k) or pa.types.is_large_binary(k), "BinaryType", "binary"),
+    (lambda k: _is(k, "binary_view"), "BinaryType", "binary"),
+    (pa.types.is_fixed_size_binary, "BinaryType", "binary"),
+    (pa.types.is_date, "DateType", "date"),
+    (pa.types.is_temporal, "TimestampType", "timestamp"),
+    (None, "NullType", "void"),
+)
 
-def spark_type(kind: pa.DataType) -> DataType:
-    """Return the Spark type of an Arrow type, for `check_schema`; only for the driver, which has pyspark."""
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
+def spark_type(kind: pa.DataType) -> SparkType:
+    """Return the Spark type of an Arrow type, for `check_schema`."""
     t = pa.types
     if t.is_dictionary(kind):
         return spark_type(kind.value_type)
@@ -44,35 +62,31 @@ def spark_type(kind: pa.DataType) -> DataType:
         nested = spark_type(kind.storage_type)
         shape = getattr(kind, "shape", None) or ()
         for _ in shape[1:]:
-            nested = T.ArrayType(nested)
+            nested = _array_type(nested)
         return nested
     if _is_any_list(kind):
-        return T.ArrayType(spark_type(kind.value_type))
+        return _array_type(spark_type(kind.value_type))
     if t.is_decimal(kind):
-        return T.DecimalType(min(kind.precision, 38), min(kind.scale, 38))
+        text = f"decimal({min(kind.precision, 38)},{min(kind.scale, 38)})"
+        return spark_type_of("DecimalType", text)
     if t.is_struct(kind):
-        names = {kind.field(i).name for i in range(kind.num_fields)}
-        if names == _VECTOR_FIELDS:
-            return VectorUDT()
-        fields = (kind.field(i) for i in range(kind.num_fields))
-        return T.StructType([T.StructField(f.name, spark_type(f.type)) for f in fields])
+        parts = [kind.field(i) for i in range(kind.num_fields)]
+        if {part.name for part in parts} == _VECTOR_FIELDS:
+            return spark_type_of("VectorUDT", "vector")
+        fields = tuple(Field(part.name, spark_type(part.type)) for part in parts)
+        inside = ",".join(f"{each.name}:{each.dataType.simpleString()}" for each in fields)
+        return spark_type_of("StructType", f"struct<{inside}>", fields=fields)
     if t.is_map(kind):
-        return T.MapType(spark_type(kind.key_type), spark_type(kind.item_type))
-    tests: tuple[tuple[Callable[[pa.DataType], bool], type[DataType]], ...] = (
-        (t.is_boolean, T.BooleanType),
-        (t.is_int8, T.ByteType),
-        (lambda k: t.is_int16(k) or t.is_uint8(k), T.ShortType),
-        (lambda k: t.is_int32(k) or t.is_uint16(k), T.IntegerType),
-        (t.is_integer, T.LongType),  # uint64 numbers beyond int64 are found in the data
-        (lambda k: t.is_float16(k) or t.is_float32(k), T.FloatType),
-        (t.is_float64, T.DoubleType),
-        (lambda k: t.is_string(k) or t.is_large_string(k) or _is(k, "string_view"), T.StringType),
-        (lambda k: t.is_binary(k) or t.is_large_binary(k) or _is(k, "binary_view"), T.BinaryType),
-        (t.is_fixed_size_binary, T.BinaryType),
-        (t.is_date, T.DateType),
-        (t.is_temporal, T.TimestampType),
+        key, value = spark_type(kind.key_type), spark_type(kind.item_type)
+        text = f"map<{key.simpleString()},{value.simpleString()}>"
+        return spark_type_of("MapType", text, keyType=key, valueType=value)
+    return next(
+        spark_type_of(name, text) for test, name, text in _PLAIN_TYPES if test is None or test(kind)
     )
-    return next((made() for test, made in tests if test(kind)), T.NullType())
+
+
+def _array_type(element: SparkType) -> SparkType:
+    return spark_type_of("ArrayType", f"array<{element.simpleString()}>", elementType=element)
 
 
 def num_leaves(kind: pa.DataType) -> int:
@@ -245,6 +259,15 @@ def numpy_to_array(values: Array) -> pa.Array:
     kind = pa.from_numpy_dtype(values.dtype)
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def nested(values: Array) -> pa.Array:
+    """Convert an array (rows, ...) of numbers or booleans to Arrow: numbers, or nested lists of one shape."""
+    array = pa.array(values.reshape(-1))
+    for axis in range(values.ndim - 1, 0, -1):
+        rows = math.prod(values.shape[:axis])
+        array = _lists(array, np.full(rows, values.shape[axis], np.int64), None)
+    return array
 
 
 def text_to_array(text: str) -> pa.Array:

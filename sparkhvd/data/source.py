@@ -17,9 +17,8 @@ from sparkhvd.data.reuse import PreparedData, ReuseScope, prepare
 if TYPE_CHECKING:
     from pyspark import TaskContext
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
 
-    from sparkhvd.data.columns.schema import DataSchema
+    from sparkhvd.data.columns.schema import AnySchema, DataSchema
     from sparkhvd.data.store.store import Store
 
 
@@ -72,7 +71,7 @@ class DataSource(Protocol):
         """Session whose tasks become ranks."""
 
     @property
-    def schema(self) -> StructType:
+    def schema(self) -> AnySchema:
         """Columns and their Spark types."""
 
     def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
@@ -100,7 +99,7 @@ class DataFrameSource:
         return self.df.sparkSession
 
     @property
-    def schema(self) -> StructType:
+    def schema(self) -> AnySchema:
         """The DataFrame's schema."""
         return self.df.schema
 
@@ -131,7 +130,7 @@ class ParquetFiles:
         return f"Parquet at {self.dataset.url!r}"
 
     @property
-    def schema(self) -> StructType:
+    def schema(self) -> AnySchema:
         """Columns of the files, then those of folders `column=value`."""
         return self.dataset.schema
 

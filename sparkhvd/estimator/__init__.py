@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.predictors import TorchClassifier as TorchClassifier
     from sparkhvd.estimator.predictors import TorchRegressionModel as TorchRegressionModel
     from sparkhvd.estimator.predictors import TorchRegressor as TorchRegressor
+    from sparkhvd.estimator.saving.local_model import load_local as load_local
     from sparkhvd.estimator.saving.trust import trust as trust
+    from sparkhvd.estimator.transform.local import LocalModel as LocalModel
     from sparkhvd.training.user_code.callbacks import Callback as Callback
 
 _HOMES = {
     "Callback": "sparkhvd.training.user_code.callbacks",
+    "LocalModel": "sparkhvd.estimator.transform.local",
     "Store": "sparkhvd.data.store.store",
     "TorchClassificationModel": "sparkhvd.estimator.predictors",
     "TorchClassifier": "sparkhvd.estimator.predictors",
@@ -61,6 +64,7 @@ _HOMES = {
     "TorchRegressionModel": "sparkhvd.estimator.predictors",
     "TorchRegressor": "sparkhvd.estimator.predictors",
     "image": "sparkhvd.data.columns.images",
+    "load_local": "sparkhvd.estimator.saving.local_model",
     "pad": "sparkhvd.data.columns.decoders",
     "read_packed": "sparkhvd.data.packed",
     "tokenizer": "sparkhvd.data.columns.texts",

@@ -21,7 +21,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from torch import Tensor, nn
 
 from sparkhvd.data.columns import labels
-from sparkhvd.data.columns.binding import InputBinding
+from sparkhvd.data.columns.binding import InputBinding, columns_in
 from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import default_store
@@ -29,8 +29,9 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator.evaluation import TrainingSummary, horovod_history
 from sparkhvd.estimator.importance import Importance, permutation_importance
 from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.generated import PredictOptions
-from sparkhvd.estimator.params.groups import PredictParams, columns_in
+from sparkhvd.estimator.params.groups import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.saving.run_model import load_run_model
 from sparkhvd.estimator.transform.binding import (
@@ -43,6 +44,7 @@ from sparkhvd.estimator.transform.binding import (
     source_names,
     warn_of_large_rows,
 )
+from sparkhvd.estimator.transform.local import LocalModel
 from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS, named_outputs, output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import Computation, Output, PredictSpec, column_tensor
@@ -144,7 +146,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             self.setModel(model)
             self._fitted = described(
                 self._require_fitted(),
-                loss=loss,
+                loss=to_losses(loss),
                 loss_constructors=loss_constructors,
                 history=history,
                 run_id=run_id,
@@ -183,7 +185,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         model = cls(**params).setModel(module)
         fitted = described(
-            model._require_fitted(), loss=loss, link=link, history=history, run_id=run_id
+            model._require_fitted(), loss=to_losses(loss), link=link, history=history, run_id=run_id
         )
         model._fitted = replace(fitted, widths=tuple(widths))
         return model
@@ -456,12 +458,25 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             torch_settings=settings_here(),
         )
 
+    def local(self) -> LocalModel:
+        """Return a predictor of this process for numpy, pandas, polars and Arrow; it starts no Spark job.
+
+        `sparkhvd.load_local` makes the same of a saved model, without pyspark.
+
+        Raises:
+            InvalidArgumentError: there is no trained module, or its outputs are not known.
+        """
+        fitted = self._require_fitted()
+        if fitted.columns:
+            self._check_outputs(fitted)
+        return LocalModel(fitted, self._read_options(PredictOptions))
+
     def _check_outputs(self, fitted: TrainedState) -> None:
         """Reject unknown outputs."""
         if not fitted.widths:
             raise InvalidArgumentError(
-                "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
-                "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
+                "transform: the outputs of the model are not known, because its forward failed on made-up rows on the driver and, "
+                "after training, on the ranks' first batch. getModel() gives the trained module; give one whose forward runs "
                 "without ranks to setModel."
             )
 

@@ -24,7 +24,7 @@ from sparkhvd.estimator.fitting.recorder import Recorder
 from sparkhvd.estimator.fitting.request import FitRequest
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.generated import FitOptions, PredictOptions
-from sparkhvd.estimator.transform.single import Row, bind_row, num_features, predict_one
+from sparkhvd.estimator.transform.local import Row, bind_row, num_features, predict_one
 from sparkhvd.estimator.transform.worker import Output
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.training.modules.fitted import TrainedState

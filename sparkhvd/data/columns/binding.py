@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -97,6 +98,12 @@ def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(
         n for n in names if _LABELS.search(n) and n in parameters and parameters[n].default is None
     )
+
+
+def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
+    """List the columns in the Param `inputs`, each once."""
+    groups = [[v] if isinstance(v, str) else v for v in inputs.values()]
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def each_column(schema: DataSchema) -> InputBinding:

@@ -6,12 +6,14 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sparkhvd.data.columns.schema import (
     FLOATS,
+    AnyField,
+    AnySchema,
     Column,
     DataSchema,
     dtype_name,
@@ -20,10 +22,6 @@ from sparkhvd.data.columns.schema import (
 )
 from sparkhvd.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructField, StructType
-
-
 # Dtypes of columns, by name or by order: text, or a dtype of torch or numpy.
 Dtypes = Mapping[str, object] | Sequence[object]
 # Policy for rows with nulls and invalid numbers of a column: ("error",), ("skip",) or ("fill", value).
@@ -31,7 +29,7 @@ Policy = tuple[Any, ...]
 
 
 def check_schema(
-    df_schema: StructType,
+    df_schema: AnySchema,
     *,
     feature_cols: Sequence[str],
     label_cols: Sequence[str],
@@ -143,7 +141,7 @@ class _Builder:
         features: the feature columns so far.
     """
 
-    fields: Mapping[str, list[StructField]]
+    fields: Mapping[str, list[AnyField]]
     data_name: str
     default: str
     class_labels: Sequence[str]
@@ -212,7 +210,7 @@ class _Builder:
             )
         return self._with_policy(Column(name, "scalar", "int64", (), kind, "int64"))
 
-    def _field(self, name: str, role: str) -> StructField:
+    def _field(self, name: str, role: str) -> AnyField:
         if name in self.roles:
             raise InvalidArgumentError(
                 f"Column {name!r} is given as {self.roles[name]} and as {role}. Every column has one role: "
@@ -222,7 +220,7 @@ class _Builder:
         return _field(self.fields, name, role, self.data_name)
 
     def _values(
-        self, field: StructField, name: str, role: str, scalar: str, override: str | None
+        self, field: AnyField, name: str, role: str, scalar: str, override: str | None
     ) -> Column:
         if name not in self.decoders and name not in self.collated:
             floats = (self.default, scalar)
@@ -326,16 +324,14 @@ def _names(names: object, param: str) -> list[str]:
     return list(names)
 
 
-def _fields_by_name(df_schema: StructType) -> dict[str, list[StructField]]:
-    by_name: dict[str, list[StructField]] = {}
+def _fields_by_name(df_schema: AnySchema) -> dict[str, list[AnyField]]:
+    by_name: dict[str, list[AnyField]] = {}
     for each in df_schema.fields:
         by_name.setdefault(each.name, []).append(each)
     return by_name
 
 
-def _field(
-    by_name: Mapping[str, list[StructField]], name: str, role: str, data_name: str
-) -> StructField:
+def _field(by_name: Mapping[str, list[AnyField]], name: str, role: str, data_name: str) -> AnyField:
     fields = by_name.get(name)
     if not fields:
         close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)

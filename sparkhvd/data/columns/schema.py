@@ -5,19 +5,25 @@ Types are recognised by name, so that ranks can read a schema without pyspark, a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import DataType, StructField
+    from pyspark.sql.types import DataType, StructField, StructType
 
+
+# Schema of a DataFrame, or of columns from elsewhere.
+AnySchema: TypeAlias = "StructType | Schema"
+AnyField: TypeAlias = "StructField | Field"
+AnyType: TypeAlias = "DataType | SparkType"
 
 # Spark types whose values need a user function to become numbers.
 RAW_TYPES: Mapping[str, str] = {
@@ -285,7 +291,7 @@ SUPPORTED = (
 
 
 def tensor_column(
-    field: StructField,
+    field: AnyField,
     role: str,
     floating: tuple[str, str],
     override: str | None,
@@ -328,9 +334,7 @@ def tensor_column(
     )
 
 
-def raw_column(
-    field: StructField, default: str, override: str | None, *, has_decoder: bool
-) -> Column:
+def raw_column(field: AnyField, default: str, override: str | None, *, has_decoder: bool) -> Column:
     """Decide the storage of a column for a decoder or a collate function.
 
     Args:
@@ -368,7 +372,7 @@ def raw_column(
     )
 
 
-def _classify(data_type: DataType) -> tuple[str, str | None, str]:
+def _classify(data_type: AnyType) -> tuple[str, str | None, str]:
     """Return kind, numpy type of the elements or None, and Spark's name of a Spark type."""
     name = type(data_type).__name__
     if name == "VectorUDT":
@@ -467,3 +471,66 @@ class Shaped:
         """Call the function."""
         array = np.asarray(self.function(value))
         return array.reshape(self.shape) if array.size == math.prod(self.shape) else array
+
+
+# ----------------------------------------------------------------------------------------------------
+# Schema of columns from elsewhere than a DataFrame, for a process without pyspark.
+
+
+class SparkType:
+    """Spark type. Its class has the name of pyspark's, by which types are recognised."""
+
+    def __init__(self, text: str, **parts: Any) -> None:
+        self._text = text
+        vars(self).update(parts)
+
+    def simpleString(self) -> str:  # noqa: N802 - pyspark's names, here and below
+        """Return Spark's text of the type."""
+        return self._text
+
+    def typeName(self) -> str:  # noqa: N802
+        """Return the name of the type without its parts."""
+        return type(self).__name__.removesuffix("Type").lower()
+
+
+@functools.cache
+def _class_of(name: str) -> type[SparkType]:
+    return type(name, (SparkType,), {})
+
+
+def spark_type_of(name: str, text: str, **parts: Any) -> SparkType:
+    """Make the type of this class name.
+
+    Args:
+        name: of pyspark's class.
+        text: as its `simpleString` returns it.
+        parts: attributes of pyspark's type: `elementType` of an array, `fields` of a struct.
+    """
+    return _class_of(name)(text, **parts)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Column of a `Schema`, with the attributes of pyspark's `StructField`."""
+
+    name: str
+    dataType: SparkType  # noqa: N815
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Columns from elsewhere than a DataFrame, with the methods of pyspark's `StructType`."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns."""
+        return [each.name for each in self.fields]
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        return next(each for each in self.fields if each.name == name)

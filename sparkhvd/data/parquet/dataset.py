@@ -12,19 +12,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow_types import spark_type
+from sparkhvd.data.columns.schema import Field, Schema
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
 
 
 @dataclass(frozen=True)
@@ -55,22 +53,18 @@ class ParquetDataset:
         return tuple(self.partitions[self.files[0].path])
 
     @cached_property
-    def schema(self) -> StructType:
+    def schema(self) -> Schema:
         """Columns and their Spark types; columns of folders last, as in Spark."""
-        from pyspark.sql import types as T  # noqa: N812 - everyone's name
-
         names = self.partition_columns
         fields = [
-            T.StructField(f.name, spark_type(f.type))
-            for f in self.arrow_schema
-            if f.name not in names
+            Field(f.name, spark_type(f.type)) for f in self.arrow_schema if f.name not in names
         ]
-        kinds = {int: T.LongType, float: T.DoubleType, str: T.StringType}
+        kinds = {int: pa.int64(), float: pa.float64(), str: pa.string()}
         for name in names:
             values = (of[name] for of in self.partitions.values())
             first = next((v for v in values if v is not None), None)
-            fields.append(T.StructField(name, kinds.get(type(first), T.DoubleType)()))
-        return T.StructType(fields)
+            fields.append(Field(name, spark_type(kinds.get(type(first), pa.float64()))))
+        return Schema(tuple(fields))
 
 
 def open_dataset(

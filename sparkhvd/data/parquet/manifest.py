@@ -7,25 +7,20 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, usable_rows
 from sparkhvd.data.arrow_types import num_leaves, spark_type
 from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
-from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.columns.schema import Column, DataSchema, SparkType
 from sparkhvd.data.manifest import PARQUET, DataFile, Manifest
 from sparkhvd.data.parquet.dataset import ParquetDataset, read_footer
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.remote import RemoteStore
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql.types import DataType
-
 
 # Rows from which the driver learns shapes, and the length of variable rows.
 _EXAMPLES = 256
@@ -267,7 +262,7 @@ _FAMILIES = {
 }
 
 
-def _family(kind: DataType) -> str:
+def _family(kind: SparkType) -> str:
     """Return the name of the types whose values mean the same."""
     name = type(kind).__name__
     element = getattr(kind, "elementType", None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from pyspark.ml.param import TypeConverters
 
+from sparkhvd.data.columns.binding import columns_in
 from sparkhvd.estimator.params.base import TorchParams, accessors
 from sparkhvd.estimator.params.converters import (
     any_value,
@@ -685,12 +685,6 @@ class TrainParams(
         if "feature_cols" in options.explicit or not options.inputs or is_transformed:
             return options
         return replace(options, feature_cols=columns_in(options.inputs))
-
-
-def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
-    """List the columns in the Param `inputs`, each once."""
-    groups = [[v] if isinstance(v, str) else v for v in inputs.values()]
-    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def rank_options(options: FitOptions) -> dict[str, Any]:

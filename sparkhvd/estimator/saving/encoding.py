@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -20,23 +21,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparkhvd.data.columns.binding import Argument, InputBinding
 from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.images import image
+from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.store.addresses import without_secrets
 from sparkhvd.data.store.moved import StoreWithRuns
 from sparkhvd.data.store.spark_files import read_file
 from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, UntrustedError
 from sparkhvd.estimator.saving.trust import check_trusted
 from sparkhvd.settings import Settings
 from sparkhvd.spark import is_connect
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture, weights
+from sparkhvd.training.modules.fitted import TrainedState
+from sparkhvd.training.modules.modes import in_mode
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+
+FORMAT_VERSION = 1
+# Key of this package's part of the metadata line.
+KEY = "sparkhvd"
 
 # This package's classes, by their public names.
 COMPRESSIONS = {
@@ -331,18 +340,22 @@ class Decoder:
         start = self.prefixes.get(name, f"{name}." if name else "")
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
 
+    def _file(self, name: str) -> contextlib.AbstractContextManager[str]:
+        """Return a local path of the only file of a folder of the saved directory, for a block."""
+        assert self.spark is not None
+        return read_file(self.spark, f"{self.path}/{name}")
+
     def _read_tensors(self) -> dict[str, Tensor]:
         """Read the saved tensors by name."""
-        assert self.spark is not None
-        with read_file(self.spark, f"{self.path}/weights") as file:
+        with self._file("weights") as file:
             return weights.load(file)
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         """Read the pickles of values outside JSON, including `what`; called only for a file that is trusted or may be our own."""
-        assert self.spark is not None
-        with read_file(self.spark, f"{self.path}/code") as file:
+        with self._file("code") as file:
             read = Path(file).read_bytes()
         if self._own_code:
+            assert self.spark is not None
             # A Connect client appends a separator, which the pickle's own end marker ignores.
             saved = {read, read[:-1]} if is_connect(self.spark) else {read}
             digests = {hashlib.sha256(each).hexdigest() for each in saved}
@@ -394,6 +407,45 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "image": lambda content: image(**content),
     "pad": lambda content: pad(**content),
 }
+
+
+def check_format(path: str, content: Mapping[str, Any]) -> None:
+    """Reject a saved model or estimator of another format."""
+    if content["format_version"] != FORMAT_VERSION:
+        raise InvalidArgumentError(
+            f"{path!r} has format version {content['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
+        )
+
+
+def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
+    """Decode the module of `encode_model`, with columns, links and history."""
+    decoder.prefixes["model"] = ""
+    module = decoder.decode("model", content["module"])
+    arguments = []
+    for a in content["inputs"]:
+        shape = None if a["shape"] is None else tuple(a["shape"])
+        arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
+    columns = [Column.from_dict(c) for c in content["columns"]]
+    loss = None
+    if "loss" in content:
+        try:
+            loss = decoder.decode("loss", content["loss"])
+        except UntrustedError as e:
+            warnings.warn(
+                f"The model is loaded without its loss, and getLoss() gives None: {e}", stacklevel=4
+            )
+    return TrainedState(
+        module=in_mode(module, is_training=False),
+        columns=tuple(columns),
+        labels=tuple(content["labels"]),
+        inputs=InputBinding(tuple(arguments)),
+        links=tuple(content["links"]),
+        widths=tuple(content["widths"]),
+        history=content["history"],
+        timings=content["timings"],
+        run_id=content["run_id"],
+        loss=loss,
+    )
 
 
 def shown_place(value: object) -> str:

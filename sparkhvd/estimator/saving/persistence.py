@@ -29,22 +29,23 @@ from typing import Any
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
 from sparkhvd._moved import present_name
-from sparkhvd.data.columns.binding import Argument, InputBinding
-from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.store.spark_files import staging_folder, write_file
-from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
+from sparkhvd.estimator.saving.encoding import (
+    FORMAT_VERSION,
+    KEY,
+    Archive,
+    Decoder,
+    check_format,
+    decode_fitted,
+    shown_place,
+)
 from sparkhvd.estimator.saving.trust import TRUST_CONF, OwnFiles, is_trusted
 from sparkhvd.spark import is_connect, is_dataframe, ml_context
 from sparkhvd.training.loss_state import LossState
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import TrainedState
-from sparkhvd.training.modules.modes import in_mode
-
-FORMAT_VERSION = 1
-# Key of this package's part of the metadata line.
-KEY = "sparkhvd"
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,7 @@ class _Reader(MLReader[Any]):
             raise InvalidArgumentError(
                 f"{path!r} holds a {metadata['class']}, and {expected} was asked for. Load it with its own class."
             )
-        if content["format_version"] != FORMAT_VERSION:
-            raise InvalidArgumentError(
-                f"{path!r} has format version {content['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
-            )
+        check_format(path, content)
         instance = self.cls()
         instance._resetUid(metadata["uid"])
         own_code = OwnFiles.digests_of_code(content) if self.cls._trusts_own_files else frozenset()
@@ -265,34 +263,3 @@ class ModelReader(_Reader):
 def encode_model(model: TorchParams, archive: Archive) -> dict[str, Any]:
     """Encode a `TorchModel`: its Params, and its module with columns, links and history."""
     return ModelWriter(model)._content(archive)
-
-
-def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
-    """Decode the module of `encode_model`, with columns, links and history."""
-    decoder.prefixes["model"] = ""
-    module = decoder.decode("model", content["module"])
-    arguments = []
-    for a in content["inputs"]:
-        shape = None if a["shape"] is None else tuple(a["shape"])
-        arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
-    columns = [Column.from_dict(c) for c in content["columns"]]
-    loss = None
-    if "loss" in content:
-        try:
-            loss = decoder.decode("loss", content["loss"])
-        except UntrustedError as e:
-            warnings.warn(
-                f"The model is loaded without its loss, and getLoss() gives None: {e}", stacklevel=4
-            )
-    return TrainedState(
-        module=in_mode(module, is_training=False),
-        columns=tuple(columns),
-        labels=tuple(content["labels"]),
-        inputs=InputBinding(tuple(arguments)),
-        links=tuple(content["links"]),
-        widths=tuple(content["widths"]),
-        history=content["history"],
-        timings=content["timings"],
-        run_id=content["run_id"],
-        loss=loss,
-    )

@@ -21,8 +21,14 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import MODEL_NAME, Finished, Run, check_run_id, position_text
 from sparkhvd.estimator.params.base import TorchParams
-from sparkhvd.estimator.saving.encoding import Archive, Decoder
-from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
+from sparkhvd.estimator.saving.encoding import (
+    FORMAT_VERSION,
+    Archive,
+    Decoder,
+    check_format,
+    decode_fitted,
+)
+from sparkhvd.estimator.saving.persistence import encode_model
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import finish
@@ -212,8 +218,5 @@ def _description(store: Store, run_dir: str) -> dict[str, Any]:
             f"{url} is damaged: it is not what was written. Restore it from a copy; of a run that has not finished a fit with "
             "its run_id writes it again."
         )
-    if values["format_version"] != FORMAT_VERSION:
-        raise InvalidArgumentError(
-            f"{url} has format version {values['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
-        )
+    check_format(url, values)
     return values

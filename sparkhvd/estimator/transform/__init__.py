@@ -8,6 +8,6 @@ Each module imports only those above it:
     binding  the columns of a module without a fit
     worker   the loop over batches
     outputs  the columns to add
-    single   one row on the driver
+    local    predictions without Spark
     stage    the Spark stage
 """

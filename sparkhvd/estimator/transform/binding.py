@@ -8,19 +8,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
-from pyspark.ml.linalg import VectorUDT
 
 from sparkhvd.data.arrow_limits import warn_of_large_batches
 from sparkhvd.data.arrow_types import byte_rows
-from sparkhvd.data.columns.binding import bind_inputs, model_dtype
+from sparkhvd.data.columns.binding import bind_inputs, columns_in, model_dtype
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.labels import LINKS, link_of
-from sparkhvd.data.columns.schema import RAW_TYPES, Column, DataSchema, Shaped, row_shape_of
+from sparkhvd.data.columns.schema import (
+    RAW_TYPES,
+    AnyField,
+    AnySchema,
+    AnyType,
+    Column,
+    DataSchema,
+    Shaped,
+    row_shape_of,
+)
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.generated import PredictOptions
-from sparkhvd.estimator.params.groups import columns_in
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import TrainedState, fitted_widths, output_widths
@@ -28,7 +34,6 @@ from sparkhvd.training.modules.modes import in_mode
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType, StructField, StructType
 
 
 Shape = tuple[int, ...]
@@ -63,7 +68,7 @@ def described(
     run_id: str | None = None,
 ) -> TrainedState:
     """Return a module with facts of its training."""
-    made = construct_losses(to_losses(loss), loss_constructors, fitted.module)
+    made = construct_losses(loss, loss_constructors, fitted.module)
     return replace(
         fitted,
         loss=made,
@@ -76,7 +81,7 @@ def described(
 def bind_module(
     fitted: TrainedState,
     options: PredictOptions,
-    schema: StructType,
+    schema: AnySchema,
     *,
     may_measure: bool = False,
 ) -> tuple[TrainedState, PredictOptions]:
@@ -168,7 +173,7 @@ def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
 
 
 def _shaped(
-    column: Column, field: StructField, given: Shape | None, options: PredictOptions
+    column: Column, field: AnyField, given: Shape | None, options: PredictOptions
 ) -> Column:
     """Return the column with the shape of its rows."""
     if column.is_collated or column.shape is not None:
@@ -266,7 +271,10 @@ def source_names(fitted: TrainedState, options: PredictOptions) -> list[str]:
 
 
 def match_columns(
-    fitted: TrainedState, options: PredictOptions, schema: StructType
+    fitted: TrainedState,
+    options: PredictOptions,
+    schema: AnySchema,
+    data_name: str = "DataFrame",
 ) -> tuple[Column, ...]:
     """Describe the training columns in a DataFrame with this schema: an array may replace a vector.
 
@@ -284,6 +292,7 @@ def match_columns(
         decoders=[name for name, c in pairs if c.has_decoder],
         collated=[name for name, c in pairs if c.is_collated],
         handle_invalid=_policy(options, pairs),
+        data_name=data_name,
     ).features
     matched = list(zip(columns, fitted.columns, strict=True))
     for column, trained in matched:
@@ -317,7 +326,7 @@ def _policy(
     return entries
 
 
-def _check_type(column: Column, trained: Column, field: StructField) -> None:
+def _check_type(column: Column, trained: Column, field: AnyField) -> None:
     is_array_for_sparse = (column.kind, trained.kind) == ("array", "sparse")
     if _layout(column) != _layout(trained) or is_array_for_sparse:
         raise InvalidArgumentError(
@@ -333,7 +342,7 @@ def _check_type(column: Column, trained: Column, field: StructField) -> None:
 
 
 def _check_untransformed(
-    pairs: Sequence[tuple[str, Column]], options: PredictOptions, schema: StructType
+    pairs: Sequence[tuple[str, Column]], options: PredictOptions, schema: AnySchema
 ) -> None:
     """Reject encoded values of columns that training transformed after a decoder."""
     decoders = options.decoders or {}
@@ -380,7 +389,7 @@ def _select(
     return {name: functions[name] for name in columns}
 
 
-def check_passing(schema: StructType) -> None:
+def check_passing(schema: AnySchema) -> None:
     """Reject columns that cannot pass through a Python function, even if the model does not read them."""
     for column in schema.fields:
         if any(type(part).__name__ in _NOT_SENT for part in _parts(column.dataType)):
@@ -398,7 +407,7 @@ def warn_of_large_rows(fitted: TrainedState, options: PredictOptions, df: DataFr
     warn_of_large_batches(df, known)
 
 
-def _parts(data_type: DataType) -> Iterator[DataType]:
+def _parts(data_type: AnyType) -> Iterator[AnyType]:
     """Iterate over a Spark type and all types inside it."""
     yield data_type
     inside = [getattr(data_type, n, None) for n in ("elementType", "keyType", "valueType")]
@@ -416,10 +425,10 @@ def _kind(column: Column, trained: Column) -> str:
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
-def width_of(field: StructField) -> int | None:
+def width_of(field: AnyField) -> int | None:
     """Return the elements per row of a vector from Spark ML's metadata, or None."""
     attributes = (field.metadata or {}).get("ml_attr", {})
-    if not isinstance(field.dataType, VectorUDT) or not isinstance(attributes, Mapping):
+    if type(field.dataType).__name__ != "VectorUDT" or not isinstance(attributes, Mapping):
         return None
     if "num_attrs" in attributes:
         return int(attributes["num_attrs"])

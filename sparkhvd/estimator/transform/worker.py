@@ -397,24 +397,15 @@ def _predicted(
     with as_on_driver(spec.torch_settings):
         model = _cache.get(spec, device)
     move = Mover(device)
-    at_once = rows_at_once(spec.columns)
     for batch in batches:
-        batch, columns = features(spec, batch)
+        batch, _ = usable_batch(spec, batch)
         if not batch.num_rows:
             continue
-        # As in validation: `forward` may use gradients inside. Other Spark tasks use this process afterwards.
-        with torch.no_grad(), as_on_driver(spec.torch_settings):
-            parts = [
-                usable(
-                    spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move
-                )
-                for start in range(0, batch.num_rows, at_once)
-            ]
-        missing = np.concatenate([mask for _, mask in parts]) if spec.functions.skips else None
-        added = [
-            to_arrow(_joined(values), missing)
-            for values in zip(*(found for found, _ in parts), strict=True)
-        ]
+        columns = features(spec, batch)
+        with as_on_driver(spec.torch_settings):
+            values, missing = compute(spec, model, columns, move)
+        mask = missing if spec.functions.skips else None
+        added = [to_arrow(each, mask) for each in values]
         arrays = [*batch.columns, *added]
         yield pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
 
@@ -429,10 +420,25 @@ def rows_at_once(columns: Sequence[Column]) -> int:
     return max(1, min(MAX_ROWS, MAX_BYTES // max(1, sum(widths))))
 
 
+def compute(
+    spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
+) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
+    """Compute the output columns of one or more rows in parts, with the mask of `usable`."""
+    at_once, num_rows = rows_at_once(spec.columns), len(next(iter(columns.values())))
+    # As in validation: `forward` may use gradients inside. Other Spark tasks use this process afterwards.
+    with torch.no_grad():
+        parts = [
+            usable(spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move)
+            for start in range(0, num_rows, at_once)
+        ]
+    values = [_joined(each) for each in zip(*(found for found, _ in parts), strict=True)]
+    return values, np.concatenate([mask for _, mask in parts])
+
+
 def usable(
     spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> tuple[list[np.ndarray[Any, Any]], npt.NDArray[np.bool_]]:
-    """Compute the output columns of some rows like `run`, with a mask of rows skipped by a decoder, whose outputs are 0."""
+    """Compute the output columns of some rows, with a mask of rows skipped by a decoder, whose outputs are 0."""
     num_rows = len(next(iter(columns.values())))
     decoded = spec.functions.decode_usable(spec.columns, columns)
     missing = np.zeros(num_rows, np.bool_)
@@ -466,21 +472,13 @@ def _joined(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     )
 
 
-def run(
-    spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
-) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64.
-
-    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as data.
-    """
-    decoded = spec.functions.decode(spec.columns, columns)
-    return _computed(spec, model, decoded, len(next(iter(columns.values()))), move)
-
-
 def _computed(
     spec: Computation, model: nn.Module, decoded: dict[str, Any], num_rows: int, move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """Compute the output columns of decoded rows."""
+    """Compute the output columns of decoded rows: (rows,) for doubles, (rows, width) for vectors; float64.
+
+    Rows that are padded to the longest of a batch are first grouped by length, because padding costs as much as data.
+    """
     lengths = [v.lengths for v in decoded.values() if isinstance(v, Ragged)]
     if not lengths:
         return _outputs(spec, model, decoded, num_rows, move)
@@ -533,21 +531,28 @@ def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarr
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 
 
-def features(spec: Computation, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:
-    """Drop the rows skipped by `handle_invalid`; return the remaining batch and its feature columns by name.
+def usable_batch(
+    spec: Computation, batch: pa.RecordBatch
+) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_] | None]:
+    """Drop the rows skipped by `handle_invalid`; return the other rows, and a mask of them, None for all rows."""
+    pairs = zip(spec.columns, spec.sources, strict=True)
+    usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
+    masks = [mask for mask in usable if mask is not None]
+    if not masks:
+        return batch, None
+    kept = np.logical_and.reduce(masks)
+    return batch.filter(pa.array(kept)), kept
+
+
+def features(spec: Computation, batch: pa.RecordBatch) -> dict[str, Values]:
+    """Convert the feature columns of a batch, by name; without rows their widths would be unknown.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message counts the rows.
     """
-    pairs = list(zip(spec.columns, spec.sources, strict=True))
-    usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
-    masks = [mask for mask in usable if mask is not None]
-    if masks:
-        batch = batch.filter(pa.array(np.logical_and.reduce(masks)))
-    if not batch.num_rows:  # the width of no rows is unknown
-        return batch, {}
-    return batch, {
-        c.name: feature(batch.column(source), c, spec.names[source]) for c, source in pairs
+    return {
+        c.name: feature(batch.column(source), c, spec.names[source])
+        for c, source in zip(spec.columns, spec.sources, strict=True)
     }
 
 

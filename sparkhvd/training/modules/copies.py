@@ -26,11 +26,13 @@ class _CopyValues(TorchFunctionMode):
     ) -> Any:
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
+        tensor: Any
         tensor, memo = args
         if id(tensor) in memo:
             return memo[id(tensor)]
         if is_lazy(tensor):  # torch copies lazy parameters, and no lazy buffers
-            made = type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)
+            make: Any = type(tensor)
+            made = make(tensor.requires_grad, tensor.data.device, tensor.data.dtype)
         elif not tensor.is_leaf:
             made = tensor.detach().clone()
         else:

@@ -67,7 +67,7 @@ class Weights:
         assert self.store is not None
         url = self.store.full_url(self.path)
         try:
-            with _local_copy(self.store, self.path) as path:
+            with local_copy(self.store, self.path) as path:
                 with open(path, "rb") as file:
                     digest = sha256_of(file, os.path.getsize(path))
                 if digest != self.sha256:
@@ -124,7 +124,7 @@ def _is_whole(store: Store, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _local_copy(store: Store, path: str) -> Iterator[str]:
+def local_copy(store: Store, path: str) -> Iterator[str]:
     """Provide a local path with the content of a file of the store."""
     here = store.local_path(path)
     if here is not None:

@@ -1,11 +1,12 @@
-"""ML vectors sent as their parts."""
+"""Spark's types of Arrow columns, and ML vectors sent as their parts."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 import pytest
 
-from sparkhvd.data.arrow_types import join_vectors
+from sparkhvd.data.arrow_types import join_vectors, spark_type
+from sparkhvd.data.columns.schema import Field, Schema
 
 STRUCT = pa.struct(
     [
@@ -57,3 +58,61 @@ def test_vectors_survive_the_way_through_arrow(vectors: list[dict[str, object] |
 def test_a_batch_without_vectors_passes() -> None:
     batch = pa.RecordBatch.from_arrays([pa.array([1])], names=["c0"])
     assert join_vectors(batch, (False,)) is batch
+
+
+# -- types
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()),
+        *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.decimal128(9, 2)),
+        *(pa.date32(), pa.timestamp("us", "UTC"), pa.null(), pa.map_(pa.string(), pa.int64())),
+        *(
+            pa.list_(pa.list_(pa.float32())),
+            pa.struct([("a", pa.int8()), ("b", pa.list_(pa.bool_()))]),
+        ),
+    ],
+    ids=str,
+)
+def test_types_are_those_of_pyspark(kind: pa.DataType) -> None:
+    from pyspark.sql.pandas.types import from_arrow_type
+
+    mine, theirs = spark_type(kind), from_arrow_type(kind)
+    assert type(mine).__name__ == type(theirs).__name__
+    assert mine.simpleString() == theirs.simpleString()
+    assert mine.typeName() == theirs.typeName() or kind == pa.null()
+    inner = [getattr(mine, "fields", ()), getattr(theirs, "fields", ())]
+    assert [f.name for f in inner[0]] == [f.name for f in inner[1]]
+
+
+def test_types_beyond_those_of_spark() -> None:
+    tensors = (
+        pa.fixed_shape_tensor(pa.float32(), (2, 3)) if hasattr(pa, "fixed_shape_tensor") else None
+    )
+    kinds = {
+        pa.uint8(): "smallint",
+        pa.uint64(): "bigint",
+        pa.float16(): "float",
+        pa.dictionary(pa.int8(), pa.string()): "string",
+        pa.list_(pa.float64(), 3): "array<double>",
+        pa.binary(4): "binary",
+        STRUCT: "vector",
+        **({tensors: "array<array<float>>"} if tensors else {}),
+    }
+    for kind, text in kinds.items():
+        assert spark_type(kind).simpleString() == text
+    assert type(spark_type(STRUCT)).__name__ == "VectorUDT"
+    assert type(spark_type(STRUCT)) is type(spark_type(STRUCT))
+
+
+def test_metadata_of_horovods_models_has_the_classes_of_pyspark() -> None:
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import ArrayType, LongType
+
+    from sparkhvd.horovod.spark.common.estimator import _metadata
+
+    kinds = {"v": STRUCT, "a": pa.list_(pa.float32()), "k": pa.int64()}
+    found = _metadata(Schema(tuple(Field(n, spark_type(kind)) for n, kind in kinds.items())))
+    assert [each["spark_data_type"] for each in found.values()] == [VectorUDT, ArrayType, LongType]

@@ -28,7 +28,7 @@ PRELUDE = """
 import hashlib, os, time
 import torch
 from torch import nn
-from sparkhvd import Store, TorchClassificationModel, TorchEstimator, TorchRegressionModel, TorchRegressor
+from sparkhvd import Store, TorchClassificationModel, TorchEstimator, TorchRegressionModel, TorchRegressor, load_local
 
 def digest(module):
     parts = (value.numpy().tobytes() for value in module.state_dict().values())
@@ -50,6 +50,8 @@ loaded = TorchRegressionModel.load(FOLDER + "/saved")
 # In one partition, as every Python worker that computes rows imports torch.
 found = [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("prediction").collect()]
 expected = sum((value - row[2]) ** 2 for value, row in zip(found, rows)) / len(rows)
+alone = load_local(FOLDER + "/saved").predict({"x": [row[1] for row in rows]})["prediction"]
+assert max(abs(alone - found)) < 1e-6
 assert abs(loaded.evaluate(df.coalesce(1)).meanSquaredError - expected) < 1e-9
 assert digest(loaded.getModel()) == digest(model.getModel())
 print("LOSSES", [record["val_loss"] for record in model.history])

@@ -180,6 +180,9 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
     # `pad` fills up to the longest row of a batch: one batch gives what one call gives.
     found = [r.y__output for r in trained.transform(df.coalesce(1)).select("y__output").collect()]
     np.testing.assert_allclose(found, expected.reshape(-1).numpy(), rtol=1e-4, atol=1e-5)
+    # Without Spark, of the frame that it collects.
+    alone = trained.local().predict(df.toPandas())["y__output"]
+    np.testing.assert_allclose(alone, found, rtol=1e-4, atol=1e-5)
     few = df.limit(2)
     before = [r.y__output for r in trained.transform(few).collect()]
     after = [r.y__output for r in trained.setModel(Everything()).transform(few).collect()]

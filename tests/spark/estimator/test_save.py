@@ -17,7 +17,14 @@ from torch import nn
 
 import sparkhvd
 import sparkhvd.torch as hvd
-from sparkhvd import InvalidArgumentError, Store, TorchEstimator, TorchModel, UntrustedError
+from sparkhvd import (
+    InvalidArgumentError,
+    Store,
+    TorchEstimator,
+    TorchModel,
+    UntrustedError,
+    load_local,
+)
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.spark.estimator.fits import estimator, fitted, mlp
@@ -84,7 +91,11 @@ def test_a_model_of_torch_nn_loads_without_trust(
     # Where a fit writes needs trust, and a model of small weights does without.
     assert loaded._get("store") is None
     assert TorchModel.load(path, trust=True).getStore() == plain.getStore()
-    assert outputs(loaded, df) == outputs(plain, df)
+    found = outputs(loaded, df)
+    assert found == outputs(plain, df)
+    alone = load_local(path).predict(df.toPandas())
+    assert alone["y__output"] == pytest.approx(found, rel=1e-6)
+    assert alone["prediction"] == pytest.approx(found, rel=1e-6)
     assert sorted(p.name for p in Path(path).iterdir()) == ["metadata", "weights"]
     (metadata,) = (tmp_path / "model" / "metadata").glob("part-*")
     assert json.loads(metadata.read_text())["class"] == "sparkhvd.estimator.model.TorchModel"
@@ -161,6 +172,9 @@ def test_a_pipeline_model_holds_a_torch_model(
     with sparkhvd.trust():
         loaded = PipelineModel.load(path)
     found = loaded.transform(df).select("y__output", "own", "prediction").collect()
+    stage = next(Path(path, "stages").glob("1_*"))
+    alone = load_local(stage, trust=True).predict(df.toPandas())
+    assert alone["own"] == pytest.approx([row.own for row in found], rel=1e-6)
     assert found == both.transform(df).select("y__output", "own", "prediction").collect()
 
 

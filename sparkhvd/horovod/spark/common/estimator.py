@@ -7,12 +7,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types
+
+from sparkhvd.data.columns.binding import columns_in
 from sparkhvd.data.source import DataFrameSource
 from sparkhvd.data.store import store as own
 from sparkhvd.data.store.temporary import default_store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.on_parquet import DataPaths, open_sources
-from sparkhvd.estimator.params.groups import columns_in
 from sparkhvd.horovod.spark.common import parquet
 from sparkhvd.horovod.spark.common.backend import SparkBackend, launch_arguments
 from sparkhvd.horovod.spark.common.model import HorovodModel
@@ -24,8 +27,8 @@ from sparkhvd.training.train import train
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.types import StructType
 
+    from sparkhvd.data.columns.schema import AnySchema
     from sparkhvd.estimator.fitting.inputs import FitSources
     from sparkhvd.estimator.fitting.request import FitRequest
     from sparkhvd.estimator.params.generated import FitOptions
@@ -203,15 +206,16 @@ def _opened(store: Any) -> own.Store:
     return store if isinstance(store, own.Store) else own.Store(os.fspath(store))
 
 
-def _named(schema: StructType, kind: str) -> frozenset[str]:
+def _named(schema: AnySchema, kind: str) -> frozenset[str]:
     return frozenset(each.name for each in schema.fields if each.dataType.typeName() == kind)
 
 
-def _metadata(schema: StructType) -> dict[str, dict[str, Any]]:
-    """Return the columns' metadata for Horovod's models."""
+def _metadata(schema: AnySchema) -> dict[str, dict[str, Any]]:
+    """Return the columns' metadata for Horovod's models; their types are pyspark's classes, as programs compare them."""
+    classes = {"VectorUDT": VectorUDT, **vars(types)}
     return {
         each.name: {
-            "spark_data_type": type(each.dataType),
+            "spark_data_type": classes.get(type(each.dataType).__name__, type(each.dataType)),
             "is_sparse_vector_only": False,
             "shape": None,
             "intermediate_format": "nochange",

@@ -14,6 +14,8 @@ from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from sparkhvd import as_horovod
 from sparkhvd import estimator as own
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.transform.local import LocalModel
 from sparkhvd.horovod.spark.common.params import OUTPUTS_ALONE, ModelParams
 from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.runner.protocol import bytes_of, dumps, kept_carried
@@ -106,6 +108,15 @@ class HorovodModel(ModelParams, _Base):  # type: ignore[misc]
             transformed: DataFrame = super()._transform(dataset)
             return transformed
         return _by_rows(dataset, *self._row_function(), self._output_names())
+
+    def local(self) -> LocalModel:
+        """Return a predictor of this process; without a row function of a subclass, which takes rows of Spark."""
+        if type(self).get_prediction_fn is not HorovodModel.get_prediction_fn:
+            raise InvalidArgumentError(
+                f"local: {type(self).__name__} has a get_prediction_fn of its own, which transform calls. Call it on getModel() and a dict of "
+                "a row's values."
+            )
+        return self._own_class.local(self)
 
     def _row_function(self) -> tuple[Callable[[Any, Mapping[str, Any]], Any], torch.nn.Module]:
         """Return the function of a module and a row, and the module, in the form sent to Spark's workers."""
