@@ -36,7 +36,7 @@ class _CopyValues(TorchFunctionMode):
         elif not tensor.is_leaf:
             made = tensor.detach().clone()
         else:
-            return func(tensor, memo)
+            return func(tensor, memo)  # type: ignore[no-untyped-call]
         memo[id(tensor)] = made
         return made
 
