@@ -292,7 +292,10 @@ class Distributed(torch.optim.Optimizer):
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
             # Its line search depends on the loss, and every rank must decide alike.
             process_set = self._configuration.process_set
-            return allreduce(torch.as_tensor(loss).detach(), op=Average, process_set=process_set)
+            # A number has 64 bits, as in the line search of one process.
+            dtype = None if isinstance(loss, Tensor) else torch.float64
+            loss = torch.as_tensor(loss, dtype=dtype).detach()
+            return allreduce(loss, op=Average, process_set=process_set)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

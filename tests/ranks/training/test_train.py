@@ -124,6 +124,52 @@ def test_an_optimizer_keeps_its_groups_and_state(store: Store) -> None:
     assert_close(model.state_dict(), before, 0)  # the caller's model is as it was
 
 
+@pytest.mark.parametrize(("weighted", "clip"), [(False, None), (True, None), (False, 0.5)])
+def test_lbfgs_on_ranks_takes_the_steps_of_one_process(
+    store: Store, weighted: bool, clip: float | None
+) -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+
+    model = linear(torch.float64)
+    options = {"batch_size": 15, "epochs": 2, "shuffle": False, "gradient_clip_norm": clip}
+    case = Case(
+        store,
+        model,
+        lbfgs,
+        rows=50,
+        dtype="float64",
+        loss=nn.MSELoss(),
+        weighted=weighted,
+        options=options,
+    )
+    result = case.train(2)
+    plain = copy.deepcopy(model)
+    optimizer = lbfgs(plain.parameters())
+    x, y, w = (torch.from_numpy(case.values[name]) for name in ("x", "y", "w"))
+    for _ in range(2):
+        before = 0.0
+        for rows in (slice(0, 30), slice(30, 50)):
+            losses = []
+
+            def closure(rows: slice = rows, losses: list[float] = losses) -> torch.Tensor:
+                optimizer.zero_grad()
+                errors = (plain(x[rows]) - y[rows, None]).square().squeeze(1)
+                weights = w[rows] if weighted else torch.ones_like(w[rows])
+                loss = (errors * weights).sum() / weights.sum()
+                loss.backward()
+                losses.append(float(loss.detach()) * float(weights.sum()))
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(plain.parameters(), clip)
+                return loss
+
+            optimizer.step(closure)
+            before += losses[0]
+    assert_close(case.weights(2), plain.state_dict(), 1e-8)
+    total = float(w.sum()) if weighted else 50
+    assert result.history[-1]["loss"] == pytest.approx(before / total, rel=1e-8)
+
+
 def test_an_optimizer_may_be_a_function(store: Store) -> None:
     case = Case(store, linear(), lambda p: torch.optim.Adagrad(p, lr=0.1), options={"epochs": 2})
     case.train(2)
