@@ -283,7 +283,7 @@ class Distributed(torch.optim.Optimizer):
         for reducer in self._reducers:
             reducer.use()
 
-    def _evaluate(self, closure: Callable[[], float]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
         # A closure may only return a loss whose gradients were reduced before.
@@ -294,8 +294,8 @@ class Distributed(torch.optim.Optimizer):
             process_set = self._configuration.process_set
             # A number has 64 bits, as in the line search of one process.
             dtype = None if isinstance(loss, Tensor) else torch.float64
-            loss = torch.as_tensor(loss, dtype=dtype).detach()
-            return allreduce(loss, op=Average, process_set=process_set)
+            value = torch.as_tensor(loss, dtype=dtype).detach()
+            return allreduce(value, op=Average, process_set=process_set)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
