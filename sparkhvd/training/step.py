@@ -332,7 +332,7 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
     """Reject classes above 1 for one logit, from which BCE-with-logits would silently learn nonsense."""
     is_logit = link_of(program.losses[index]) == SIGMOID
-    if is_logit and not ((label >= 0) & (label <= 1)).all():
+    if is_logit and ((label < 0) | (label > 1)).any():  # NaN may be meant
         raise InvalidArgumentError(
             f"Label {spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
             "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "

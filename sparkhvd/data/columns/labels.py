@@ -27,6 +27,10 @@ _CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
 _INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
 _INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
+# Torch's messages about floats in place of indices: of cross-entropy, gather and scatter, one_hot, embedding, and `x[index]`.
+_WANTS_INTEGERS = re.compile(
+    r"[Ee]xpected (?:(?!but ).)*(?:\bLong\b|int64)|LongTensor|used as indices must be"
+)
 
 
 def _label(name: str, value: object, dtype: torch.dtype) -> Tensor:
@@ -87,16 +91,19 @@ class LabelBinding:
         )
 
     def dtype_hint(self, error: Exception) -> str:
-        """Name the `label_dtypes` to set if a custom loss failed on integer labels; else return ""."""
-        integers = [
-            name
+        """Name the `label_dtypes` to set if a custom loss failed on the dtype of its labels; else return ""."""
+        own = [
+            (name, dtype in _INTEGERS)
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
-            if kind == "unknown" and dtype in _INTEGERS
+            if kind == "unknown"
         ]
-        if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
-            return ""
-        dtypes = ", ".join(f"{name!r}: 'float32'" for name in integers)
-        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{dtypes}}}."
+        integers = ", ".join(f"{name!r}: 'float32'" for name, is_integer in own if is_integer)
+        floats = ", ".join(f"{name!r}: 'int64'" for name, is_integer in own if not is_integer)
+        if integers and re.search(r"dtype|scalar type|Long|Integral", str(error)):
+            return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{integers}}}."
+        if floats and _WANTS_INTEGERS.search(str(error)):
+            return f". Labels of floats stay floats for a loss of your own; if it wants class indices, give label_dtypes={{{floats}}}."
+        return ""
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         if output.dim() == 0 or output.shape[0] != label.shape[0]:
@@ -216,6 +223,11 @@ def _label_shapes(
 def is_class_index(loss: object) -> bool:
     """Return True if a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
     return _kind(loss) == "class_index"
+
+
+def is_of_user(loss: object) -> bool:
+    """Return True if a loss is a function or module of the user's own, whose labels are not known by its class."""
+    return loss is not None and _kind(loss) == "unknown"
 
 
 def is_of_row(column: Column) -> bool:

@@ -568,7 +568,12 @@ def _problem(found: InvalidRowCounts, column: Column) -> str:
     if found.nulls:
         return f"is null, or has a null element, in {found.nulls} rows of a batch. {_REMEDY}"
     if found.nans:
-        return f"is NaN in {found.nans} rows of a batch. {_REMEDY}"
+        is_kept = (
+            f" If NaN is meant, set handle_invalid={{{column.name!r}: 'keep'}}."
+            if column.holds_nan
+            else ""
+        )
+        return f"is NaN in {found.nans} rows of a batch. {_REMEDY}{is_kept}"
     if found.infinities:
         return (
             f"is infinite in {found.infinities} rows of a batch, for example {found.examples['infinities']}. Cap or drop "

@@ -404,6 +404,36 @@ def test_label_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
         bind_labels(schema, mine, shapes)
 
 
+def embedded(output: Tensor, label: Tensor) -> Tensor:
+    return (output - F.embedding(label, torch.ones(4, 4))).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.cross_entropy,
+        lambda output, label: output.gather(1, label[:, None]).mean(),
+        lambda output, label: (output * F.one_hot(label, 4)).mean(),
+        lambda output, label: output[torch.arange(2), label].mean(),
+        lambda output, label: torch.zeros(2, 4).scatter(1, label[:, None], 1.0),
+        embedded,
+    ],
+)
+def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_floats(
+    function: Callable[..., Tensor],
+) -> None:
+    schema = schema_of(column("x"), labels=(column("k"),))
+    binding = bind_labels(schema, lambda output, label: function(output, label))
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        function(torch.zeros(2, 4), torch.zeros(2))
+    assert "if it wants class indices, give label_dtypes={'k': 'int64'}." in binding.dtype_hint(
+        raised.value
+    )
+    with pytest.raises(RuntimeError) as other:
+        nn.Linear(4, 4)(torch.zeros(2, 4, dtype=torch.int64))
+    assert binding.dtype_hint(other.value) == ""
+
+
 @pytest.mark.parametrize("function", [F.binary_cross_entropy, F.huber_loss, F.kl_div])
 def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
     function: Callable[..., Tensor],

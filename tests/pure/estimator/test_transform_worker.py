@@ -173,7 +173,11 @@ def test_a_model_runs_in_transform_as_in_validation(
             "is null, or has a null element, in 1 rows of a batch. Fill or drop them first, or set handle_invalid to 'skip' or "
             "{column: value}.",
         ),
-        ([1.0, float("nan"), 1.0, 1.0], "is NaN in 1 rows of a batch. Fill or drop them first, or"),
+        (
+            [1.0, float("nan"), 1.0, 1.0],
+            "is NaN in 1 rows of a batch. Fill or drop them first, or set handle_invalid to 'skip' or {column: value}. If NaN is "
+            "meant, set handle_invalid={'x': 'keep'}.",
+        ),
         (
             [1.0, float("-inf"), 1.0, 1.0],
             "is infinite in 1 rows of a batch, for example -inf. Cap or drop them first, or set handle_invalid.",
