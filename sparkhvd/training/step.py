@@ -25,6 +25,7 @@ from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
 from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
+from sparkhvd.training.modules.lookups import naming_lookups
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
 from sparkhvd.training.rank_sync import raise_on_all_ranks
@@ -155,7 +156,8 @@ class Step:
         """Run `forward` on this rank's rows; None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
-        return self.forward(batch, columns) if batch.num_rows else None
+        with naming_lookups(self.model, batch.columns):
+            return self.forward(batch, columns) if batch.num_rows else None
 
     def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
         """Run the model and the loss on the rows of this rank, with `columns` if already made."""
@@ -290,7 +292,8 @@ class Step:
         cause: Exception | None = None
         if batch.num_rows:
             try:
-                result = self.forward(batch, columns)
+                with naming_lookups(self.model, batch.columns):
+                    result = self.forward(batch, columns)
                 _check_first(self.spec, self.program, result)
             except CollectiveError:
                 raise

@@ -53,6 +53,7 @@ class LabelBinding:
         kinds: of the loss of each: "class_index", "elementwise" (any other of torch.nn) or "unknown".
         follows_output: whether the label is cast to the dtype of its output.
         shapes: of one row of each (may hold one -1), as the user gave them; None: as the column has it.
+        extremes: of each the smallest and the largest class in the data, as far as known.
     """
 
     columns: tuple[str, ...]
@@ -60,6 +61,7 @@ class LabelBinding:
     kinds: tuple[str, ...]
     follows_output: tuple[bool, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
+    extremes: tuple[tuple[int, ...], ...] = ()
 
     def apply(self, batch: Mapping[str, object]) -> tuple[Tensor, ...]:
         """Build one tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
@@ -128,6 +130,8 @@ class LabelBinding:
         expected = (*output.shape[:1], *output.shape[2:])
         if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
             raise self._mismatch(i, output.shape, label.shape)
+        if self.extremes:
+            _check_classes(self.columns[i], self.extremes[i], output.shape[1])
         return label.reshape(expected)
 
     def _mismatch(
@@ -144,6 +148,27 @@ class LabelBinding:
         )
 
 
+def _check_classes(name: str, extremes: tuple[int, ...], num_classes: int) -> None:
+    """Raise InvalidArgumentError if a label in the data is not a class of the output."""
+    if all(0 <= value < num_classes for value in extremes):
+        return
+    low, high = min(extremes), max(extremes)
+    found = f"{low}" if low == high else f"from {low} to {high}"
+    if low < 0:
+        remedy = (
+            "Number the classes from 0; rows that the loss is to ignore have the label ignore_index of cross_entropy and "
+            "nll_loss, -100 by default."
+        )
+    elif low == 1 and high == num_classes:
+        remedy = f'Classes are numbered from 0: df.withColumn("{name}", df["{name}"] - 1).'
+    else:
+        remedy = f"Give the last layer {high + 1} outputs, or number the classes from 0 without gaps, as a StringIndexer does."
+    raise InvalidArgumentError(
+        f"Label {name!r} is {found} in the data, and the model's output has {num_classes} "
+        f"class{'es' * (num_classes != 1)} per row, so labels must be whole numbers from 0 to {num_classes - 1}. {remedy}"
+    )
+
+
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Return True if rows of these shapes would broadcast; the batch axis only meets itself."""
     if len(a) != len(b):
@@ -155,12 +180,14 @@ def bind_labels(
     schema: DataSchema,
     loss: Loss | Sequence[Loss],
     label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
 
     Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside torch;
     other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides. `label_shapes`
-    are of one row of each column, by order or by name; a leading -1 stands for the batch.
+    are of one row of each column, by order or by name; a leading -1 stands for the batch. `ranges` are of the data's integers
+    by column; an output that has no such class is then an error of `match`.
 
     Raises:
         InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss that
@@ -187,7 +214,22 @@ def bind_labels(
     shown = ["elementwise" if k == "integer" else k for k in kinds]
     names = tuple(c.name for c in labels)
     shapes = _label_shapes(labels, label_shapes)
-    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows), shapes)
+    extremes = tuple(
+        _extremes(column, each, ranges or {}) if kind == "class_index" else ()
+        for column, kind, each in zip(labels, kinds, losses, strict=True)
+    )
+    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows), shapes, extremes)
+
+
+def _extremes(column: Column, loss: Loss, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
+    """Return the ends of a label's range, without the value that its loss ignores."""
+    # A subclass may number the classes in its own way.
+    is_torchs = not isinstance(loss, nn.Module) or type(loss).__module__.startswith("torch.nn")
+    if not is_torchs or column.is_collated or column.name not in ranges:
+        return ()
+    default = -100 if _loss_name(loss) in ("cross_entropy", "nll_loss") else None
+    ignored = getattr(loss, "ignore_index", default)
+    return tuple(end for end in ranges[column.name] if end != ignored)
 
 
 def _label_shapes(

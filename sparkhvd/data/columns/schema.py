@@ -118,6 +118,15 @@ class Column:
         return self.tensor_dtype in FLOATS
 
     @property
+    def has_range(self) -> bool:
+        """True if its stored values are integers that the trainer receives as they are."""
+        return (
+            self.dtype in INTEGERS
+            and self.tensor_dtype != "bool"
+            and not (self.has_decoder or self.kind in RAW_TYPES.values() or self.kind == "sparse")
+        )
+
+    @property
     def num_elements(self) -> int:
         """Elements per row; only known once materialized."""
         if self.shape is None:

@@ -51,7 +51,7 @@ from sparkhvd.training.modules.fitted import fitted_widths, trial_outputs, zeros
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
 from sparkhvd.training.precision import check_precision
-from sparkhvd.training.program import Program, dump_program
+from sparkhvd.training.program import Program, dump_program, naming_unpicklable
 from sparkhvd.training.row_pairs import takes_only_integers, unpaired
 from sparkhvd.training.types import Loss
 
@@ -239,6 +239,8 @@ def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
 def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
     """Check the module and the user's code; return both."""
     model = check_model(build_model(options.model))
+    with naming_unpicklable("model", model):
+        light_copy(model)  # the first of several
     # Validation rows may come from files without a Param.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())

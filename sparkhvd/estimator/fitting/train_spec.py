@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 
+from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
 from sparkhvd.estimator.fitting.request import FitRequest, bind_features, overrides, try_model
 from sparkhvd.estimator.params.groups import fingerprint_options, rank_options
+from sparkhvd.training.modules.lookups import check_lookups
 from sparkhvd.training.program import describe_program
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.torch_settings import settings_here
@@ -29,7 +31,7 @@ def build_train_spec(
     inputs = bind_features(options, program.model, program.user, schema)
     if transformed is not None:
         inputs = bind_transformed(inputs, transformed)
-    labels = bind_labels(schema, request.losses, options.label_shapes)
+    labels = bind_labels(schema, request.losses, options.label_shapes, data.ranges)
     compared = None if program.user.computes_loss else labels
     widths: tuple[int, ...] | None = None
     # The user's code feeds the model, so a model that does not accept the columns as they are is no error.
@@ -45,6 +47,11 @@ def build_train_spec(
                 options.precision,
                 request.pairs,
             )
+    # A user's own step may change an index before the model gets it.
+    if not program.user.computes_loss:
+        padded = [name for name, f in program.functions.collate.items() if isinstance(f, pad)]
+        ranges, examples = data.ranges, data.examples
+        check_lookups(program.model, inputs, schema.features, ranges, examples, padded)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
     if not request.short_steps:

@@ -80,6 +80,7 @@ def test_every_kind_of_column_comes_back_in_order(
     assert manifest.num_rows == 100
     assert [c.shape for c in manifest.schema.columns] == [(), (), (), (2,), (2,), (3,), (), ()]
     assert Manifest.load(store, DATA_DIR) == manifest
+    assert manifest.ranges == {"byte": (-50, 49), "ints": (0, 100), "label": (0, 99)}
     assert sum(f.rows for f in manifest.files) == 100
     found = rows_of(store, manifest)
     number = np.arange(100)
