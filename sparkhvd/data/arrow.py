@@ -47,7 +47,7 @@ def column_to_numpy(
         cannot be used, and the counts of such rows.
     """
     invalid_rows = InvalidRowCounts()
-    fill = column.invalid[1] if column.invalid[0] == "fill" else None
+    fill = fill_of(column)
     if array.null_count:
         if fill is not None and column.kind == "scalar":
             array = filled(array, fill, column.dtype)
@@ -66,8 +66,15 @@ def column_to_numpy(
         values = _lists(array, column, invalid_rows, fill)
     if values is None:
         return None, invalid_rows
-    stored = narrowed(values, column, invalid_rows, is_flag=is_flag, fill=fill)
+    stored = narrowed(values, column, invalid_rows, is_flag=is_flag)
     return (stored if invalid_rows.is_clean else None), invalid_rows
+
+
+def fill_of(column: Column) -> float | None:
+    """Return the number that takes the place of a null: NaN under "keep"; None counts nulls as invalid."""
+    if column.invalid[0] == "keep":
+        return math.nan
+    return column.invalid[1] if column.invalid[0] == "fill" else None
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
@@ -225,6 +232,8 @@ def _indices(array: pa.StructArray) -> Array:
 # Counts of unusable rows of a column, and sentences about them for the user.
 
 _COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
+# Not invalid under the policy "keep".
+_KEPT = ("nans", "infinities")
 
 
 @dataclass
@@ -315,7 +324,10 @@ def problems(
             "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
         )
     if invalid_rows.nans:
-        yield f"{where}: {invalid_rows.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+        yield (
+            f"{where}: {invalid_rows.nans:,} {of} hold NaN. Every value must be a number: drop or replace "
+            f"them{'' if is_flag else _instead_of_nan(column)}."
+        )
     if invalid_rows.infinities:
         yield (
             f"{where}: {invalid_rows.infinities:,} {of} hold infinity, for example {invalid_rows.examples['infinities']}. Every value must "
@@ -345,6 +357,14 @@ def problems(
         yield f"{where}: {_different_lengths(column, invalid_rows)}"
     elif any(0 in shape for shape in invalid_rows.shapes):
         yield f"{where}: every row is empty. At least one element per row is expected."
+
+
+def _instead_of_nan(column: Column) -> str:
+    """Return the policies for a column with NaN, as the rest of a sentence."""
+    policies = ", or give handle_invalid='skip' or {column: value}"
+    if not column.holds_nan:
+        return policies
+    return f"{policies}. If NaN is meant, as for a loss that masks it, give handle_invalid={{{column.name!r}: 'keep'}}"
 
 
 def _different_lengths(column: Column, invalid_rows: InvalidRowCounts) -> str:
@@ -381,7 +401,6 @@ def narrowed(
     invalid_rows: InvalidRowCounts,
     *,
     is_flag: bool,
-    fill: float | None,
 ) -> Values:
     """Convert values to the stored dtype; rows of any length keep their layout.
 
@@ -390,15 +409,17 @@ def narrowed(
         column: as `check_schema` returned it.
         invalid_rows: counts rows with unusable numbers.
         is_flag: store whether the value is above 0 (a validation column).
-        fill: replaces unusable numbers; None counts them.
     """
     if isinstance(values, SparseRows):
-        stored = narrowed(values.values, column, invalid_rows, is_flag=is_flag, fill=fill)
+        stored = narrowed(values.values, column, invalid_rows, is_flag=is_flag)
         assert isinstance(stored, Ragged)
         return SparseRows(values.indices, stored, values.width)
     flat = values.values if isinstance(values, Ragged) else values
     invalid = invalid_numbers(flat, column)
-    if fill is not None and invalid:
+    if column.invalid[0] == "keep":
+        invalid = {name: bad for name, bad in invalid.items() if name not in _KEPT}
+    if column.invalid[0] == "fill" and invalid:
+        fill = column.invalid[1]
         bad = np.logical_or.reduce(list(invalid.values()))
         if not holds(flat.dtype, fill):
             flat = flat.astype(np.float64)

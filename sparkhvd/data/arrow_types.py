@@ -347,10 +347,12 @@ def filled(array: pa.Array, value: float, dtype: str) -> pa.Array:
 
     Args:
         array: numbers or booleans.
-        value: that the stored dtype can hold.
+        value: that the stored dtype can hold, or NaN.
         dtype: the stored one.
     """
     if pa.types.is_boolean(array.type):
+        if math.isnan(value):
+            return array.cast(pa.float32()).fill_null(value)
         return array.fill_null(bool(value))
     array = _without_decimals(array)
     current = np.dtype(array.type.to_pandas_dtype())

@@ -134,7 +134,8 @@ def prepare(
         decoded: columns, also of text and bytes, whose values the loader's functions convert to arrays.
         collated: columns whose rows a function of the loader converts to a batch.
         sparse_cols: vectors that become sparse tensors; None = those of more than 65,536 dimensions.
-        handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column these or a value to fill in.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity as they are, a null as
+            NaN), or by column these or a value to fill in.
         data_key: the user's promise that data with this key are equal; None = the plan decides.
         num_partitions: maximum of files; None = as many as `df` has partitions.
         keep: keep the data when this process ends; None = if a store is given.

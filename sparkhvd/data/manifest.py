@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from sparkhvd.data.columns.schema import DataSchema
@@ -21,6 +21,18 @@ MANIFEST_NAME = "_manifest.json"
 # Marker beside data found damaged by a reader: no fit reuses them.
 DAMAGED_NAME = "_damaged"
 PACKED, PARQUET = "packed", "parquet"
+# Smallest and largest value.
+Range = tuple[int, int]
+
+
+def joined_ranges(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Range]:
+    """Return the range of each column over all parts that have one."""
+    joined: dict[str, Range] = {}
+    for part in parts:
+        for name, (least, most) in part.items():
+            low, high = joined.get(name, (least, most))
+            joined[name] = (min(low, least), max(high, most))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,7 @@ class Manifest:
         variable_bytes: bytes of all values of each column whose rows differ in length; of ordinary Parquet an
             estimate.
         num_skipped: rows of the DataFrame skipped by `handle_invalid="skip"`.
+        ranges: smallest and largest value of features and labels of integers, by column, as far as known: both are in the data.
         format_version: of the files.
         layout: "packed", or "parquet" for ordinary Parquet.
     """
@@ -72,6 +85,7 @@ class Manifest:
     num_validation: int | None = None
     variable_bytes: Mapping[str, int] = field(default_factory=dict)
     num_skipped: int = 0
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     layout: str = PACKED
 
@@ -102,6 +116,7 @@ class Manifest:
             "num_validation": self.num_validation,
             "variable_bytes": dict(self.variable_bytes),
             "num_skipped": self.num_skipped,
+            "ranges": dict(self.ranges),
             "layout": self.layout,
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
@@ -148,6 +163,7 @@ class Manifest:
             values["num_validation"],
             variable_bytes=values.get("variable_bytes", {}),
             num_skipped=values.get("num_skipped", 0),
+            ranges=joined_ranges([values.get("ranges", {})]),
             format_version=values["format_version"],
             layout=values.get("layout", PACKED),
         )

@@ -22,9 +22,9 @@ from sparkhvd.data.arrow_types import (
     text_to_array,
     vector_columns,
 )
-from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape
+from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape, value_range
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.manifest import DataFile, Manifest, Range, joined_ranges
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
@@ -175,6 +175,8 @@ class _WriteTask:
         invalid_rows = {c.name: InvalidRowCounts() for c in columns}
         rows = marked = skipped = negative = weighty = 0
         sizes = dict.fromkeys((c.name for c in columns), 0)
+        with_range = [c.name for c in (*self.schema.features, *self.schema.labels) if c.has_range]
+        ranges: dict[str, Range] = {}
         groups: tuple[int, ...] = ()
         writer: PackedWriter | None = None
         with ExitStack() as stack:
@@ -209,6 +211,8 @@ class _WriteTask:
                 for column, array in zip(columns, arrays, strict=True):
                     if not isinstance(array, np.ndarray):
                         sizes[column.name] += num_bytes(array)
+                    if column.name in with_range and (found := value_range(array)):
+                        ranges = joined_ranges((ranges, {column.name: found}))
             groups = writer.close() if writer is not None else ()
         return {
             "path": path,
@@ -217,6 +221,7 @@ class _WriteTask:
             "skipped": skipped,
             "negative": negative,
             "weighty": weighty,
+            "ranges": ranges,
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
             "footer_crc": writer.footer_crc if writer is not None else None,
@@ -301,6 +306,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         marked,
         variable_bytes={name: size for name, size in sizes.items() if size},
         num_skipped=num_skipped,
+        ranges=joined_ranges(o["ranges"] for o in outcomes),
     )
 
 

@@ -361,8 +361,9 @@ def make_plan(
         program: the pickled call.
         is_barrier: whether all ranks start together; else there may be fewer slots than ranks.
     """
-    env = launching.check_env(options.env)
-    conf = shim.conf((*SLOT_CONF_KEYS, *preflight.PREFLIGHT_CONF_KEYS, LIMIT_KEY))
+    keys = (*SLOT_CONF_KEYS, *preflight.PREFLIGHT_CONF_KEYS, *launching.THREAD_CONF_KEYS, LIMIT_KEY)
+    conf = shim.conf(keys)
+    env = {**launching.thread_variables(conf), **launching.check_env(options.env)}
     settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf, is_barrier=is_barrier)
     preflight.check_databricks(shim.is_connect)

@@ -17,7 +17,13 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import LOOPBACK, address_on, address_towards, is_loopback
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner.gpu.agreement import OwnGpu
-from sparkhvd.runner.protocol import JobFrame, dump_program
+from sparkhvd.runner.protocol import (
+    THREAD_VARIABLES,
+    JobFrame,
+    dump_program,
+    failing_path,
+    unpicklable,
+)
 from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.topology import horovod_variables, topology
 
@@ -62,13 +68,19 @@ def _unpicklable(
         except Exception as e:  # noqa: BLE001 - pickling runs methods of the user's classes
             return (
                 f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be pickled, so it "
-                f"cannot travel to the ranks ({type(e).__name__}: {e}). Create it inside fn."
+                f"cannot travel to the ranks ({type(e).__name__}: {e}{_at(name, value)}). Create it inside fn."
             )
     name = getattr(fn, "__qualname__", repr(fn))
     return (
-        f"fn={name} cannot be pickled, so it cannot travel to the ranks ({type(error).__name__}: {error}). "
+        f"fn={name} cannot be pickled, so it cannot travel to the ranks ({type(error).__name__}: {error}{_at('fn', fn)}). "
         "It must not refer to a Spark session, a lock, an open file or the like; create them inside fn."
     )
+
+
+def _at(name: str, value: object) -> str:
+    """Return where in a value the part is that cannot be pickled, as the end of a sentence; "" if it is the value."""
+    path = failing_path(value, unpicklable)
+    return f", at {name}{path}" if path else ""
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
@@ -83,6 +95,25 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
                 f"env[{name!r}] is {value!r}; names and values of environment variables must be text."
             )
     return {**as_horovod.variables(), **env}
+
+
+# Keys that `thread_variables` reads.
+THREAD_CONF_KEYS = (
+    *(f"spark.executorEnv.{name}" for name in THREAD_VARIABLES),
+    "spark.driver.cores",
+)
+
+
+def thread_variables(conf: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of threads that the user has set: in Spark's conf for executors, else in this process's environment.
+
+    Spark's workers have OMP_NUM_THREADS in any case, so its value there says nothing.
+    """
+    own = environ()
+    if own.get(THREAD_VARIABLES[0]) == conf.get("spark.driver.cores"):  # set by spark-submit
+        own.pop(THREAD_VARIABLES[0], None)
+    found = {n: conf.get(f"spark.executorEnv.{n}") or own.get(n) for n in THREAD_VARIABLES}
+    return {name: value for name, value in found.items() if value}
 
 
 def choose_settings(

@@ -23,7 +23,7 @@ from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.horovod_arguments import check_hosts
 from sparkhvd.runner.orphans import OrphanReaper
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, root_cause
-from sparkhvd.runner.protocol import Prologue
+from sparkhvd.runner.protocol import Prologue, own_threads
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import JobSettings, Settings
 
@@ -159,7 +159,7 @@ class TrainersPlan:
         settings: of the launch.
         use_gpu: of `run_local`.
         may_fork: whether a zygote of this process may fork them.
-        num_threads: of each; None for an equal share of the processors.
+        num_threads: of each, unless the user has set OMP_NUM_THREADS; None for an equal share of the processors.
     """
 
     env: Mapping[str, str]
@@ -199,7 +199,7 @@ class Trainers:
         settings = plan.settings.values
         self.gpu_plan = decide.decide({"spark.master": "local"}, plan.use_gpu)
         hidden = decide.variables(self.gpu_plan.mode, (), None, None)
-        self._env = {**hidden, **plan.env}
+        self._env = {**hidden, **launching.thread_variables({}), **plan.env}
         modules = launching.preload(program)
         num_bytes = settings.slots * settings.slot_bytes * len(ranks)
         needed = preflight.address_space_needed(modules, num_bytes)
@@ -208,7 +208,9 @@ class Trainers:
             env=self._env,
             sys_path=list(plan.sys_path),
             cwd=plan.cwd,
-            num_threads=plan.num_threads or max(1, int(cpus.allowed() / len(ranks))),
+            num_threads=own_threads(self._env)
+            or plan.num_threads
+            or max(1, int(cpus.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
             zygote=plan.may_fork and settings.nursery != "0",
             preload=modules,

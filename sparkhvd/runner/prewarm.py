@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sparkhvd import cpus
 from sparkhvd.runner import slots
 from sparkhvd.runner.gpu import task
-from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue
+from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue, own_threads
 from sparkhvd.runner.trainer import may_fork, prepare_zygote
 from sparkhvd.runner.zygote_client import of_this_process
 from sparkhvd.settings import JobSettings
@@ -72,7 +72,7 @@ def task_prologue(
         context: of the task.
         chosen: settings of the launch.
         env: variables for the ranks.
-        fixed_threads: threads per rank; None means the task's cores.
+        fixed_threads: threads per rank unless `env` has OMP_NUM_THREADS; None means the task's cores.
         gpu_mode: of `decide.Mode`.
         preload: modules that the trainer imports early.
     """
@@ -82,7 +82,8 @@ def task_prologue(
         env={**task.variables(context, gpu_mode), **env},
         sys_path=list(sys.path),
         cwd=os.getcwd(),
-        num_threads=slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
+        num_threads=own_threads(env)
+        or slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
         keep_freed_memory=chosen.values.keep_freed_memory,
         zygote=chosen.values.nursery != "0",
         preload=list(preload),

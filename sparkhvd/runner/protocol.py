@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import struct
@@ -14,11 +15,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Modules that a zygote may preload. They are slow to import and start no thread, unlike pyarrow.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
+# Threads of numerical libraries; the first is OpenMP's, which torch follows.
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 # Prefixes of frames for the driver: part of a message, its end, and progress. The report, which comes last, is JSON.
 _PART, _END, _PROGRESS = b"m", b"M", b"p"
 # Linux's PIPE_BUF.
@@ -63,17 +71,17 @@ class Prologue:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the process; numerical libraries default to `num_threads` threads."""
-        names = (
-            "OMP_NUM_THREADS",
-            "MKL_NUM_THREADS",
-            "OPENBLAS_NUM_THREADS",
-            "NUMEXPR_NUM_THREADS",
-        )
-        return {**dict.fromkeys(names, str(self.num_threads)), **self.env}
+        return {**dict.fromkeys(THREAD_VARIABLES, str(self.num_threads)), **self.env}
 
     def to_bytes(self) -> bytes:
         """Return the payload of a frame."""
         return json.dumps(asdict(self)).encode()
+
+
+def own_threads(env: Mapping[str, str]) -> int | None:
+    """Return the threads that the user has set by OMP_NUM_THREADS in a rank's variables; None without a number."""
+    first = env.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # more are of nested regions
+    return (int(first) or None) if first.isdigit() else None
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,90 @@ def dump_program(
     """
     backend = sys.modules.get("sparkhvd.distributed")
     return dumps((_names_in(fn), fn, args, kwargs, backend))
+
+
+# Parts tried per container, and steps of a path.
+_MOST_PARTS, _DEEPEST = 1_000, 32
+
+
+def failing_path(value: object, fails: Callable[[object], bool]) -> str:
+    """Return the way from a value that cannot be pickled to its innermost such part: ".encoder.lock", ": variable 'lock'", or "".
+
+    Args:
+        value: any object.
+        fails: returns True if an object cannot be pickled.
+    """
+    path, seen = "", [value]
+    for _ in range(_DEEPEST):
+        for step, part in itertools.islice(_parts(value), _MOST_PARTS):
+            if not any(part is each for each in seen) and fails(part):
+                path, value = path + step, part
+                seen.append(part)
+                break
+        else:
+            break
+    return path
+
+
+def unpicklable(value: object) -> bool:
+    """Return True if an object cannot be pickled by value."""
+    try:
+        dumps(value)
+    except Exception:  # noqa: BLE001 - pickling runs methods of the user's classes
+        return True
+    return False
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the parts of an object that its pickle holds, each with its step of a path."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r:.50}]", each) for key, each in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{i}]", each) for i, each in enumerate(value))
+    elif isinstance(value, MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, functools.partial):
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        yield from ((f".{name}", each) for name, each in parts.items())
+    elif isinstance(value, FunctionType):
+        yield from ((f": variable {name!r}", each) for name, each in _variables_of(value))
+        yield from ((f".{name}", each) for name, each in vars(value).items())
+    elif isinstance(value, type):
+        members = ((n, getattr(m, "__func__", m)) for n, m in list(vars(value).items()))
+        yield from ((f".{name}", each) for name, each in members if not name.startswith("__"))
+    elif not isinstance(value, (ModuleType, CodeType)):
+        yield from _attributes_of(value)
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the variables of a function that its pickle holds: of its closure, defaults, and globals that it names."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # empty
+            yield name, cell.cell_contents
+    defaults = function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount]
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name in _names_in(function):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the state and the arguments by which an object is pickled; modules of torch have their parts by name."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 - it is the part that fails
+        return
+    _, arguments, state = (*reduced, None)[:3] if isinstance(reduced, tuple) else ((), (), None)
+    for part in state if isinstance(state, tuple) else (state,):  # with slots there are two
+        for name, each in part.items() if isinstance(part, dict) else ():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(each, dict):
+                yield from ((f".{inner}", module) for inner, module in each.items())
+            else:
+                yield f".{name}", each
+    yield from (("", each) for each in arguments)
 
 
 def _inside(fn: Callable[..., object]) -> Callable[..., object] | None:

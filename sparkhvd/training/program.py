@@ -6,7 +6,9 @@ groups and state. The weights of a large model are a separate file, written and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import cloudpickle
@@ -17,6 +19,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.runner.protocol import failing_path
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.loss_functions import ClassMean
@@ -76,11 +79,42 @@ def dump_program(program: Program) -> tuple[bytes, str]:
         data = dump_shell(_stored_apart(program.model), program, names_files=True)
     except Exception as e:
         name, part = _unpicklable(program)
-        raise InvalidArgumentError(
-            f"{name} cannot be sent to the ranks: pickling {part!r:.200} failed: {type(e).__name__}: {e}. Build "
-            "it from classes and functions that pickle, without open files, locks or sessions."
-        ) from e
+        raise _not_sent(name, part, e) from e
     return data, hashlib.sha256(data).hexdigest()
+
+
+@contextlib.contextmanager
+def naming_unpicklable(name: str, value: object) -> Iterator[None]:
+    """Name the part of a Param's value that cannot be copied in the block.
+
+    Raises:
+        InvalidArgumentError: in place of the TypeError of pickle and copy.
+    """
+    try:
+        yield
+    except TypeError as e:
+        if not str(e).startswith("cannot pickle") or not _fails(value):
+            raise
+        raise _not_sent(name, value, e) from e
+
+
+def _not_sent(name: str, part: object, error: Exception) -> InvalidArgumentError:
+    path = failing_path(part, _fails)
+    failed = f"failed at {name}{path}" if path else f"{part!r:.200} failed"
+    return InvalidArgumentError(
+        f"{name} cannot be sent to the ranks: pickling {failed}: {type(error).__name__}: {error}. Build "
+        "it from classes and functions that pickle, without open files, locks or sessions."
+    )
+
+
+def _fails(value: object) -> bool:
+    """Return True if a value cannot be pickled; tensors can, as far as known, and those of a module are not copied."""
+    try:
+        if not isinstance(value, Tensor):
+            dump_shell(value if isinstance(value, nn.Module) else nn.Module(), value)
+    except Exception:  # noqa: BLE001 - pickling runs methods of the user's classes
+        return True
+    return False
 
 
 def _stored_apart(model: object) -> nn.Module:
@@ -124,15 +158,15 @@ def _unpicklable(program: Program) -> tuple[str, object]:
         return found
     parts = {f.name: getattr(program, f.name) for f in fields(program)}
     parts |= vars(parts.pop("user"))
+    parts |= {"decoders": program.functions.decoders, "collate_fn": program.functions.collate}
+    del parts["functions"]
+    if len(program.losses) == 1:
+        parts["losses"] = program.losses[0]
     for name, value in parts.items():
         try:
             cloudpickle.dumps(value)
         except Exception:  # noqa: BLE001 - to find the part that fails
-            names = {
-                "losses": "loss",
-                "compression": "gradient_compression",
-                "functions": "decoders or collate_fn",
-            }
+            names = {"losses": "loss", "compression": "gradient_compression"}
             return names.get(name, name), value
     return "model", program.model
 

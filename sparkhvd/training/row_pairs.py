@@ -108,6 +108,37 @@ def unpaired(
     )
 
 
+def takes_only_integers(loss: Loss, num_outputs: int, dtype: torch.dtype) -> bool:
+    """Return True if a loss raises for labels of floats and takes the same labels as int64: they are class indices.
+
+    Two rows of zeros are tried, as in `unpaired` on a copy. A loss that raises for both, or that cannot be copied, returns False.
+
+    Args:
+        loss: of one label.
+        num_outputs: elements of the model's output per row.
+        dtype: of the output, and of floating labels.
+    """
+    output = torch.zeros(2, num_outputs, dtype=torch.float32 if dtype in _HALF else dtype)
+    # As `LabelBinding.match` reshapes it.
+    label = output.new_zeros(2, 1) if num_outputs == 1 else output.new_zeros(2)
+    with _randomness_kept(), torch.no_grad(), contextlib.suppress(_LeftAlone):
+        call = _caller(loss)
+        return _raises(call, output, label) and not _raises(call, output, label.long())
+    return False
+
+
+def _raises(call: Function, output: Tensor, label: Tensor) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(output.clone(), label.clone())
+    except _LeftAlone:
+        raise
+    except Exception:  # noqa: BLE001 - the user's own code
+        return True
+    return False
+
+
 def _is_users(metric: AnyMetric) -> bool:
     if isinstance(metric, StateMetric):
         return not type(metric.metric).__module__.startswith("torchmetrics.")

@@ -25,6 +25,7 @@ from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
 from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
+from sparkhvd.training.modules.lookups import naming_lookups
 from sparkhvd.training.optimizer import needs_closure
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
@@ -194,7 +195,8 @@ class Step:
         """Run `forward` on this rank's rows; None without rows."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
-        return self.forward(batch, columns) if batch.num_rows else None
+        with naming_lookups(self.model, batch.columns):
+            return self.forward(batch, columns) if batch.num_rows else None
 
     def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
         """Run the model and the loss on the rows of this rank, with `columns` if already made."""
@@ -333,7 +335,8 @@ class Step:
         cause: Exception | None = None
         if batch.num_rows:
             try:
-                result = self.forward(batch, columns)
+                with naming_lookups(self.model, batch.columns):
+                    result = self.forward(batch, columns)
                 _check_first(self.spec, self.program, result)
             except CollectiveError:
                 raise
@@ -375,7 +378,7 @@ def _broadcast(output: Tensor, label: Tensor) -> bool:
 def _check_logits(spec: TrainSpec, program: Program, index: int, label: Tensor) -> None:
     """Reject classes above 1 for one logit, from which BCE-with-logits would silently learn nonsense."""
     is_logit = link_of(program.losses[index]) == SIGMOID
-    if is_logit and not ((label >= 0) & (label <= 1)).all():
+    if is_logit and ((label < 0) | (label > 1)).any():  # NaN may be meant
         raise InvalidArgumentError(
             f"Label {spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
             "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "

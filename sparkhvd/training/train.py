@@ -54,6 +54,7 @@ from sparkhvd.training.losses import check_weights
 from sparkhvd.training.metrics import Logs, Totals
 from sparkhvd.training.model import build_model, uncompiled
 from sparkhvd.training.modules.fitted import forward, output_widths
+from sparkhvd.training.modules.lookups import naming_lookups
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.optimizer import build_optimizer, set_mode
 from sparkhvd.training.precision import loss_scaler, widened
@@ -377,7 +378,8 @@ def validate(step: Step, data: Data) -> dict[str, float]:
     with torch.no_grad():
         for batch in data.validation_batches():
             if batch.num_rows:
-                totals.add(step.forward(batch))
+                with naming_lookups(step.model, batch.columns):
+                    totals.add(step.forward(batch))
     totals.combine()
     if not is_users:
         check_weights(step.spec, totals, "validation", step.spec.validation_steps_per_epoch)

@@ -24,7 +24,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 # Dtypes of columns, by name or by order: text, or a dtype of torch or numpy.
 Dtypes = Mapping[str, object] | Sequence[object]
-# Policy for rows with nulls and invalid numbers of a column: ("error",), ("skip",) or ("fill", value).
+# Policy for rows with nulls and invalid numbers of a column: ("error",), ("skip",), ("keep",) or ("fill", value).
 Policy = tuple[Any, ...]
 
 
@@ -69,8 +69,8 @@ def check_schema(
         decoders: columns whose values a user function converts to numbers or arrays.
         collated: columns whose rows a user function converts to a batch.
         sparse_cols: vector features to keep sparse; None means those of more than `DENSE_WIDTH` dimensions.
-        handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill
-        in.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), "keep" (NaN and infinity as they are, a null as
+            NaN), or by column these or a value to fill in. "keep" for all columns means those of floats.
         keeps_types: store numbers in the types of the source, because a user function receives them before the model.
         data_name: of the source of the columns, for messages.
         features_name: of the argument `feature_cols`, for messages.
@@ -102,6 +102,7 @@ def check_schema(
         sparse_cols=sparse_cols,
         keeps_types=keeps_types,
         policies=_policies(handle_invalid, named),
+        keeps_floats=handle_invalid == "keep",
     )
     columns = tuple(
         builder.feature(n, f"{features_name}[{i}]", feature_dtype.get(n))
@@ -137,6 +138,7 @@ class _Builder:
         default: dtype of floats.
         class_labels, decoders, collated, sparse_cols, keeps_types: as passed to `check_schema`.
         policies: for nulls and invalid numbers, by column.
+        keeps_floats: "keep" was given for all columns, so it means those that can hold NaN.
         roles: of the columns so far.
         features: the feature columns so far.
     """
@@ -150,6 +152,7 @@ class _Builder:
     sparse_cols: Sequence[str] | None
     keeps_types: bool
     policies: Mapping[str, Policy]
+    keeps_floats: bool = False
     roles: dict[str, str] = field(default_factory=dict)
     features: dict[str, Column] = field(default_factory=dict)
 
@@ -199,7 +202,7 @@ class _Builder:
             raise InvalidArgumentError(
                 f"{role} names column {name!r} of type {column.source}. It must hold one number per row."
             )
-        return self._with_policy(replace(column, is_sparse=False))
+        return self._with_policy(replace(column, is_sparse=False), role)
 
     def group(self, name: str) -> Column:
         """Build the column of groups, stored as group numbers."""
@@ -208,7 +211,7 @@ class _Builder:
             raise InvalidArgumentError(
                 f"group_col names column {name!r} of type {kind}. It must hold integers or text: cast it first."
             )
-        return self._with_policy(Column(name, "scalar", "int64", (), kind, "int64"))
+        return self._with_policy(Column(name, "scalar", "int64", (), kind, "int64"), "group_col")
 
     def _field(self, name: str, role: str) -> AnyField:
         if name in self.roles:
@@ -228,10 +231,17 @@ class _Builder:
         column = raw_column(field, self.default, override, has_decoder=name in self.decoders)
         return replace(column, is_collated=name in self.collated)
 
-    def _with_policy(self, column: Column) -> Column:
+    def _with_policy(self, column: Column, role: str = "") -> Column:
+        """Set the policy of a column; `role` of one that is neither feature nor label."""
         policy = self.policies.get(column.name, ("error",))
         if policy[0] == "fill":
             _check_fill(column, policy[1])
+        elif policy[0] == "keep" and (problem := _cannot_keep(column, role)):
+            if not self.keeps_floats:
+                raise InvalidArgumentError(
+                    f"handle_invalid keeps NaN in column {column.name!r} of type {column.source}, {problem}"
+                )
+            policy = ("error",)
         return replace(column, invalid=policy)
 
 
@@ -254,14 +264,15 @@ def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dic
         by_name = policy
     policies: dict[str, Policy] = {}
     for name, value in by_name.items():
-        if value in ("error", "skip"):
-            policies[name] = (str(value),)
+        if isinstance(value, str) and value in ("error", "skip", "keep"):
+            policies[name] = (value,)
         elif isinstance(value, (bool, int, float)) and not is_text:
             policies[name] = ("fill", value)
         else:
             raise InvalidArgumentError(
                 f"handle_invalid is {policy!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
-                "that the tensor cannot hold), or a dict by column of 'error', 'skip' or a number that takes their place."
+                "that the tensor cannot hold), 'keep' (NaN and infinity as they are, a null as NaN), or a dict by column of these "
+                "or of numbers that take their place."
             )
     return policies
 
@@ -282,6 +293,20 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
             f"{where}, which {column.tensor_dtype} cannot hold. Give another number, or another type with "
             "feature_dtypes or label_dtypes."
         )
+
+
+def _cannot_keep(column: Column, role: str) -> str:
+    """Return why NaN cannot be kept in a column, as the rest of a sentence, or ""."""
+    if role:
+        return f"which is {role} and needs a number in every row: give 'skip', 'error' or a number."
+    if column.kind in ("binary", "string"):
+        return "whose bytes and strings are never NaN: give 'skip' or 'error'."
+    if not column.holds_nan:
+        return (
+            f"which is stored as {column.dtype} and so cannot hold NaN. Choose a floating type with feature_dtypes or label_dtypes, "
+            "or give 'skip' or a number."
+        )
+    return ""
 
 
 def _holds(column: Column, value: bool | int | float) -> bool:

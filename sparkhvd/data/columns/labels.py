@@ -27,6 +27,10 @@ _CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
 _INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
 _INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
+# Torch's messages about floats in place of indices: of cross-entropy, gather and scatter, one_hot, embedding, and `x[index]`.
+_WANTS_INTEGERS = re.compile(
+    r"[Ee]xpected (?:(?!but ).)*(?:\bLong\b|int64)|LongTensor|used as indices must be"
+)
 
 
 def _label(name: str, value: object, dtype: torch.dtype) -> Tensor:
@@ -49,6 +53,7 @@ class LabelBinding:
         kinds: of the loss of each: "class_index", "elementwise" (any other of torch.nn) or "unknown".
         follows_output: whether the label is cast to the dtype of its output.
         shapes: of one row of each (may hold one -1), as the user gave them; None: as the column has it.
+        extremes: of each the smallest and the largest class in the data, as far as known.
     """
 
     columns: tuple[str, ...]
@@ -56,6 +61,7 @@ class LabelBinding:
     kinds: tuple[str, ...]
     follows_output: tuple[bool, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
+    extremes: tuple[tuple[int, ...], ...] = ()
 
     def apply(self, batch: Mapping[str, object]) -> tuple[Tensor, ...]:
         """Build one tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
@@ -87,16 +93,19 @@ class LabelBinding:
         )
 
     def dtype_hint(self, error: Exception) -> str:
-        """Name the `label_dtypes` to set if a custom loss failed on integer labels; else return ""."""
-        integers = [
-            name
+        """Name the `label_dtypes` to set if a custom loss failed on the dtype of its labels; else return ""."""
+        own = [
+            (name, dtype in _INTEGERS)
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
-            if kind == "unknown" and dtype in _INTEGERS
+            if kind == "unknown"
         ]
-        if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
-            return ""
-        dtypes = ", ".join(f"{name!r}: 'float32'" for name in integers)
-        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{dtypes}}}."
+        integers = ", ".join(f"{name!r}: 'float32'" for name, is_integer in own if is_integer)
+        floats = ", ".join(f"{name!r}: 'int64'" for name, is_integer in own if not is_integer)
+        if integers and re.search(r"dtype|scalar type|Long|Integral", str(error)):
+            return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{integers}}}."
+        if floats and _WANTS_INTEGERS.search(str(error)):
+            return f". Labels of floats stay floats for a loss of your own; if it wants class indices, give label_dtypes={{{floats}}}."
+        return ""
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         if output.dim() == 0 or output.shape[0] != label.shape[0]:
@@ -121,6 +130,8 @@ class LabelBinding:
         expected = (*output.shape[:1], *output.shape[2:])
         if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
             raise self._mismatch(i, output.shape, label.shape)
+        if self.extremes:
+            _check_classes(self.columns[i], self.extremes[i], output.shape[1])
         return label.reshape(expected)
 
     def _mismatch(
@@ -137,6 +148,27 @@ class LabelBinding:
         )
 
 
+def _check_classes(name: str, extremes: tuple[int, ...], num_classes: int) -> None:
+    """Raise InvalidArgumentError if a label in the data is not a class of the output."""
+    if all(0 <= value < num_classes for value in extremes):
+        return
+    low, high = min(extremes), max(extremes)
+    found = f"{low}" if low == high else f"from {low} to {high}"
+    if low < 0:
+        remedy = (
+            "Number the classes from 0; rows that the loss is to ignore have the label ignore_index of cross_entropy and "
+            "nll_loss, -100 by default."
+        )
+    elif low == 1 and high == num_classes:
+        remedy = f'Classes are numbered from 0: df.withColumn("{name}", df["{name}"] - 1).'
+    else:
+        remedy = f"Give the last layer {high + 1} outputs, or number the classes from 0 without gaps, as a StringIndexer does."
+    raise InvalidArgumentError(
+        f"Label {name!r} is {found} in the data, and the model's output has {num_classes} "
+        f"class{'es' * (num_classes != 1)} per row, so labels must be whole numbers from 0 to {num_classes - 1}. {remedy}"
+    )
+
+
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Return True if rows of these shapes would broadcast; the batch axis only meets itself."""
     if len(a) != len(b):
@@ -148,12 +180,14 @@ def bind_labels(
     schema: DataSchema,
     loss: Loss | Sequence[Loss],
     label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
 
     Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables outside torch;
     other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in the schema) overrides. `label_shapes`
-    are of one row of each column, by order or by name; a leading -1 stands for the batch.
+    are of one row of each column, by order or by name; a leading -1 stands for the batch. `ranges` are of the data's integers
+    by column; an output that has no such class is then an error of `match`.
 
     Raises:
         InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label is used by a loss that
@@ -180,7 +214,22 @@ def bind_labels(
     shown = ["elementwise" if k == "integer" else k for k in kinds]
     names = tuple(c.name for c in labels)
     shapes = _label_shapes(labels, label_shapes)
-    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows), shapes)
+    extremes = tuple(
+        _extremes(column, each, ranges or {}) if kind == "class_index" else ()
+        for column, kind, each in zip(labels, kinds, losses, strict=True)
+    )
+    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows), shapes, extremes)
+
+
+def _extremes(column: Column, loss: Loss, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
+    """Return the ends of a label's range, without the value that its loss ignores."""
+    # A subclass may number the classes in its own way.
+    is_torchs = not isinstance(loss, nn.Module) or type(loss).__module__.startswith("torch.nn")
+    if not is_torchs or column.is_collated or column.name not in ranges:
+        return ()
+    default = -100 if _loss_name(loss) in ("cross_entropy", "nll_loss") else None
+    ignored = getattr(loss, "ignore_index", default)
+    return tuple(end for end in ranges[column.name] if end != ignored)
 
 
 def _label_shapes(
@@ -216,6 +265,11 @@ def _label_shapes(
 def is_class_index(loss: object) -> bool:
     """Return True if a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
     return _kind(loss) == "class_index"
+
+
+def is_of_user(loss: object) -> bool:
+    """Return True if a loss is a function or module of the user's own, whose labels are not known by its class."""
+    return loss is not None and _kind(loss) == "unknown"
 
 
 def is_of_row(column: Column) -> bool:

@@ -196,6 +196,14 @@ def num_bytes(values: Values) -> int:
     return int(values.lengths.sum()) * values.values.itemsize
 
 
+def value_range(values: Values) -> tuple[int, int] | None:
+    """Return the smallest and the largest of integers; None without any. Rows lie without gaps."""
+    flat = values if isinstance(values, np.ndarray) else values.values
+    return (
+        (int(flat.min()), int(flat.max())) if isinstance(flat, np.ndarray) and flat.size else None
+    )
+
+
 def keep_mask(size: int, starts: Array, ends: Array) -> Array:
     """Return a mask (size,) that is true from each start to its end; the ranges do not overlap."""
     change = np.zeros(size + 1, np.int8)

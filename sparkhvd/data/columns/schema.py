@@ -62,7 +62,7 @@ class Column:
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
         invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
-            hold: ("error",), ("skip",) or ("fill", value).
+            hold: ("error",), ("skip",), ("keep",) (NaN and infinity as they are, a null as NaN) or ("fill", value).
         cast_to: torch name of the floating type of a tensor that joins these integers with floats; empty if they stay integers.
     """
 
@@ -85,6 +85,11 @@ class Column:
         """Torch name of the type that its numbers must fit: the tensor's, or the stored type if a user function receives it."""
         is_own = self.has_decoder or self.keeps_type
         return self.dtype if is_own else self.cast_to or self.tensor_dtype
+
+    @property
+    def holds_nan(self) -> bool:
+        """True if its numbers are floating point in the files and for their receiver."""
+        return self.dtype in FLOATS and self.number_type in FLOATS
 
     @property
     def keeps_type(self) -> bool:
@@ -117,6 +122,15 @@ class Column:
     def is_floating(self) -> bool:
         """True if the tensor's values are floating point."""
         return self.tensor_dtype in FLOATS
+
+    @property
+    def has_range(self) -> bool:
+        """True if its stored values are integers that the trainer receives as they are."""
+        return (
+            self.dtype in INTEGERS
+            and self.tensor_dtype != "bool"
+            and not (self.has_decoder or self.kind in RAW_TYPES.values() or self.kind == "sparse")
+        )
 
     @property
     def num_elements(self) -> int:

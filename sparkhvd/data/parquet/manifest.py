@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, problems, usable_rows
 from sparkhvd.data.arrow_types import num_leaves, spark_type
 from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema, SparkType
-from sparkhvd.data.manifest import PARQUET, DataFile, Manifest
+from sparkhvd.data.manifest import PARQUET, DataFile, Manifest, Range, joined_ranges
 from sparkhvd.data.parquet.dataset import ParquetDataset, read_footer
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.remote import RemoteStore
@@ -63,8 +65,24 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
         for c in stored
         if not c.is_fixed or c.kind == "vector"
     }
-    manifest = Manifest(files, schema, num_rows, variable_bytes=variable, layout=PARQUET)
+    ranges = joined_ranges([*(f.ranges for f in footers), *_of_folders(schema, files)])
+    if any(c.invalid[0] == "skip" for c in schema.columns):
+        ranges = {}  # a skipped row may hold the value
+    manifest = Manifest(
+        files, schema, num_rows, variable_bytes=variable, ranges=ranges, layout=PARQUET
+    )
     return _with_shapes(dataset.store, manifest)
+
+
+def _of_folders(schema: DataSchema, files: tuple[DataFile, ...]) -> Iterator[dict[str, Range]]:
+    """Yield the values of integers in the names of folders."""
+    names = {c.name for c in (*schema.features, *schema.labels) if c.has_range}
+    for file in files:
+        yield {
+            name: (value, value)
+            for name, value in file.partition
+            if name in names and isinstance(value, int) and file.rows
+        }
 
 
 def _check_nulls(
@@ -182,11 +200,13 @@ class Footer:
         row_groups: rows of each.
         nulls: by column, rows that are null, if in the footer.
         num_bytes: by column, bytes before compression.
+        ranges: smallest and largest value of columns of integers, if in the footer.
     """
 
     row_groups: tuple[int, ...]
     nulls: Mapping[str, int]
     num_bytes: Mapping[str, int]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
 
 
 def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Footer]:
@@ -197,7 +217,10 @@ def read_footers(dataset: ParquetDataset, columns: Sequence[Column]) -> list[Foo
     """
     if isinstance(dataset.store, RemoteStore):
         answers, _ = dataset.store.ask(_read_in_task, dataset, columns)
-        return [Footer(tuple(f["row_groups"]), f["nulls"], f["num_bytes"]) for f in answers]
+        return [
+            Footer(tuple(f["row_groups"]), f["nulls"], f["num_bytes"], joined_ranges([f["ranges"]]))
+            for f in answers
+        ]
     with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
         return list(pool.map(lambda f: _read(dataset, f, columns), dataset.files))
 
@@ -217,20 +240,33 @@ def _read(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) 
         return Footer(rows, {}, {})
     _check_types(dataset, file, schema, columns)
     leaves_of, first_leaf = {}, 0
-    for field in schema:
-        leaves_of[field.name] = range(first_leaf, first_leaf + num_leaves(field.type))
-        first_leaf += num_leaves(field.type)
-    nulls, sizes = {}, {}
+    for each in schema:
+        leaves_of[each.name] = range(first_leaf, first_leaf + num_leaves(each.type))
+        first_leaf += num_leaves(each.type)
+    nulls, sizes, ranges = {}, {}, {}
     for column in columns:
         leaves = leaves_of[column.name]
         chunks = [group.column(leaf) for group in groups for leaf in leaves]
         sizes[column.name] = sum(chunk.total_uncompressed_size for chunk in chunks)
+        if column.has_range and len(leaves) == 1 and (found := _range(chunks, column)):
+            ranges[column.name] = found
         # Inside lists and structs a null of the leaf may be an empty list.
         if len(leaves) == 1 and metadata.schema.column(leaves[0]).max_definition_level == 1:
             statistics = [chunk.statistics for chunk in chunks]
             counts = [s.null_count for s in statistics if s is not None and s.has_null_count]
             nulls[column.name] = 0 if column.source.startswith("array") else sum(counts)
-    return Footer(rows, nulls, sizes)
+    return Footer(rows, nulls, sizes, ranges)
+
+
+def _range(chunks: Sequence[pq.ColumnChunkMetaData], column: Column) -> Range | None:
+    """Return the range of a column of integers by its statistics, if these are whole numbers that it can hold."""
+    known = [c.statistics for c in chunks if c.statistics is not None and c.statistics.has_min_max]
+    ends = [end for s in known for end in (s.min, s.max)]
+    limits = np.iinfo(column.dtype)
+    # Not a comparison with infinity or NaN, which no file should have.
+    if not ends or not all(limits.min <= end <= limits.max and end == int(end) for end in ends):
+        return None
+    return int(min(ends)), int(max(ends))
 
 
 def _check_types(

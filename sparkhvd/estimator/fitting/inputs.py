@@ -12,7 +12,7 @@ from sparkhvd.data.columns.binding import model_dtype
 from sparkhvd.data.columns.check import check_fraction, check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.manifest import Manifest, Range, joined_ranges
 from sparkhvd.data.parquet.manifest import fingerprint
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reading.source import Source, open_source
@@ -85,6 +85,14 @@ class FitData:
         return self.training.is_other_each_time or (
             self.validation is not None and self.validation.is_other_each_time
         )
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """Smallest and largest integer of columns that reach model and loss as they are in the data."""
+        if self.transformed is not None:
+            return {}
+        manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
+        return joined_ranges(m.ranges for m in manifests)
 
     @property
     def skipped(self) -> dict[str, tuple[int, int]]:

@@ -25,10 +25,11 @@ from sparkhvd.data.columns.labels import (
     bind_labels,
     is_class_index,
     is_of_row,
+    is_of_user,
     link_of,
     widths_of,
 )
-from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.columns.schema import FLOATS, NUMERIC_TYPES, Column, DataSchema
 from sparkhvd.data.store.locks import RunLock, acquire
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import default_store, is_temporary_store
@@ -62,8 +63,8 @@ from sparkhvd.training.optimizer import (
     needs_closure,
 )
 from sparkhvd.training.precision import check_precision
-from sparkhvd.training.program import Program, dump_program
-from sparkhvd.training.row_pairs import unpaired
+from sparkhvd.training.program import Program, dump_program, naming_unpicklable
+from sparkhvd.training.row_pairs import takes_only_integers, unpaired
 from sparkhvd.training.types import Loss
 from sparkhvd.training.user_step import model_loss
 
@@ -284,6 +285,8 @@ def _check_model(
             options, model=inner, compile=options.compile or "compile" not in options.explicit
         )
     model = check_model(uncompiled(built))
+    with naming_unpicklable("model", model):
+        light_copy(model)  # the first of several
     # Validation rows may come from files without a Param.
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
@@ -360,13 +363,12 @@ def _check_columns(
     pairs: PairingCheck,
 ) -> DataSchema:
     """Check the columns of the sources, and that model and loss fit columns of known shape."""
-    named = zip(options.label_cols or [], losses.given, strict=True)
     schema = check_inputs(
         options,
         sources,
         functions=functions,
         model_dtype=model_dtype(model),
-        class_labels=[name for name, loss in named if is_class_index(loss)],
+        class_labels=_class_labels(options, sources, model, losses),
         keeps_types=user.takes_rows,
     )
     labels = bind_labels(schema, losses.given, options.label_shapes)
@@ -387,6 +389,30 @@ def _check_columns(
                 batch_size=options.batch_size,
             )
     return schema
+
+
+def _class_labels(
+    options: FitOptions, sources: FitSources, model: torch.nn.Module, losses: _Losses
+) -> list[str]:
+    """List the labels of class indices: by a known loss, or because the user's own raises for floats."""
+    pairs = list(zip(options.label_cols or [], losses.given, strict=True))
+    known = [name for name, loss in pairs if is_class_index(loss)]
+    if not losses.used or not any(is_of_user(loss) for _, loss in pairs):
+        return known
+    types = {f.name: type(f.dataType).__name__ for f in sources.training.schema.fields}
+    # Of the model's last layers, one per label: its outputs are not known yet.
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)] or [2]
+    widths = [widths[0]] * len(pairs) + widths
+    dtype = getattr(torch, model_dtype(model))
+    return known + [
+        name
+        for (name, given), used, width in zip(
+            pairs, losses.used, widths[-len(pairs) :], strict=True
+        )
+        if is_of_user(given)
+        and NUMERIC_TYPES.get(types.get(name, "")) in FLOATS
+        and takes_only_integers(used, width, dtype)
+    ]
 
 
 def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:

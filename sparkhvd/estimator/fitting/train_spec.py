@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from sparkhvd.data.columns.decoders import pad
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
@@ -17,6 +18,7 @@ from sparkhvd.estimator.params.groups import fingerprint_options, rank_options
 from sparkhvd.training.model import build_model, is_lazy, uncompiled
 from sparkhvd.training.modules.architecture import dump_shell, load_shell
 from sparkhvd.training.modules.fitted import trial_outputs
+from sparkhvd.training.modules.lookups import check_lookups
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.program import describe_program, dump_program
 from sparkhvd.training.spec import TrainSpec
@@ -37,7 +39,7 @@ def build_train_spec(
     inputs = bind_features(options, program.model, program.user, schema)
     if transformed is not None:
         inputs = bind_transformed(inputs, transformed)
-    labels = bind_labels(schema, request.losses, options.label_shapes)
+    labels = bind_labels(schema, request.losses, options.label_shapes, data.ranges)
     compared = None if program.user.computes_loss else labels
     widths: tuple[int, ...] | None = None
     # The user's code feeds the model, so a model that does not accept the columns as they are is no error.
@@ -54,6 +56,11 @@ def build_train_spec(
                 request.pairs,
                 options.batch_size,
             )
+    # A user's own step may change an index before the model gets it.
+    if not program.user.computes_loss:
+        padded = [name for name, f in program.functions.collate.items() if isinstance(f, pad)]
+        ranges, examples = data.ranges, data.examples
+        check_lookups(program.model, inputs, schema.features, ranges, examples, padded)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size
     if not request.short_steps:

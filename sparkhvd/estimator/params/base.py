@@ -160,7 +160,7 @@ class TorchParams(Params):
         return options(**values)
 
     def _set_keywords(self, positional: Sequence[object], keywords: Mapping[str, object]) -> None:
-        """Set Params from keyword arguments; None means "not given".
+        """Set Params from keyword arguments; None means "not given", so it clears a Param.
 
         Raises:
             TypeError: an argument is positional, unknown or given under two names.
@@ -173,14 +173,13 @@ class TorchParams(Params):
         values: dict[str, object] = {}
         for given, value in keywords.items():
             name = self._param_name(given)
-            if value is None:
-                continue
-            if name in values:
+            if value is not None and values.get(name) is not None:
                 other = next(n for n in keywords if n != given and self._param_name(n) == name)
                 raise TypeError(
                     f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give one."
                 )
-            values[name] = value
+            if value is not None or name not in values:
+                values[name] = value
         self._set(**values)
 
     def _param_name(self, given: str) -> str:
@@ -201,7 +200,7 @@ class TorchParams(Params):
         return "model" if self.hasParam("model") else "feature_cols"
 
     def setParams(self, *positional: object, **keywords: object) -> Any:  # noqa: N802 - Spark's name
-        """Set several Params by keyword; returns this object."""
+        """Set several Params by keyword (None clears one); returns this object."""
         self._set_keywords(positional, keywords)
         return self
 

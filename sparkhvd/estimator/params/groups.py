@@ -605,7 +605,7 @@ class PredictParams(TorchParams):
     )
     handle_invalid = param(
         any_value,
-        "null, NaN, infinity, out of range: 'error', 'skip', or a dict from column to a number",
+        "null, NaN, infinity, out of range: 'error', 'skip', 'keep' (NaN), or a dict from column to these or a number",
         default="error",
         group="data",
         annotation="str | Mapping[str, str | float]",

@@ -27,6 +27,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from sparkhvd import cpus
 from sparkhvd.data.arrow import InvalidRowCounts, column_to_numpy, shape_text, usable_rows
 from sparkhvd.data.arrow_types import numpy_to_array
 from sparkhvd.data.columns import labels
@@ -36,6 +37,7 @@ from sparkhvd.data.columns.ragged import Ragged, Rows, Values, row_shape, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.protocol import bytes_of
+from sparkhvd.runner.slots import threads_per_rank
 from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.weights import Weights
@@ -142,17 +144,19 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class TaskGpus:
-    """GPUs assigned to a task by Spark.
+    """GPUs and cores assigned to a task by Spark.
 
     Attributes:
         addresses: addresses of the GPUs.
         partition: number of the task's partition.
         name: equal in all workers of the task, different in other tasks of this host; "" outside a task.
+        num_threads: the task's cores, as far as this process may use so many: Spark runs as many tasks as there are cores.
     """
 
     addresses: tuple[str, ...] = ()
     partition: int = 0
     name: str = ""
+    num_threads: int = 1
 
 
 NO_GPUS = TaskGpus()
@@ -168,7 +172,8 @@ def task_gpus() -> TaskGpus:
     gpu = task.resources().get("gpu")
     # Each application counts tasks from 0. The parent of all workers is their executor's process.
     name = f"{os.getppid()}-{task.taskAttemptId()}"
-    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
+    num_threads = threads_per_rank(task.cpus(), cpus.allowed())
+    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name, num_threads)
 
 
 def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
@@ -358,8 +363,6 @@ class ModelCache:
         """Return the model of a spec, in eval mode, on the device."""
         key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
-            # One thread per task: Spark runs as many tasks as there are cores.
-            torch.set_num_threads(1)
             model = in_mode(load_shell(spec.shell, spec.weights.load()), is_training=False)
             model.to(device)
             self._models[key] = model
@@ -387,6 +390,7 @@ def predict(
     if first is None:  # no rows, no model
         return
     device = choose(spec.use_gpu, task)
+    torch.set_num_threads(task.num_threads)
     with held(device, task.name):
         yield from _predicted(spec, device, itertools.chain([first], filled))
 
@@ -575,7 +579,12 @@ def _problem(found: InvalidRowCounts, column: Column) -> str:
     if found.nulls:
         return f"is null, or has a null element, in {found.nulls} rows of a batch. {_REMEDY}"
     if found.nans:
-        return f"is NaN in {found.nans} rows of a batch. {_REMEDY}"
+        is_kept = (
+            f" If NaN is meant, set handle_invalid={{{column.name!r}: 'keep'}}."
+            if column.holds_nan
+            else ""
+        )
+        return f"is NaN in {found.nans} rows of a batch. {_REMEDY}{is_kept}"
     if found.infinities:
         return (
             f"is infinite in {found.infinities} rows of a batch, for example {found.examples['infinities']}. Cap or drop "

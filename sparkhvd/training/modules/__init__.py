@@ -9,4 +9,5 @@ Each module imports only those above it:
     architecture  a module without its weights
     modes         train and eval modes of a module
     fitted        a trained module, its columns and its history
+    lookups       indices beyond the embeddings of a module
 """

@@ -20,6 +20,7 @@ from sparkhvd.data.columns.labels import IDENTITY, outputs_of, widths_of
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.protocol import failing_path, unpicklable
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
@@ -90,8 +91,10 @@ class TrainedState:
         try:
             return dump_shell(self.module, with_hooks=False)
         except Exception as e:
+            path = failing_path(self.module, unpicklable)
+            at = f" at model{path}" if path else ""
             raise InvalidArgumentError(
-                f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed: {type(e).__name__}: {e}. Give a "
+                f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed{at}: {type(e).__name__}: {e}. Give a "
                 "module of classes and functions that pickle."
             ) from e
 

@@ -120,12 +120,19 @@ def test_ranks_know_the_standard_variables_and_their_threads() -> None:
     assert int(found[0]["OMP_NUM_THREADS"]) >= 1
 
 
-def test_user_variables_win_and_leave_no_trace() -> None:
-    def threads() -> str | None:
-        return os.environ.get("OMP_NUM_THREADS")
+def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads() -> tuple[int, list[str | None]]:
+        here = context()
+        assert here is not None
+        return here.num_threads, [os.environ.get(name) for name in LIBRARIES]
 
-    assert run_local(threads, num_proc=1, env={"OMP_NUM_THREADS": "7"}) == ["7"]
-    assert run_local(threads, num_proc=1) != ["7"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run_local(threads, num_proc=1, env={"OMP_NUM_THREADS": "7"}) == [(7, ["7"] * 4)]
+    assert run_local(threads, num_proc=1) != [(7, ["7"] * 4)]
+    # So do those of this process.
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    assert run_local(threads, num_proc=1) == [(5, ["5,2", "3", "5", "5"])]
 
 
 @pytest.mark.parametrize("nursery", ["auto", "0"])

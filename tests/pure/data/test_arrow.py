@@ -226,6 +226,59 @@ def test_invalid_numbers_are_skipped_or_filled() -> None:
     np.testing.assert_array_equal(values, [0.5, 0.5, 3])
 
 
+def test_nan_and_infinity_are_kept_bit_by_bit() -> None:
+    """A NaN with a payload of its own stays that one; a null becomes NaN; a number that is too large stays an error."""
+    odd = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0]
+    scalars = pa.array([1.0, odd, -INF, None], pa.float64())
+    lists = pa.array([[1.0, None], [odd, INF]], pa.list_(pa.float64()))
+    for kind, array in (("scalar", scalars), ("array", lists), ("ragged", lists)):
+        kept = replace(column(kind, "float64"), invalid=("keep",))
+        values, found = column_to_numpy(array, kept)
+        assert found.is_clean
+        stored = values.values if isinstance(values, Ragged) else values
+        assert isinstance(stored, np.ndarray)
+        flat = stored.reshape(-1)
+        expected = [1.0, odd, -INF, NAN] if kind == "scalar" else [1.0, NAN, odd, INF]
+        np.testing.assert_array_equal(flat, expected)
+        assert flat.view(np.uint64)[expected.index(odd)] == 0x7FF8000000000123
+    rows = pa.array([dense(1.0, NAN), sparse(2, {1: NAN})], VECTOR)
+    found_rows, _ = column_to_numpy(rows, replace(column("vector", "float32"), invalid=("keep",)))
+    np.testing.assert_array_equal(found_rows, [[1, NAN], [0, NAN]])
+    flags = pa.array([True, None, False])
+    filled, _ = column_to_numpy(flags, replace(column("scalar", "float32"), invalid=("keep",)))
+    np.testing.assert_array_equal(filled, [1, NAN, 0])
+    whole, _ = column_to_numpy(
+        pa.array([7, None], pa.int32()), replace(column("scalar", "float32"), invalid=("keep",))
+    )
+    np.testing.assert_array_equal(whole, [7, NAN])
+    large = pa.array([NAN, 1e300])
+    values, found = column_to_numpy(large, replace(column("scalar", "float32"), invalid=("keep",)))
+    assert values is None
+    assert found.counts()["overflows"] == 1
+    assert found.counts()["nans"] == 0
+
+
+def test_an_error_of_nan_says_how_to_keep_it() -> None:
+    array = pa.array([NAN, 1.0])
+    for dtype, says in (
+        (
+            "float32",
+            "If NaN is meant, as for a loss that masks it, give handle_invalid={'c': 'keep'}.",
+        ),
+        ("int64", ""),
+    ):
+        of = column("scalar", dtype)
+        _, found = column_to_numpy(array, of)
+        (line,) = problems(of, found, 2)
+        assert line.startswith(
+            "column 'c' (source): 1 of 2 rows hold NaN. Every value must be a number: drop or replace them, or give "
+            "handle_invalid='skip' or {column: value}."
+        )
+        assert line.endswith(says or "{column: value}.")
+    (line,) = problems(column("scalar", "uint8", "bool"), found, 2, is_flag=True)
+    assert line.endswith("Every value must be a number: drop or replace them.")
+
+
 def test_joined_integers_are_told_with_an_example_in_fit_and_transform() -> None:
     joined = replace(column("scalar", "int64"), source="bigint", cast_to="float32")
     rows = pa.array([3, 2**24 + 1])

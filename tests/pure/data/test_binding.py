@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,36 @@ def test_label_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
         bind_labels(schema, mine, shapes)
 
 
+def embedded(output: Tensor, label: Tensor) -> Tensor:
+    return (output - F.embedding(label, torch.ones(4, 4))).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.cross_entropy,
+        lambda output, label: output.gather(1, label[:, None]).mean(),
+        lambda output, label: (output * F.one_hot(label, 4)).mean(),
+        lambda output, label: output[torch.arange(2), label].mean(),
+        lambda output, label: torch.zeros(2, 4).scatter(1, label[:, None], 1.0),
+        embedded,
+    ],
+)
+def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_floats(
+    function: Callable[..., Tensor],
+) -> None:
+    schema = schema_of(column("x"), labels=(column("k"),))
+    binding = bind_labels(schema, lambda output, label: function(output, label))
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        function(torch.zeros(2, 4), torch.zeros(2))
+    assert "if it wants class indices, give label_dtypes={'k': 'int64'}." in binding.dtype_hint(
+        raised.value
+    )
+    with pytest.raises(RuntimeError) as other:
+        nn.Linear(4, 4)(torch.zeros(2, 4, dtype=torch.int64))
+    assert binding.dtype_hint(other.value) == ""
+
+
 @pytest.mark.parametrize("function", [F.binary_cross_entropy, F.huber_loss, F.kl_div])
 def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
     function: Callable[..., Tensor],
@@ -416,3 +447,70 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
     assert "label_dtypes={'k': 'float32'}" in binding.dtype_hint(raised.value)
     assert binding.dtype_hint(ValueError("division by zero")) == ""
     assert bind_labels(schema, nn.HuberLoss()).dtype_hint(raised.value) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high", "classes", "says"),
+    [
+        (nn.CrossEntropyLoss(), 0, 3, 4, ""),
+        (nn.CrossEntropyLoss(), 1, 3, 4, ""),
+        (nn.CrossEntropyLoss(), -100, 3, 4, ""),
+        (F.cross_entropy, -100, 3, 4, ""),
+        (nn.CrossEntropyLoss(ignore_index=255), 0, 255, 4, ""),
+        (nn.CrossEntropyLoss(ignore_index=-1), -1, 3, 4, ""),
+        (mine, 1, 9, 4, ""),
+        (nn.HuberLoss(), 1, 9, 4, ""),
+        (
+            nn.CrossEntropyLoss(),
+            0,
+            9,
+            4,
+            "Label 'k' is from 0 to 9 in the data, and the model's output has 4 classes per row, so labels must be whole numbers from "
+            "0 to 3. Give the last layer 10 outputs, or number the classes from 0 without gaps, as a StringIndexer does.",
+        ),
+        (
+            nn.NLLLoss(),
+            1,
+            4,
+            4,
+            "Label 'k' is from 1 to 4 in the data, and the model's output has 4 classes per row, so labels must be whole numbers from "
+            '0 to 3. Classes are numbered from 0: df.withColumn("k", df["k"] - 1).',
+        ),
+        (nn.CrossEntropyLoss(), -1, 3, 4, "ignore_index of cross_entropy and nll_loss, -100"),
+        (nn.MultiMarginLoss(), -100, 3, 4, "Label 'k' is from -100 to 3 in the data"),
+        (nn.CrossEntropyLoss(ignore_index=255), 0, 256, 4, "Give the last layer 257 outputs"),
+        (nn.CrossEntropyLoss(ignore_index=0), 0, 1, 1, "Label 'k' is 1 in the data"),
+    ],
+)
+def test_labels_beyond_the_classes_of_the_output_are_named(
+    loss: Any, low: int, high: int, classes: int, says: str
+) -> None:
+    label = column("k", dtype="int64")
+    schema = schema_of(column("x"), labels=(label,))
+    output, rows = torch.zeros(2, classes), torch.zeros(2, dtype=torch.int64)
+    if isinstance(loss, nn.HuberLoss):
+        rows = torch.zeros(2, classes, dtype=torch.int64)
+    binding = pickle.loads(pickle.dumps(bind_labels(schema, loss, ranges={"k": (low, high)})))
+    bind_labels(schema, loss).match([output], [rows])  # without a range nothing is known
+    if not says:
+        binding.match([output], [rows])
+        return
+    with pytest.raises(InvalidArgumentError) as raised:
+        binding.match([output], [rows])
+    assert says in str(raised.value)
+
+
+class FromOne(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        return super().forward(input, target - 1)
+
+
+def test_a_loss_that_numbers_classes_in_its_own_way_is_left_to_it() -> None:
+    schema = schema_of(column("x"), labels=(column("k", dtype="int64"),))
+    binding = bind_labels(schema, FromOne(), ranges={"k": (1, 4)})
+    binding.match([torch.zeros(2, 4)], [torch.ones(2, dtype=torch.int64)])
+    collated = replace(schema.labels[0], is_collated=True)
+    changed = replace(schema, labels=(collated,))
+    bind_labels(changed, nn.NLLLoss(), ranges={"k": (1, 4)}).match(
+        [torch.zeros(2, 4)], [torch.ones(2, dtype=torch.int64)]
+    )

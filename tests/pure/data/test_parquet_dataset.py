@@ -216,6 +216,40 @@ def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
         manifest_of(tmp_path / "t", "t")
 
 
+def test_footers_tell_the_ranges_of_integers(tmp_path: Path) -> None:
+    schema = {"k": pa.int32(), "words": pa.list_(pa.int64()), "y": pa.float64()}
+    parts = [
+        {
+            "k": [3, None, 7],
+            "words": [[1, 2], [9, -4], [0, 0]],
+            "y": [0.0, 2.0, 1.0],
+        },
+        {
+            "k": [5, 12, 6],
+            "words": [[1, 2], [3, 3], [0, 0]],
+            "y": [1.0, 1.0, 4.0],
+        },
+    ]
+    for day, values in enumerate(parts):
+        path = tmp_path / f"day={day + 30}" / "a.parquet"
+        path.parent.mkdir()
+        table = pa.table({n: pa.array(v, schema[n]) for n, v in values.items()})
+        pq.write_table(table, path, row_group_size=2)
+    dataset = open_dataset(tmp_path)
+
+    def ranges(**options: Any) -> Any:
+        names = ["words", "day", "k"]
+        decided = {"feature_cols": names, "label_cols": ["y"], "class_labels": ["y"], **options}
+        return read_manifest(dataset, check_schema(dataset.schema, **decided)).ranges
+
+    expected = {"k": (3, 12), "words": (-4, 9), "y": (0, 4), "day": (30, 31)}
+    assert ranges(handle_invalid={"k": 0}) == expected
+    # The row with the largest may be left out, and floats have no range.
+    assert ranges(handle_invalid={"k": "skip"}) == {}
+    floats = ranges(handle_invalid={"k": 0}, class_labels=[])
+    assert floats == {name: expected[name] for name in ("k", "words", "day")}
+
+
 def test_footers_do_not_refuse_rows_that_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", a=[1.0, None, 3.0], b=[1.0, None, 3.0])
     manifest = manifest_of(tmp_path, "a", "b", handle_invalid={"a": "skip"})

@@ -444,6 +444,21 @@ def test_handle_invalid_skips_or_fills(tmp_path: Path) -> None:
     assert set(trained) < {1, 3, 5}
 
 
+def test_nan_is_kept_in_files_read_in_place(tmp_path: Path) -> None:
+    values = {
+        "id": [0, 1, 2],
+        "y": [1.0, np.nan, None],
+        "k": [[np.nan, 1.0], [2.0, None], [3.0, np.inf]],
+    }
+    pq.write_table(pa.table(values), tmp_path / "a.parquet")
+    policy = {"y": "keep", "k": "keep"}
+    store, manifest = manifest_of(tmp_path, feature_cols=["k", "y"], handle_invalid=policy)
+    with ParquetSource(store, manifest) as source:
+        found = source.read(["k", "y"])
+    np.testing.assert_array_equal(found["y"], [1, np.nan, np.nan])
+    np.testing.assert_array_equal(found["k"], [[np.nan, 1], [2, np.nan], [3, np.inf]])
+
+
 def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
     write(tmp_path / "k=1" / "name=a b", [10], 4)
     _, manifest = manifest_of(tmp_path, feature_cols=["x", "k"])

@@ -295,9 +295,27 @@ def test_functions_make_room_for_rows_that_differ() -> None:
             "sparse_cols names column 'label', which is not among 'double', 'text'.",
         ),
         (
-            {"handle_invalid": "keep"},
-            "handle_invalid is 'keep'. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number that "
-            "the tensor cannot hold), or a dict by column of 'error', 'skip' or a number that takes their place.",
+            {"handle_invalid": "kept"},
+            "handle_invalid is 'kept'. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number that "
+            "the tensor cannot hold), 'keep' (NaN and infinity as they are, a null as NaN), or a dict by column of these or of "
+            "numbers that take their place.",
+        ),
+        (
+            {"handle_invalid": {"label": "keep"}, "decoders": ["text"]},
+            "handle_invalid keeps NaN in column 'label' of type bigint, which is stored as int64 and so cannot hold NaN. "
+            "Choose a floating type with feature_dtypes or label_dtypes, or give 'skip' or a number.",
+        ),
+        (
+            {"handle_invalid": {"text": "keep"}, "decoders": ["text"]},
+            "handle_invalid keeps NaN in column 'text' of type string, whose bytes and strings are never NaN",
+        ),
+        (
+            {
+                "handle_invalid": {"float": "keep"},
+                "decoders": ["text"],
+                "sample_weight_col": "float",
+            },
+            "handle_invalid keeps NaN in column 'float' of type float, which is sample_weight_col and needs a number",
         ),
         (
             {"handle_invalid": {"double": "x"}},
@@ -359,6 +377,21 @@ def test_handle_invalid_differs_by_column() -> None:
     # A validation column decides where a row goes: a null there is an error in any case.
     columns = check(["int"], validation="double", handle_invalid="skip").columns
     assert [c.invalid for c in columns] == [("skip",), ("skip",), ("error",)]
+
+
+def test_nan_is_kept_where_a_column_can_hold_it() -> None:
+    keep = {"double": "keep", "label": "keep"}
+    columns = check(["double", "int"], handle_invalid=keep, label_dtypes={"label": "float64"})
+    assert [c.invalid for c in columns.columns] == [("keep",), ("error",), ("keep",)]
+    # For all columns it means those of floats, and no weights.
+    names = ["double", "int", "doubles", "vector", "flag", "text"]
+    every = check(
+        names, handle_invalid="keep", decoders=["text"], sample_weight_col="float"
+    ).columns
+    assert [c.name for c in every if c.invalid == ("keep",)] == ["double", "doubles", "vector"]
+    # A function of rows gets the double, whatever it makes of it.
+    raw = check(["double"], keeps_types=True, handle_invalid="keep", class_labels=["label"])
+    assert [c.invalid for c in raw.columns] == [("keep",), ("error",)]
 
 
 def test_a_data_set_speaks_of_its_own_arguments(tmp_path: Path) -> None:

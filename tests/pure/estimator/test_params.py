@@ -122,6 +122,14 @@ def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
         assert estimator.getOrDefault(name) == EXAMPLES.get(name, name)
     assert not TorchEstimator(model=None, epochs=None).isSet("model")
     assert TorchEstimator(epochs=None).getEpochs() == 1
+    # Also of a Param that has a value, by either of its names.
+    named = TorchEstimator(run_id="a", epochs=4, label_cols="y", feature_cols="x")
+    assert named.setParams(run_id=None, maxIter=None, labelCol=None) is named
+    assert (named.getRunId(), named.getEpochs(), named.getLabelCols()) == (None, 1, None)
+    assert named.getFeatureCols() == ["x"]
+    assert named.setParams(epochs=3, maxIter=None).getEpochs() == 3
+    assert named.setParams(maxIter=None, epochs=5).getEpochs() == 5
+    assert estimator.setParams(**dict.fromkeys(NAMES))._options() == TorchEstimator()._options()
 
 
 def test_optimizers_and_losses_have_names() -> None:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
+import pyspark
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd import InvalidArgumentError
+from sparkhvd import InvalidArgumentError, cpus
 from sparkhvd.data.columns import labels
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
-from sparkhvd.estimator.transform.worker import Output, PredictSpec, feature, predict, to_arrow
+from sparkhvd.estimator.transform.worker import (
+    NO_GPUS,
+    Output,
+    PredictSpec,
+    TaskGpus,
+    feature,
+    predict,
+    task_gpus,
+    to_arrow,
+)
 from sparkhvd.training.modules.fitted import TrainedState, output_widths, trial_outputs
 from sparkhvd.training.precision import autocast, widened
 
@@ -137,7 +148,12 @@ class Narrow(nn.Module):
 
 
 def transformed(
-    model: nn.Module, rows: Tensor, link: str, precision: str = "32", **options: Any
+    model: nn.Module,
+    rows: Tensor,
+    link: str,
+    precision: str = "32",
+    task: TaskGpus = NO_GPUS,
+    **options: Any,
 ) -> Tensor:
     """Compute an output column as a worker does."""
     spec = PredictSpec(
@@ -153,9 +169,8 @@ def transformed(
         precision=precision,
         **options,
     )
-    (batch,) = predict(
-        spec, iter([pa.record_batch([to_arrow(rows.double().numpy())], names=["c0"])])
-    )
+    batches = iter([pa.record_batch([to_arrow(rows.double().numpy())], names=["c0"])])
+    (batch,) = predict(spec, batches, task)
     return torch.tensor(batch.column(1).field("values").flatten().to_numpy()).reshape(len(rows), -1)
 
 
@@ -184,6 +199,37 @@ def test_a_model_runs_in_transform_as_in_validation(
     assert torch.equal(found.float(), expected)
 
 
+class Threads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1] * self.weight + torch.get_num_threads()
+
+
+def test_a_task_computes_with_as_many_threads_as_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpus, "allowed", lambda: 4.5)
+    try:
+        for cores, threads in ((2, 2), (1, 1), (8, 4)):  # the worker may run further tasks
+            context = types.SimpleNamespace(
+                cpus=lambda cores=cores: cores,
+                resources=dict,
+                partitionId=lambda: 0,
+                taskAttemptId=lambda: 3,
+            )
+            monkeypatch.setattr(pyspark.TaskContext, "get", lambda context=context: context)
+            task = task_gpus()
+            assert task.num_threads == threads
+            found = transformed(Threads(), torch.zeros(2, 4), labels.IDENTITY, task=task)
+            assert found.tolist() == [[threads], [threads]]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -194,7 +240,11 @@ def test_a_model_runs_in_transform_as_in_validation(
             "is null, or has a null element, in 1 rows of a batch. Fill or drop them first, or set handle_invalid to 'skip' or "
             "{column: value}.",
         ),
-        ([1.0, float("nan"), 1.0, 1.0], "is NaN in 1 rows of a batch. Fill or drop them first, or"),
+        (
+            [1.0, float("nan"), 1.0, 1.0],
+            "is NaN in 1 rows of a batch. Fill or drop them first, or set handle_invalid to 'skip' or {column: value}. If NaN is "
+            "meant, set handle_invalid={'x': 'keep'}.",
+        ),
         (
             [1.0, float("-inf"), 1.0, 1.0],
             "is infinite in 1 rows of a batch, for example -inf. Cap or drop them first, or set handle_invalid.",

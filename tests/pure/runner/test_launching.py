@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib.machinery
 import pickle
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pyspark import cloudpickle
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
@@ -25,7 +27,9 @@ from sparkhvd.runner.launching import (
     own_address,
     preload,
     reserved_port,
+    thread_variables,
 )
+from sparkhvd.runner.protocol import THREAD_VARIABLES, failing_path, own_threads, unpicklable
 from sparkhvd.runner.task import TaskSpec, host_of
 from sparkhvd.settings import Settings
 
@@ -82,6 +86,111 @@ def test_a_function_that_holds_a_lock_is_named() -> None:
 
     with pytest.raises(InvalidArgumentError, match=r"fn=.*trains cannot be pickled.*inside fn"):
         dump_call(trains, (), {})
+
+
+class Holder:
+    """Holds values in attributes and slots."""
+
+    __slots__ = ("__dict__", "first")
+
+    def __init__(self, **values: Any) -> None:
+        self.first = 1
+        vars(self).update(values)
+
+    def work(self) -> None: ...
+
+
+def locked(inner: Any) -> Any:
+    def works(a: int = 0, *, key: Any = inner) -> Any:
+        return key
+
+    return works
+
+
+def named_lock() -> Any:
+    return GLOBAL_LOCK
+
+
+GLOBAL_LOCK = threading.Lock()
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (LOCK, ""),
+        (Holder(encoder=Holder(lock=LOCK)), ".encoder.lock"),
+        ([1, {"a": (2, LOCK)}], "[1]['a'][1]"),
+        (locked(Holder(lock=LOCK)), ": variable 'key'.lock"),
+        (locked(LOCK), ": variable 'key'"),
+        ((lambda: LOCK)(), ""),
+        (functools.partial(print, 1, file=LOCK), ".keywords['file']"),
+        (Holder(lock=LOCK).work, ".lock"),
+        (collections.defaultdict(lambda: LOCK, {"a": LOCK}), "['a']"),
+        (Holder(fine=3), ""),
+    ],
+)
+def test_the_way_to_what_cannot_be_pickled_is_named(value: Any, path: str) -> None:
+    assert failing_path(value, unpicklable) == path
+
+
+def test_variables_of_functions_that_travel_by_value_are_named() -> None:
+    lock = threading.Lock()
+
+    class Own:
+        shared = lock
+
+    def train() -> Any:
+        return Own, named_lock
+
+    assert failing_path(train, unpicklable) == ": variable 'Own'.shared"
+    home = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(home)
+    try:
+        assert failing_path(named_lock, unpicklable) == ": variable 'GLOBAL_LOCK'"
+    finally:
+        cloudpickle.unregister_pickle_by_value(home)
+    with pytest.raises(
+        InvalidArgumentError, match=r"lock' object, at fn: variable 'Own'\.shared\)\. It"
+    ):
+        dump_call(train, (), {})
+    with pytest.raises(InvalidArgumentError, match=r"lock' object, at args\[0\]\[1\]\)\. Create"):
+        dump_call(len, ([1, lock],), {})
+
+
+@pytest.mark.parametrize(
+    ("conf", "environ", "found", "threads"),
+    [
+        ({}, {}, {}, None),
+        ({}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4"}, 4),
+        (
+            {"spark.executorEnv.OMP_NUM_THREADS": "2"},
+            {"OMP_NUM_THREADS": "4"},
+            {"OMP_NUM_THREADS": "2"},
+            2,
+        ),
+        ({"spark.executorEnv.MKL_NUM_THREADS": "2"}, {}, {"MKL_NUM_THREADS": "2"}, None),
+        # Set by spark-submit, not by the user.
+        ({"spark.driver.cores": "4"}, {"OMP_NUM_THREADS": "4"}, {}, None),
+        ({"spark.driver.cores": "4"}, {"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "8"}, 8),
+        ({}, {"OMP_NUM_THREADS": "3,2"}, {"OMP_NUM_THREADS": "3,2"}, 3),
+        ({}, {"OMP_NUM_THREADS": "all"}, {"OMP_NUM_THREADS": "all"}, None),
+        ({}, {"OMP_NUM_THREADS": "0"}, {"OMP_NUM_THREADS": "0"}, None),
+    ],
+)
+def test_threads_that_the_user_has_set_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+    conf: dict[str, str],
+    environ: dict[str, str],
+    found: dict[str, str],
+    threads: int | None,
+) -> None:
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert thread_variables(conf) == found
+    assert own_threads(found) == threads
 
 
 def test_env_must_be_text() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
-from sparkhvd.training.row_pairs import unpaired
+from sparkhvd.training.row_pairs import takes_only_integers, unpaired
 from tests.harness.later import Later
 
 torchmetrics = Later("torchmetrics")
@@ -338,7 +338,6 @@ class Centers(nn.Module):
 
 
 GLOBAL = Centers()
-CALLS: list[int] = []
 
 
 def by_name(output: Tensor, label: Tensor) -> Tensor:
@@ -358,7 +357,6 @@ def test_nothing_is_changed() -> None:
         assert of_metric(function) == ""
     assert said(Noisy()) == ""
     assert (torch.rand(1), np.random.rand(), random.random()) == drawn
-    assert CALLS == []
     for loss in (own, GLOBAL):
         assert (float(loss.calls), loss.seen, loss.number, loss.training) == (0.0, [], 0, True)
         assert (loss.scale.item(), loss.scale.grad) == (1.0, torch.full((1,), 7.0))
@@ -413,3 +411,69 @@ def test_several_labels_are_told_apart() -> None:
     metrics = resolve_metrics({"m": squeezed}, ["y", "z"], ["value"] * 2)
     text = unpaired(losses, metrics, [PAIR, COLUMN], [PAIR, COLUMN])
     assert re.findall(r"(loss|metric '\w+') gives", text) == ["loss", "metric 'z_m'"]
+
+
+class Focal(nn.Module):
+    """A loss of class indices with state that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        self.calls += 1
+        mean = F.cross_entropy(output, label, self.weight, reduction="none")
+        result: Tensor = ((1 - (-mean).exp()) ** 2 * mean).mean()
+        return result
+
+
+def one_hot(output: Tensor, label: Tensor) -> Tensor:
+    return -(F.one_hot(label, output.shape[1]) * output.log_softmax(1)).sum(1).mean()
+
+
+def gathered(output: Tensor, label: Tensor) -> Tensor:
+    return -output.log_softmax(1).gather(1, label[:, None]).mean() + 0.1 * torch.rand(())
+
+
+def asserting(output: Tensor, label: Tensor) -> Tensor:
+    assert label.dtype == torch.int64
+    return output[torch.arange(len(label)), label].mean()
+
+
+def either(output: Tensor, label: Tensor) -> Tensor:
+    if output.shape[1] == 1:
+        return F.binary_cross_entropy_with_logits(output, label)
+    return F.cross_entropy(output, label)
+
+
+@pytest.mark.parametrize(
+    ("loss", "width", "expected"),
+    [
+        (Focal(), 4, True),
+        (Focal(), 3, False),  # it raises for both, so nothing is known
+        (one_hot, 4, True),
+        (gathered, 4, True),
+        (asserting, 4, True),
+        (functools.partial(F.cross_entropy, label_smoothing=0.1), 4, True),
+        (either, 4, True),
+        (either, 1, False),
+        (F.mse_loss, 1, False),
+        (squeezed, 1, False),
+        (lambda output, label: (output.sum(1) * label).mean(), 4, False),
+        (lambda output, label: 1 / 0, 4, False),
+        (lambda output, label, scale: output.sum(), 4, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_losses_of_class_indices_are_told_by_labels_of_floats(
+    loss: Any, width: int, expected: bool, dtype: torch.dtype
+) -> None:
+    if dtype == torch.float64 and isinstance(loss, Focal):
+        loss = Focal().double()
+    torch.manual_seed(5)
+    expected_draw = torch.rand(1)
+    torch.manual_seed(5)
+    assert takes_only_integers(loss, width, dtype) == expected
+    assert torch.rand(1) == expected_draw
+    assert not isinstance(loss, Focal) or loss.calls == 0

@@ -363,6 +363,33 @@ def test_a_first_batch_that_does_not_fit_stops_all_ranks(
     assert Checkpoints(store, RUN_DIR).latest_epoch() == 0
 
 
+class Looking(nn.Module):
+    """Looks up twice the first number of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({"main": nn.Embedding(40, 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.tables["main"]((2 * x[:, 0].abs()).long())
+        return found
+
+
+@pytest.mark.parametrize("row", [3, 95])
+def test_an_index_beyond_an_embedding_is_named_in_any_batch(store: Store, row: int) -> None:
+    model = Looking()
+    options = {"shuffle": False, "batch_size": 10}
+    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options=options)
+    case.values["x"][row, 0] = 50
+    case.write()
+    with pytest.raises(RanksFailed) as failed:
+        case.train(1)
+    assert str(failed.value.errors[0]).endswith(
+        "model or loss raised IndexError: index out of range in self. Embedding 'tables.main' has 40 rows, and the model looks up index 100. No column "
+        "of the batch holds it: the model computes it."
+    )
+
+
 def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) -> None:
     model = linear(outputs=32)
     loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())  # noqa: E731

@@ -750,5 +750,6 @@ def test_values_that_cannot_be_pickled_are_named_by_their_params() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         dump_program(Program(linear(), torch.optim.SGD, (), (), (), user=user))
     assert str(raised.value).startswith(
-        "batch_transform_fn cannot be sent to the ranks: pickling <function"
+        "batch_transform_fn cannot be sent to the ranks: pickling failed at batch_transform_fn: variable 'lock': TypeError: "
+        "cannot pickle '_thread.lock' object. Build it from"
     )

@@ -80,6 +80,7 @@ def test_every_kind_of_column_comes_back_in_order(
     assert manifest.num_rows == 100
     assert [c.shape for c in manifest.schema.columns] == [(), (), (), (2,), (2,), (3,), (), ()]
     assert Manifest.load(store, DATA_DIR) == manifest
+    assert manifest.ranges == {"byte": (-50, 49), "ints": (0, 100), "label": (0, 99)}
     assert sum(f.rows for f in manifest.files) == 100
     found = rows_of(store, manifest)
     number = np.arange(100)
@@ -115,7 +116,8 @@ def test_all_problems_are_told_at_once_with_their_counts(
         "The data cannot be used for training:\n"
         "  column 'holes' (double): 10 of 1,000 rows are null or hold a null. Every row needs a value: df.na.drop() or "
         "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}.\n"
-        "  column 'nans' (double): 3 of 1,000 rows hold NaN. Every value must be a number: drop or replace them.\n"
+        "  column 'nans' (double): 3 of 1,000 rows hold NaN. Every value must be a number: drop or replace them, or give "
+        "handle_invalid='skip' or {column: value}. If NaN is meant, as for a loss that masks it, give handle_invalid={'nans': 'keep'}.\n"
         "  column 'big' (double): 1 of 1,000 rows hold a number that float32 cannot hold, for example 1e+300. Scale the "
         "column, choose a wider type with feature_dtypes or label_dtypes, or give handle_invalid.\n"
         "  column 'ragged' (array<double>): rows have different lengths: 990 rows of 2 elements, but 10 of 1. Every "

@@ -58,6 +58,16 @@ class Unpicklable(nn.Module):
         return self
 
 
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 UNPICKLABLE = Unpicklable()
 LOCK = threading.Lock()
 
@@ -163,11 +173,15 @@ LOCK = threading.Lock()
         ),
         (
             {"model": UNPICKLABLE, "optimizer": torch.optim.SGD},
-            "model cannot be sent to the ranks: pickling Unpicklable(",
+            "model cannot be sent to the ranks: pickling failed at model.lock: TypeError: cannot pickle '_thread.lock' object. Build",
+        ),
+        (
+            {"model": nn.Sequential(Locked()), "optimizer": torch.optim.SGD, "feature_cols": ["y"]},
+            "model cannot be sent to the ranks: pickling failed at model.0.lock: TypeError: cannot pickle '_thread.lock' object. Build",
         ),
         (
             {"loss": lambda output, label, lock=LOCK: (output - label).mean()},
-            "loss cannot be sent to the ranks: pickling (<function",
+            "loss cannot be sent to the ranks: pickling failed at loss: variable 'lock': TypeError: cannot pickle",
         ),
         (
             {"store": 3},
@@ -348,6 +362,14 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
             "num_proc * batch_size * accumulate = 16 rows. Lower batch_size, or set drop_last=False.",
         ),
         (
+            {"loss": nn.CrossEntropyLoss(), "label_cols": ["n"], "model": mlp(2, 3)},
+            "model, tried on two rows of zeros: Label 'n' is from 0 to 9 in the data, and the model's output has 3 classes per row",
+        ),
+        (
+            {"model": nn.Embedding(5, 1), "feature_cols": ["n"]},
+            "model: embedding '' has 5 rows, so its indices are from 0 to 4, and column 'n', which it looks up, is from 0 to 9 in",
+        ),
+        (
             {"loss": nn.CrossEntropyLoss(), "label_cols": ["half"], "model": mlp(2, 2)},
             "The data cannot be used for training:\n  column 'half' (double): 10 of 10 rows hold a number that is not "
             "whole, but it is to be stored as int64.",
@@ -357,7 +379,8 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
 def test_splits_and_classes_that_cannot_be_are_named_before_any_rank(
     df: DataFrame, store: Store, options: dict[str, Any], message: str
 ) -> None:
-    more = df.selectExpr("*", "false AS none", "1 AS all", "y / 2 AS half")
+    number = "monotonically_increasing_id() AS n"  # 0 to 9 in one partition
+    more = df.coalesce(1).selectExpr("*", "false AS none", "1 AS all", "y / 2 AS half", number)
     model = options.get("model", mlp(2))
     with pytest.raises(InvalidArgumentError) as failed:
         estimator(model, store, **{k: v for k, v in options.items() if k != "model"}).fit(more)

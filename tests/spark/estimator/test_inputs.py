@@ -226,6 +226,85 @@ def test_rows_with_holes_are_left_out_or_filled(
         estimator(mlp(2), num_proc=1, handle_invalid="skip").fit(df.filter("x IS NULL"))
 
 
+class Heads(nn.Module):
+    """Targets and classes of rows with holes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.targets, self.kinds = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.trunk(torch.cat([x.nan_to_num(), x.isnan().float()], 1)))
+        return self.targets(hidden), self.kinds(hidden)
+
+
+def masked(output: Tensor, label: Tensor) -> Tensor:
+    is_there = ~label.isnan()
+    return ((output - label)[is_there] ** 2).mean()
+
+
+def focal(output: Tensor, label: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(output, label, reduction="none")
+    return ((1 - (-loss).exp()) ** 2 * loss).mean()
+
+
+def test_nan_on_purpose_and_doubles_for_an_own_loss_of_classes_train_as_in_a_plain_loop(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    x, t = rng.standard_normal((24, 2)), rng.standard_normal((24, 2))
+    x[::5, 0], t[::3, 1], t[1::7] = np.nan, np.nan, np.nan
+    k = rng.integers(0, 3, 24)
+    rows = [(a, b, float(c)) for a, b, c in zip(x.tolist(), t.tolist(), k, strict=True)]
+    rows[2] = ([rows[2][0][0], None], *rows[2][1:])  # a null is a NaN then, too
+    x[2, 1] = np.nan
+    df = spark.createDataFrame(rows, "x array<double>, t array<double>, k double").coalesce(1)
+    df.write.parquet(str(tmp_path / "rows"))
+    torch.manual_seed(1)
+    plain = Heads()
+    fit = estimator(
+        plain,
+        Store.create(tmp_path / "store"),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=[masked, focal],
+        label_cols=["t", "k"],
+        num_proc=1,
+        epochs=2,
+        shuffle=False,
+        handle_invalid={"x": "keep", "t": "keep"},
+    )
+    fitted = [
+        fit.copy().setValidation(df.limit(4).coalesce(1)).fit(df),
+        fit.fit_on_parquet(tmp_path / "rows"),
+    ]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    as_tensors = [torch.tensor(x).float(), torch.tensor(t).float(), torch.tensor(k)]
+    for _ in range(2):
+        for start in range(0, 24, 8):
+            inputs, targets, classes = (each[start : start + 8] for each in as_tensors)
+            first, second = plain(inputs)
+            optimizer.zero_grad()
+            (0.5 * masked(first, targets) + 0.5 * focal(second, classes)).backward()
+            optimizer.step()
+    for model in fitted:
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.getModel().state_dict()[name], value), name
+    with torch.no_grad():
+        first, second = plain(as_tensors[0])
+        held_out = 0.5 * masked(first[:4], as_tensors[1][:4]) + 0.5 * focal(
+            second[:4], as_tensors[2][:4]
+        )
+    assert fitted[0].history[-1]["val_loss"] == pytest.approx(float(held_out), rel=1e-6)
+    found = [r.t__output.toArray() for r in fitted[0].transform(df).select("t__output").collect()]
+    np.testing.assert_allclose(found, first.numpy(), rtol=1e-6)
+    with pytest.raises(InvalidArgumentError, match=r"give handle_invalid=\{'t': 'keep'\}"):
+        fit.copy().setHandleInvalid({"x": "keep"}).fit(df)
+    with pytest.raises(
+        InvalidArgumentError, match="'k' .* not whole, but it is to be stored as int64"
+    ):
+        fit.fit(df.withColumn("k", F.col("k") / 2))
+
+
 def test_a_second_dataframe_must_fit_the_first(spark: SparkSession, tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store")
     df = spark.createDataFrame([([1.0, 2.0], 1.0)] * 4, "x array<double>, y double")

@@ -96,6 +96,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
         return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20), address
 
     conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
+    conf["spark.executorEnv.OMP_NUM_THREADS"] = "3"
     env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
     env["SPARKHVD_NURSERY"] = "0"  # a variable of CUDA would start another zygote
     for key, value in conf.items():
@@ -117,13 +118,12 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
     # Live: in the order in which they came.
     assert sorted(output.getvalue().splitlines()) == ["[0] words of 0", "[1] words of 1"]
     assert len({of_rank[0] for of_rank in (*first, *second)}) == 4
-    places = [(100, 2, 1), (105, 2, 1)]
     default = Settings()
-    for ranks, variables, settings in (
-        (first, ("1", "none"), (5, 20.0)),  # `env` wins over the conf
-        (second, (None, None), (default.slots, default.stall_shutdown_s)),
+    for ranks, threads, variables, settings in (
+        (first, 3, ("1", "none"), (5, 20.0)),  # `env` wins over the conf
+        (second, 1, (None, None), (default.slots, default.stall_shutdown_s)),
     ):
-        assert [of_rank[1] for of_rank in ranks] == places
+        assert [of_rank[1] for of_rank in ranks] == [(100, 2, threads), (105, 2, threads)]
         assert [of_rank[2] for of_rank in ranks] == [variables] * 2
         assert [of_rank[3] for of_rank in ranks] == [settings] * 2
         assert [of_rank[4] for of_rank in ranks] == [b"\0" * (3 << 20), b"\1" * (3 << 20)]

@@ -1,0 +1,310 @@
+"""Lookups in the embeddings of a model: indices beyond a table are named with their column, before ranks start if it is certain."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns.binding import InputBinding
+from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.copies import light_copy
+from sparkhvd.training.modules.fitted import zeros
+from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.training.types import Columns
+
+Range = tuple[int, int]
+Ranges = Mapping[str, Range]
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
+# Each costs two runs of the model.
+_MOST_CANDIDATES = 8
+_FORWARDS = tuple(kind.forward for kind in _KINDS)
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings of a model by name, without those of classes that change the indices."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _KINDS) and type(module).forward in _FORWARDS
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# On the driver: the model is run on rows of the smallest and of the largest values of its columns. A column is refused only if
+# the same element of an embedding's index is its smallest value in the one run and its largest in the other, whatever the other
+# columns hold: then the model looks up the column as it is.
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Call of an embedding.
+
+    Attributes:
+        name: of the embedding.
+        num_rows: of its table.
+        indices: flat, on the CPU.
+    """
+
+    name: str
+    num_rows: int
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class _Beyond:
+    """Element of a lookup's index beyond the table.
+
+    Attributes:
+        call: number of the lookup in a run.
+        place: of the element.
+        least, most: its values in the two runs.
+    """
+
+    call: int
+    place: int
+    least: int
+    most: int
+
+
+def check_lookups(
+    model: nn.Module,
+    inputs: InputBinding,
+    columns: Sequence[Column],
+    ranges: Ranges,
+    examples: Columns,
+    padded: Collection[str] = (),
+) -> None:
+    """Reject a column of integers with values beyond the embedding that looks them up; the model is not changed.
+
+    Args:
+        model: of the user.
+        inputs: binding of columns to its arguments.
+        columns: feature columns with their shapes.
+        ranges: smallest and largest value of columns of integers.
+        examples: collated columns, for two rows.
+        padded: those of them whose values reach the model as they are.
+
+    Raises:
+        InvalidArgumentError: the model certainly looks up an index beyond a table.
+    """
+    own = {
+        c.name: ranges[c.name]
+        for c in columns
+        if c.name in ranges and (not c.is_collated or c.name in padded)
+    }
+    sizes = [table.num_embeddings for table in _tables(model).values()]
+    if not sizes or all(low >= 0 and high < min(sizes) for low, high in own.values()):
+        return
+    try:
+        trial = _Trial(model, inputs, columns, examples, own)
+        found = next(trial.beyond(), None)
+    except Exception:  # noqa: BLE001 - such rows may not suit the model; the ranks name the error of a real batch
+        return
+    if found is not None:
+        lookup, name = found
+        raise InvalidArgumentError(f"model: {_text(lookup.name, lookup.num_rows, name, own[name])}")
+
+
+def _text(table: str, num_rows: int, column: str, range_: Range) -> str:
+    low, high = range_
+    remedy = f"Give it num_embeddings={high + 1}, or number the values from 0 without gaps."
+    if low < 0:
+        remedy = "Number the values from 0."
+    return (
+        f"embedding {table!r} has {num_rows} rows, so its indices are from 0 to {num_rows - 1}, and column {column!r}, which it looks up, "
+        f"is from {low} to {high} in the data. {remedy}"
+    )
+
+
+class _Trial:
+    """Runs of a copy of a model on rows of the ends of its columns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: InputBinding,
+        columns: Sequence[Column],
+        examples: Columns,
+        ranges: Ranges,
+    ) -> None:
+        self._model = in_mode(light_copy(model), is_training=False)
+        self._inputs = inputs
+        self._columns = columns
+        self._examples = examples
+        self._ranges = ranges
+        self._seen: list[_Lookup] = []
+        for name, table in _tables(self._model).items():
+            table.max_norm = None  # it would rescale rows of the user's weights
+            table.register_forward_pre_hook(
+                self._hook(name, table.num_embeddings), with_kwargs=True
+            )
+
+    def beyond(self) -> Iterator[tuple[_Lookup, str]]:
+        """Yield lookups with an index beyond their table, each with its column."""
+        least, most = self._run(()), self._run(self._ranges)
+        if [each.indices.shape for each in least] != [each.indices.shape for each in most]:
+            return
+        calls = list(enumerate(zip(least, most, strict=True)))
+        candidates = (
+            (call, found, column) for call in calls for found, column in self._candidates(*call)
+        )
+        for (_, (lookup, _)), found, column in itertools.islice(candidates, _MOST_CANDIDATES):
+            if self._is_from(found, column):
+                yield lookup, column
+
+    def _candidates(
+        self, call: int, lookups: tuple[_Lookup, _Lookup]
+    ) -> Iterator[tuple[_Beyond, str]]:
+        """Yield elements beyond a table with the columns of their ends."""
+        least, most = (each.indices for each in lookups)
+        is_beyond = (least < 0) | (most >= lookups[0].num_rows)
+        ends: dict[Range, int] = {}
+        for place in is_beyond.nonzero().flatten().tolist():
+            ends.setdefault((int(least[place]), int(most[place])), place)
+        for (low, high), place in ends.items():
+            found = _Beyond(call, place, low, high)
+            yield from ((found, c) for c, range_ in self._ranges.items() if range_ == (low, high))
+
+    def _is_from(self, found: _Beyond, column: str) -> bool:
+        """Return True if an element of an index is a column's value, whatever the others are."""
+        others = self._ranges.keys() - {column}
+        alone, without = self._run({column}), self._run(others)
+        return (
+            int(alone[found.call].indices[found.place]) == found.most
+            and int(without[found.call].indices[found.place]) == found.least
+        )
+
+    def _run(self, largest: Collection[str]) -> list[_Lookup]:
+        """Run the model with the largest values of some columns and the smallest of the others; return its lookups."""
+        self._seen = []
+        rows = {c.name: self._rows(c, c.name in largest) for c in self._columns}
+        arguments, keywords = self._inputs.apply(rows)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._model(*arguments, **keywords)
+        return self._seen
+
+    def _rows(self, column: Column, is_largest: bool) -> Any:
+        example = self._examples.get(column.name)
+        if column.name not in self._ranges:
+            return zeros(column) if example is None else example
+        value = self._ranges[column.name][is_largest]
+        return np.full_like(zeros(column) if example is None else example, value)
+
+    def _hook(self, name: str, num_rows: int) -> Any:
+        def look(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            index: Tensor = args[0] if args else kwargs["input"]
+            self._seen.append(_Lookup(name, num_rows, index.detach().reshape(-1).clone()))
+            within = index.clamp(0, num_rows - 1)
+            return ((within, *args[1:]), kwargs) if args else (args, {**kwargs, "input": within})
+
+        return look
+
+
+# ----------------------------------------------------------------------------------------------------
+# On a rank: the error of a lookup has the table and the index in its frames.
+
+# Torch's messages for `Embedding` and `EmbeddingBag` on the CPU.
+_LOOKUP = re.compile(r"index out of range in self|Index \d+ of input takes value")
+# Those of other operations with indices, such as a loss of classes, and of any of them on a GPU.
+_INDEX = re.compile(
+    r"Target -?\d+ is out of bounds|ndex -?\d+ is out of bounds|Class values must be|device-side assert"
+)
+_FILE = torch.nn.functional.__file__
+
+
+@contextmanager
+def naming_lookups(model: nn.Module, columns: Columns) -> Iterator[None]:
+    """Name embedding, index and columns if an index in the block is out of range.
+
+    Raises:
+        InvalidArgumentError: in place of torch's error.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as e:
+        if text := index_problem(e, model, columns):
+            raise InvalidArgumentError(
+                f"model or loss raised {type(e).__name__}: {str(e).splitlines()[0].rstrip('.')}. {text}"
+            ) from e
+        raise
+
+
+def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: Columns) -> str:
+    """Describe the index that raised an error of torch; "" for other errors.
+
+    Args:
+        error: caught.
+        model: whose embedding it may be.
+        columns: the batch, by column.
+    """
+    if _LOOKUP.search(str(error)) and (frame := _frame_of(error)) is not None:
+        return _lookup_text(frame.f_locals["input"], frame.f_locals["weight"], model, columns)
+    if not _INDEX.search(str(error)):
+        return ""
+    tables = [f"{n!r} has {t.num_embeddings} rows" for n, t in _tables(model).items()]
+    whole = [n for n, values in columns.items() if _is_whole(_flat(values))]
+    integers = ", ".join(f"{n!r} from {_ends(columns[n])}" for n in whole)
+    found = [f"Integers of this batch: {integers}."] if whole else []
+    # On a GPU the operation is unknown.
+    if tables and "device-side" in str(error):
+        found.append(f"Embeddings: {', '.join(tables)}.")
+    return " ".join(found)
+
+
+def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Columns) -> str:
+    name = next((n for n, p in model.named_parameters() if p is weight), "")
+    low, high = int(index.min()), int(index.max())
+    value = low if low < 0 else high
+    table = f"Embedding {name.removesuffix('.weight')!r}" if name else "An embedding"
+    holding = [n for n, values in columns.items() if _holds(values, value)]
+    where = "No column of the batch holds it: the model computes it"
+    if holding:
+        ends = ", ".join(f"{n!r} (from {_ends(columns[n])} in this batch)" for n in holding)
+        where = f"Of the columns of the batch {ends} hold{'s' * (len(holding) == 1)} it"
+    return f"{table} has {len(weight)} rows, and the model looks up index {value}. {where}."
+
+
+def _frame_of(error: BaseException) -> FrameType | None:
+    """Return the frame of torch's function that looked up the index, or None."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename == _FILE and code.co_name in ("embedding", "embedding_bag"):
+            found = traceback.tb_frame
+        traceback = traceback.tb_next
+    return found
+
+
+def _flat(values: object) -> np.ndarray[Any, Any] | None:
+    if isinstance(values, Ragged):
+        values = values.gathered()
+    if isinstance(values, Tensor) and values.layout == torch.strided:
+        values = values.numpy()
+    return values if isinstance(values, np.ndarray) and values.size else None
+
+
+def _is_whole(flat: np.ndarray[Any, Any] | None) -> bool:
+    return flat is not None and flat.dtype.kind in "iu"
+
+
+def _holds(values: object, value: int) -> bool:
+    flat = _flat(values)
+    return flat is not None and bool((flat == value).any())
+
+
+def _ends(values: object) -> str:
+    flat = _flat(values)
+    assert flat is not None
+    return f"{flat.min()} to {flat.max()}"
