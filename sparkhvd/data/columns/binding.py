@@ -261,7 +261,7 @@ def _called(model: nn.Module) -> nn.Module:
     while not isinstance(model, torch.jit.ScriptModule):
         taken = {p.kind for p in inspect.signature(model.forward).parameters.values()}
         children = list(model.children())
-        if len(children) != 1 or not taken or taken - {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD}:
+        if len(children) != 1 or taken != {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD}:
             break
         model = children[0]
     return model

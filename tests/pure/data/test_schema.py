@@ -168,11 +168,20 @@ def test_unsupported_type_is_named_with_a_remedy(name: str, source: str, remedy:
     assert remedy in message
 
 
-def test_a_column_has_one_role() -> None:
+def test_a_feature_may_be_a_label_if_both_are_stored_alike() -> None:
+    schema = check(["label", "double"])
+    assert [c.name for c in schema.features] == ["label", "double"]
+    assert schema.labels == (schema.features[0],)
+    assert [c.name for c in schema.columns] == ["label", "double"]
+    assert schema.with_shapes({"label": (), "double": ()}).labels[0].shape == ()
     with pytest.raises(
-        InvalidArgumentError, match=r"'label' is given as feature_cols\[0\] and as label_cols\[0\]"
+        InvalidArgumentError,
+        match=r"'label' is given as feature_cols\[0\] and as label_cols\[0\], which would store it as \w+ and as float64. Copy it",
     ):
-        check(["label"])
+        check(["label"], label_dtypes={"label": "float64"})
+
+
+def test_a_column_has_one_role() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"'int' is given as feature_cols\[0\] and as feature_cols\[1\]"
     ):
