@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from sparkhvd.errors import RankError as RankError
     from sparkhvd.errors import ResultMemoryError as ResultMemoryError
     from sparkhvd.errors import SparkhvdError as SparkhvdError
+    from sparkhvd.errors import SparkUnavailableError as SparkUnavailableError
     from sparkhvd.errors import StoreError as StoreError
     from sparkhvd.errors import UntrustedError as UntrustedError
     from sparkhvd.estimator import Callback as Callback
@@ -104,6 +105,7 @@ _ERRORS = (
     "PreflightError",
     "RankError",
     "ResultMemoryError",
+    "SparkUnavailableError",
     "SparkhvdError",
     "StoreError",
     "UntrustedError",

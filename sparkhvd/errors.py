@@ -26,6 +26,7 @@ __all__ = [
     "PreflightError",
     "RankError",
     "ResultMemoryError",
+    "SparkUnavailableError",
     "SparkhvdError",
     "StoreError",
     "UntrustedError",
@@ -117,6 +118,10 @@ class StoreError(SparkhvdError, OSError):
 
 class EngineUnavailableError(SparkhvdError, ImportError):
     """The compiled library is missing or does not match this version of the package."""
+
+
+class SparkUnavailableError(SparkhvdError, ModuleNotFoundError):
+    """The call needs pyspark, which is not installed in this environment."""
 
 
 class InternalError(SparkhvdError, RuntimeError):

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, SparkUnavailableError
 from sparkhvd.interfaces import LOOPBACK, address_towards
 
 if TYPE_CHECKING:
@@ -470,10 +470,10 @@ def session_key(spark: SparkSession) -> str:
 
 def has_died(spark: SparkSession) -> bool:
     """Return True if a classic driver's JVM no longer answers."""
-    from py4j.protocol import Py4JError
-
     if is_connect(spark):
         return False
+    from py4j.protocol import Py4JError
+
     session: Any = spark
     try:
         session._jvm.java.lang.System.nanoTime()
@@ -512,13 +512,38 @@ def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
     return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
 
 
+@contextlib.contextmanager
+def needs_pyspark(what: str) -> Iterator[None]:
+    """Import pyspark, or a module that does, inside the block.
+
+    Args:
+        what: the name that needs it, for the message.
+
+    Raises:
+        SparkUnavailableError: it is not installed; the message has what to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if isinstance(e, SparkUnavailableError) or e.name != "pyspark":
+            raise
+        raise SparkUnavailableError(
+            f"{what} needs pyspark, and {sys.executable} has none. Run `pip install 'sparkhvd[spark]'`, which brings Spark, too; `pip "
+            "install pyspark-client` for a client of Spark Connect, or databricks-connect for one of Databricks. In a runtime that has a "
+            "pyspark of its own, start the program with its Python.",
+            name="pyspark",
+        ) from e
+
+
 def active_session() -> SparkSession:
     """Return the active session of this thread, classic or Connect.
 
     Raises:
         InvalidArgumentError: there is no active session.
+        SparkUnavailableError: pyspark is not installed.
     """
-    from pyspark.sql import SparkSession
+    with needs_pyspark("A session of Spark"):
+        from pyspark.sql import SparkSession
 
     session: SparkSession | None = SparkSession.getActiveSession()
     if session is None:  # other threads and connections have only the default session

@@ -121,7 +121,7 @@ LAZY_PACKAGES = {
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",
     ),
     "pyspark": (
-        21,
+        22,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
     "requests": (1, "optional: comes with MLflow"),

@@ -3,7 +3,7 @@
     python examples/recipes/lightning_module.py [--epochs 8]
 
 The rows are the handwritten digits that come with scikit-learn. Loss, metrics, optimizer and schedule are the module's; data, ranks,
-checkpoints and relaunches are the estimator's. `pip install 'sparkhvd[examples,lightning]'`.
+checkpoints and relaunches are the estimator's. `pip install 'sparkhvd[spark,examples,lightning]'`.
 """
 
 from __future__ import annotations

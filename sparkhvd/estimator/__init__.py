@@ -36,6 +36,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.spark import needs_pyspark
+
 if TYPE_CHECKING:
     from sparkhvd.data.columns.decoders import pad as pad
     from sparkhvd.data.columns.images import image as image
@@ -78,7 +80,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sparkhvd.estimator' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    with needs_pyspark(f"sparkhvd.estimator.{name}"):
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

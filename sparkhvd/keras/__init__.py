@@ -30,6 +30,7 @@ from sparkhvd.keras.variables import (
     broadcast_global_variables,
     reducescatter,
 )
+from sparkhvd.spark import needs_pyspark
 from sparkhvd.torch import (
     Adasum,
     Average,
@@ -128,5 +129,6 @@ _OF_SPARK = {"KerasEstimator": "estimator", "KerasModel": "model"}
 
 def __getattr__(name: str) -> Any:
     if name in _OF_SPARK:
-        return getattr(importlib.import_module(f"sparkhvd.keras.{_OF_SPARK[name]}"), name)
+        with needs_pyspark(f"sparkhvd.keras.{name}"):
+            return getattr(importlib.import_module(f"sparkhvd.keras.{_OF_SPARK[name]}"), name)
     raise AttributeError(f"module 'sparkhvd.keras' has no attribute {name!r}")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.lightning import fabric
 from sparkhvd.lightning.strategy import FABRICS, find, register
+from sparkhvd.spark import needs_pyspark
 
 if TYPE_CHECKING:
     from sparkhvd.lightning.estimator import TorchEstimator as TorchEstimator
@@ -38,5 +39,6 @@ FabricStrategy: Any = [fabric.register(package) for package in find(FABRICS)][0]
 
 def __getattr__(name: str) -> Any:
     if name == "TorchEstimator":  # ranks of a script need no pyspark
-        return importlib.import_module("sparkhvd.lightning.estimator").TorchEstimator
+        with needs_pyspark("sparkhvd.lightning.TorchEstimator"):
+            return importlib.import_module("sparkhvd.lightning.estimator").TorchEstimator
     raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")

@@ -6,6 +6,7 @@ Imports nothing slow and runs no user code. Each finding has a remedy if somethi
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -79,7 +80,7 @@ def _findings(open_store: Callable[[], object] | None) -> Iterator[Finding]:
     yield _package("torch", "Install it for your CUDA, or its build for CPUs.", is_needed=True)
     yield _gpus()
     yield _nccl()
-    yield _package("pyspark", "For sparkhvd.run and TorchEstimator: pip install pyspark.")
+    yield _pyspark()
     yield _java()
     yield _package("pyarrow", "For TorchEstimator: pip install pyarrow.")
     yield _store(open_store)
@@ -111,6 +112,19 @@ def _package(name: str, remedy: str, *, is_needed: bool = False) -> Finding:
     if version is None:
         return Finding(name, "is not installed", remedy, is_needed)
     return Finding(name, version)
+
+
+def _pyspark() -> Finding:
+    # Each of these distributions has the package; a runtime may have it without one.
+    names = ("pyspark", "pyspark-client", "databricks-connect")
+    found = [f"{version} ({name})" for name in names if (version := _version(name))]
+    if found or importlib.util.find_spec("pyspark") is not None:
+        return Finding("pyspark", ", ".join(found) or "of this runtime")
+    remedy = (
+        "For sparkhvd.run and TorchEstimator: pip install 'sparkhvd[spark]', or for Spark Connect pyspark-client or "
+        "databricks-connect."
+    )
+    return Finding("pyspark", "is not installed", remedy)
 
 
 def _gpus() -> Finding:

@@ -113,6 +113,18 @@ def test_links_out_of_the_folder_are_led_to_the_copies_of_the_site() -> None:
         assert origin(place(path)) == path
 
 
+def test_pyspark_is_what_the_environment_brings() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    needed, optional = re.findall(
+        r"^(?:dependencies|spark) = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL
+    )
+    assert "pyspark" not in needed
+    assert '"pyspark>=' in optional
+    assert "cloudpickle" in needed  # of ranks that have no pyspark
+    for page in ("README.md", "docs/install.md"):
+        assert "\npip install '.[spark]'" in (ROOT / page).read_text()
+
+
 def test_versions_agree() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)

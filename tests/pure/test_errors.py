@@ -19,6 +19,7 @@ from sparkhvd.errors import (
     PreflightError,
     RankError,
     SparkhvdError,
+    SparkUnavailableError,
     UntrustedError,
 )
 
@@ -68,6 +69,7 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
     assert issubclass(CollectiveTimeoutError, CollectiveError)
     assert issubclass(PeerLostError, CollectiveError)
     assert issubclass(EngineUnavailableError, ImportError)
+    assert issubclass(SparkUnavailableError, ModuleNotFoundError)
     for kind in (NotInitializedError, PreflightError, UntrustedError):
         assert issubclass(kind, InvalidArgumentError)
     assert HorovodInternalError is CollectiveError

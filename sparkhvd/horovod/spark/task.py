@@ -1,8 +1,7 @@
 """Horovod's `horovod.spark.task`: the GPU of a rank."""
 
-from pyspark import TaskContext
-
 from sparkhvd import topology
+from sparkhvd.spark import needs_pyspark
 
 __all__ = ["get_available_devices"]
 
@@ -16,6 +15,9 @@ def get_available_devices() -> list[str]:
     """
     if (rank := topology.context()) is not None:
         return [] if rank.gpu is None else [str(rank.gpu)]
+    with needs_pyspark("horovod.spark.task, outside of a rank,"):
+        from pyspark import TaskContext
+
     task = TaskContext.get()
     gpu = None if task is None else task.resources().get("gpu")
     return [] if gpu is None else list(gpu.addresses)

@@ -5,6 +5,9 @@ Each module imports only those above it:
     estimator  both classes
 """
 
-from sparkhvd.horovod.spark.keras.estimator import KerasEstimator, KerasModel
+from sparkhvd.spark import needs_pyspark
+
+with needs_pyspark("horovod.spark.keras"):
+    from sparkhvd.horovod.spark.keras.estimator import KerasEstimator, KerasModel
 
 __all__ = ["KerasEstimator", "KerasModel"]

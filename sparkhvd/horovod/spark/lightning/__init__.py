@@ -6,6 +6,9 @@ Each module imports only those above it:
     estimator  both classes
 """
 
-from sparkhvd.horovod.spark.lightning.estimator import TorchEstimator, TorchModel
+from sparkhvd.spark import needs_pyspark
+
+with needs_pyspark("horovod.spark.lightning"):
+    from sparkhvd.horovod.spark.lightning.estimator import TorchEstimator, TorchModel
 
 __all__ = ["TorchEstimator", "TorchModel"]

@@ -5,6 +5,9 @@ Each module imports only those above it:
     estimator  both classes
 """
 
-from sparkhvd.horovod.spark.torch.estimator import TorchEstimator, TorchModel
+from sparkhvd.spark import needs_pyspark
+
+with needs_pyspark("horovod.spark.torch"):
+    from sparkhvd.horovod.spark.torch.estimator import TorchEstimator, TorchModel
 
 __all__ = ["TorchEstimator", "TorchModel"]
