@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.manifest import Range
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import zeros
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.types import Columns
 
-Range = tuple[int, int]
 Ranges = Mapping[str, Range]
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 # Each costs two runs of the model.
