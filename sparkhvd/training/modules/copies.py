@@ -74,10 +74,14 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
 
 def light_copy(module: nn.Module) -> nn.Module:
     """Copy a module for reading: its parameters are new objects over the same memory."""
+    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    # Their forward limits the norms of the rows that it reads, in place.
+    written = {id(m.weight) for m in embeddings if m.max_norm is not None}
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad)
         for p in module.parameters()
-        if type(p) in (Tensor, nn.Parameter)  # plain tensors of TorchScript modules, too
+        # plain tensors of TorchScript modules, too
+        if type(p) in (Tensor, nn.Parameter) and id(p) not in written
     }
     return _attach(module, deepcopy(module, memo))
 

@@ -213,6 +213,13 @@ def test_a_shell_is_loaded_around_other_weights(kind: Callable[[], nn.Module]) -
     assert torch.equal(output(load_shell(data, weights)), expected)
 
 
+def test_a_light_copy_of_a_table_with_a_largest_norm_leaves_the_table_alone() -> None:
+    table = nn.Embedding(3, 4, max_norm=0.1)
+    before = table.weight.detach().clone()
+    light_copy(table)(torch.arange(3))
+    assert torch.equal(table.weight, before)
+
+
 def test_a_compiled_module_is_its_inner_module() -> None:
     module = mlp()
     compiled = torch.compile(module, backend="eager")
