@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,17 +90,23 @@ class Case:
 
     def module(self) -> nn.Module:
         """Make the module with the weights that every program of this case starts from."""
-        torch.manual_seed(SEED)
+        seed(SEED)
         return self.model()
 
     def made_loss(self) -> Any:
         """Make the loss, with the same weights each time."""
-        torch.manual_seed(SEED + 1)
+        seed(SEED + 1)
         return None if self.loss is None else self.loss()
 
     @property
     def make_optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
         return self.optimizer or sgd
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

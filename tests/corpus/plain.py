@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import SimpleNamespace
@@ -33,9 +32,6 @@ class Trained:
 
 def train(case: Case, *, rank: int = 0, size: int = 1, batch: int = BATCH) -> Trained:
     """Train in the order of the rows: each step takes `batch` of them on each of `size` ranks."""
-    torch.manual_seed(SEED)
-    np.random.seed(SEED)
-    random.seed(SEED)
     model, loss = case.module(), case.made_loss()
     dtype = model_dtype(model)
     if any(map(nn.parameter.is_lazy, model.parameters())):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Iterator
 
 from tests.corpus.case import Case
 
 # Modules of this package, with what they import besides torch.
-LIBRARIES = {
+LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_layers": (),
     "torch_losses": (),
     "torch_optimizers": (),
     "torch_programs": (),
+    "transformers_models": ("transformers", "peft"),
+    "vision": ("torchvision", "timm", "segmentation_models_pytorch"),
+    "tabular": ("pytorch_tabnet", "deepctr_torch", "tabm"),
+    "optimizers": ("schedulefree", "torch_optimizer", "pytorch_optimizer"),
+    "science": ("torchdiffeq", "gpytorch", "torch_geometric"),
+    "layers": ("x_transformers", "pytorch_metric_learning", "kornia"),
 }
 
 
