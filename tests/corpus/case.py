@@ -60,7 +60,8 @@ class Case:
         has_own_optimizer: `fit` gets an optimizer over the module's parameters instead of the function.
         label_arguments: features that are labels of the model's own loss.
         tolerance: 0 if all bits must be equal; else of the relative difference, with the reason.
-        because: the reason.
+        ddp_tolerance: of the comparison with DistributedDataParallel, if larger.
+        because: the reason of both.
         apart: why two ranks differ from one rank with twice the batch; dropout and statistics of batches are found by themselves.
         twice_tolerance: of that comparison: the order of its sums differs, and an optimizer may magnify the difference.
         no_ddp: why DistributedDataParallel is no reference.
@@ -82,6 +83,7 @@ class Case:
     has_own_optimizer: bool = False
     label_arguments: Sequence[str] = ()
     tolerance: float = 0.0
+    ddp_tolerance: float = 0.0
     because: str = ""
     apart: str = ""
     twice_tolerance: float = 1e-5

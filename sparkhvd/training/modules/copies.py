@@ -64,10 +64,13 @@ def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
 
 def light_copy(module: nn.Module) -> nn.Module:
     """Copy a module for reading: its parameters are new objects over the same memory."""
+    # The forward of an embedding with a largest norm scales its weight in place.
+    changed = {id(m.weight) for m in module.modules() if getattr(m, "max_norm", None) is not None}
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad)
         for p in module.parameters()
-        if type(p) in (Tensor, nn.Parameter)  # plain tensors of TorchScript modules, too
+        # Plain tensors of TorchScript modules, too.
+        if type(p) in (Tensor, nn.Parameter) and id(p) not in changed
     }
     return _attach(module, deepcopy(module, memo))
 

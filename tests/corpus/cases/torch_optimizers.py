@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as schedules
 from tests.corpus.case import TABLE, Case, Data, adam, mlp, sgd, tokens, whole
 
 CE = nn.CrossEntropyLoss
+DUPLICATES = "rows of a sparse gradient that several ranks have are added in another order"
 
 
 def optimizer(name: str, *, case: str = "", **options: Any) -> Case:
@@ -104,14 +105,16 @@ OPTIMIZERS = [
     optimizer("RMSprop", case="RMSprop centered", lr=0.01, centered=True, momentum=0.9),
     *(optimizer(n) for n in ("Adadelta", "Adagrad", "Adafactor", "Rprop")),
     Case("Muon", Matrices, TABLE, optimizer=two_groups),
-    Case("LBFGS", mlp, TABLE, optimizer=lbfgs, has_closure=True, resumes=True),
+    Case(
+        "LBFGS", mlp, TABLE, optimizer=lbfgs, has_closure=True, resumes=True, twice_tolerance=1e-4
+    ),
     Case(
         "LBFGS with line search",
         mlp,
         TABLE,
         optimizer=wolfe,
         has_closure=True,
-        twice_tolerance=1e-3,
+        twice_tolerance=1e-4,
     ),
     Case(
         "SparseAdam",
@@ -119,6 +122,8 @@ OPTIMIZERS = [
         Data(tokens().features, {"c": whole(3)}),
         CE,
         optimizer=lambda p: optim.SparseAdam([*p], lr=0.01),
+        ddp_tolerance=1e-6,
+        because=DUPLICATES,
     ),
     Case(
         "SGD of sparse gradients",
@@ -126,6 +131,8 @@ OPTIMIZERS = [
         Data(tokens().features, {"c": whole(3)}),
         CE,
         optimizer=lambda p: optim.SGD(p, lr=0.1),
+        ddp_tolerance=1e-6,
+        because=DUPLICATES,
     ),
     Case("an instance", mlp, TABLE, optimizer=adam, has_own_optimizer=True, resumes=True),
     Case("groups", mlp, TABLE, optimizer=groups),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.binding import bind_inputs, model_dtype
+from sparkhvd.data.columns.binding import bind_inputs, label_arguments, model_dtype
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
@@ -416,3 +416,13 @@ def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
     assert "label_dtypes={'k': 'float32'}" in binding.dtype_hint(raised.value)
     assert binding.dtype_hint(ValueError("division by zero")) == ""
     assert bind_labels(schema, nn.HuberLoss()).dtype_hint(raised.value) == ""
+
+
+def test_arguments_for_labels_are_known_by_their_names() -> None:
+    class Forecaster(nn.Module):
+        def forward(
+            self, past_values: Tensor, future_values: Tensor | None = None, labels: Any = None
+        ) -> None: ...
+
+    names = ("past_values", "future_values", "labels", "start_positions")
+    assert label_arguments(Forecaster(), names) == ("future_values", "labels")
