@@ -55,7 +55,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One target at a time, because the compiler and the tests each use all cores; only package downloads run in parallel.
 .NOTPARALLEL:
-.PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
+.PHONY: test-torch torch-env quick soak-python soak-packaging soak-launchers soak-help wheel release docs test-site test-wheels test-aarch64 test-oldest test-users test-nccl test-locks corpus
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -236,6 +236,18 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 test-users: env $(USERS_ENV)/.stamp
 	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
 
+# Real programs by a plain loop and by `fit`, in an environment with their libraries: an hour. Continues a run that was ended; the
+# records are in build/corpus, the page is docs/results/corpus.md. CORPUS_FLAGS="--only vision" selects.
+CORPUS_ENV := build/corpus-env
+CORPUS_FLAGS ?=
+
+$(CORPUS_ENV)/.stamp: tools/corpus_env.sh tests/corpus/requirements.txt | $(PACKAGES)
+	@tools/corpus_env.sh $(PY) $(CORPUS_ENV)
+	@touch $@
+
+corpus: env $(CORPUS_ENV)/.stamp
+	@$(WITH_JAVA) $(CORPUS_ENV)/bin/python -m tests.corpus.run $(CORPUS_FLAGS)
+
 # zig compiles wheels for old and other machines; it has its own environment.
 WHEEL_ENV := build/wheel-env
 WHEEL_TOOLS := $(WHEEL_ENV)/.stamp
@@ -286,7 +298,7 @@ demo: env
 
 # The long legs: more random examples, longer stress, tests outside of `make test`, sanitizers, wheels, other machines. Single
 # parts: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users test-sanitizers test-locks fuzz-if-clang \
+SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users corpus test-sanitizers test-locks fuzz-if-clang \
   test-aarch64 test-wheels test-site
 soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +21,7 @@ _generator_lock = threading.Lock()
 def build_model(model: object, seed: int = 0) -> object:
     """Return the module, or the module made by a function; other values unchanged.
 
-    The function draws from generators seeded with `seed`; the caller's random numbers are unaffected.
+    The function draws from generators of torch, numpy and random seeded with `seed`; the caller's random numbers are unaffected.
 
     Raises:
         InvalidArgumentError: the function failed, or returned no module.
@@ -27,7 +29,10 @@ def build_model(model: object, seed: int = 0) -> object:
     if isinstance(model, nn.Module) or not callable(model):
         return model
     with _generator_lock, torch.random.fork_rng(devices=[]):
+        others = random.getstate(), np.random.get_state()
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         try:
             made = model()
         except Exception as e:
@@ -35,6 +40,9 @@ def build_model(model: object, seed: int = 0) -> object:
                 f"model: calling the function failed: {type(e).__name__}: {e}. Give a torch.nn.Module, or a function "
                 "without arguments that returns one."
             ) from e
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
     if not isinstance(made, nn.Module):
         raise InvalidArgumentError(
             f"model: the function returned {made!r:.200}; it must return a torch.nn.Module."

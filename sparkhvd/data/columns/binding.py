@@ -87,7 +87,7 @@ def bind_inputs(
 
 
 # Names of arguments for labels in model libraries.
-_LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$")
+_LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$|^future_values$")
 
 
 def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ def check_inputs(
         sparse_cols = []  # a shape describes a dense tensor
     decisions: dict[str, Any] = {
         "feature_cols": options.feature_cols,
-        "label_cols": options.label_cols or [],
+        "label_cols": options.label_cols or [],  # train_step may need none
         "sample_weight_col": options.sample_weight_col,
         "group_col": options.group_col,
         "model_dtype": model_dtype,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.binding import bind_inputs, model_dtype
+from sparkhvd.data.columns.binding import bind_inputs, label_arguments, model_dtype
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
@@ -514,3 +514,13 @@ def test_a_loss_that_numbers_classes_in_its_own_way_is_left_to_it() -> None:
     bind_labels(changed, nn.NLLLoss(), ranges={"k": (1, 4)}).match(
         [torch.zeros(2, 4)], [torch.ones(2, dtype=torch.int64)]
     )
+
+
+def test_arguments_for_labels_are_known_by_their_names() -> None:
+    class Forecaster(nn.Module):
+        def forward(
+            self, past_values: Tensor, future_values: Tensor | None = None, labels: Any = None
+        ) -> None: ...
+
+    names = ("past_values", "future_values", "labels", "start_positions")
+    assert label_arguments(Forecaster(), names) == ("future_values", "labels")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,23 @@ def test_a_function_makes_the_model_in_each_rank(store: Store) -> None:
     assert_close(case.weights(2), case.reference(2, 2)[1], 1e-5)
     module = linear()
     assert build_model(module) is module
+
+
+def test_a_function_draws_alike_from_numpy_and_random() -> None:
+    def drawn_elsewhere() -> nn.Module:
+        module = nn.Linear(2, 1)
+        with torch.no_grad():
+            module.weight.copy_(torch.tensor([[random.random(), np.random.random()]]))
+        return module
+
+    random.seed(1)
+    np.random.seed(1)
+    first = build_model(drawn_elsewhere, seed=7)
+    own = random.random(), np.random.random()
+    assert torch.equal(build_model(drawn_elsewhere, seed=7).weight, first.weight)
+    random.seed(1)
+    np.random.seed(1)
+    assert (random.random(), np.random.random()) == own
 
 
 def two_groups(model: nn.Module, **values: float) -> torch.optim.Optimizer:

@@ -149,6 +149,13 @@ def test_a_light_copy_shares_memory_and_nothing_else() -> None:
     assert float(module[1].running_mean.sum()) == 0.0
 
 
+def test_a_forward_of_a_light_copy_scales_no_embedding_of_the_caller() -> None:
+    module = nn.Sequential(nn.Embedding(3, 4, max_norm=0.1), nn.Flatten())
+    before = module[0].weight.detach().clone()
+    light_copy(module)(torch.tensor([[0], [2]]))
+    assert torch.equal(module[0].weight, before)
+
+
 def test_a_copy_holds_the_tensors_it_is_given() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[2].weight = module[0].weight

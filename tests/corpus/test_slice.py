@@ -1,0 +1,60 @@
+"""A slice of the corpus on every run: the estimator's checks and the loop of a rank against the plain loop, without Spark.
+
+`tests/spark/estimator/test_corpus.py` fits some; `make corpus` runs all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.cases import find
+from tests.corpus.fit import train_on_ranks
+from tests.corpus.plain import train
+from tests.corpus.run import difference
+
+LAYERS = ("Conv2d", "BatchNorm1d", "Dropout", "LSTM packed", "TransformerEncoder", "tied weights")
+LOSSES = (
+    "CrossEntropyLoss with ignored rows",
+    "TripletMarginLoss",
+    "contrastive",
+    "trained weight",
+    "two labels",
+)
+OPTIMIZERS = (
+    "Adam",
+    "LBFGS",
+    "SparseAdam",
+    "groups of an instance",
+    "OneCycleLR",
+    "ReduceLROnPlateau",
+    "accumulate",
+)
+PROGRAMS = (
+    "weight_norm",
+    "own parametrization with parameters",
+    "scripted",
+    "lazy",
+    "AveragedModel",
+    "complex parameters",
+    "called before",
+    "inverts matrices",
+    "fixed batches",
+    "VAE",
+    "GAN",
+    "model's own loss",
+    "returns a nested",
+)
+SLICE = [
+    *(f"torch_layers.{name}" for name in LAYERS),
+    *(f"torch_losses.{name}" for name in LOSSES),
+    *(f"torch_optimizers.{name}" for name in OPTIMIZERS),
+    *(f"torch_programs.{name}" for name in PROGRAMS),
+]
+
+
+@pytest.mark.parametrize("name", SLICE)
+def test_a_rank_trains_as_a_plain_loop(name: str, tmp_path: Path) -> None:
+    case = find(name)
+    assert difference(train_on_ranks(case, tmp_path), train(case)) <= case.tolerance
