@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -16,12 +17,13 @@ from pyspark.ml.tuning import ParamGridBuilder
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="runs where keras is: pip install 'sparkhvd[keras]'")
 
-from sparkhvd import TorchEstimator  # noqa: E402 - after importorskip
-from sparkhvd.errors import InvalidArgumentError  # noqa: E402
+from sparkhvd import TorchEstimator, load_local  # noqa: E402 - after importorskip
+from sparkhvd.errors import InvalidArgumentError, UntrustedError  # noqa: E402
 from sparkhvd.estimator.params.base import camel_case  # noqa: E402
 from sparkhvd.estimator.params.table import rows_of  # noqa: E402
-from sparkhvd.keras import KerasEstimator  # noqa: E402
-from sparkhvd.keras.model import CompiledNetwork, link_of  # noqa: E402
+from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
+from sparkhvd.keras.model import CompiledNetwork, Network, link_of  # noqa: E402
+from tests.pure.estimator.test_local import save  # noqa: E402
 
 
 def network(width: int = 1) -> Any:
@@ -40,6 +42,20 @@ def test_every_param_has_a_doc_a_getter_and_a_setter_and_is_explained() -> None:
     assert "epochs: passes over the data (default: 1, current: 4)" in text
     assert re.search(r"model: keras.Model to train.* \(current: <Sequential: 4 parameters>\)", text)
     assert "random_seed: decides order and dropout (default: 0)" in text
+
+
+def test_a_saved_model_predicts_without_spark(tmp_path: Path) -> None:
+    model = network(2)
+    fitted = KerasModel.from_module(
+        Network(model), feature_cols=["x"], label_cols=["y"], input_shapes=[[-1, 3]]
+    )
+    rows = np.random.default_rng(0).random((5, 3))
+    path = save(fitted, tmp_path / "model")
+    with pytest.raises(UntrustedError):
+        load_local(path)
+    for alone in (fitted.local(), load_local(path, trust=True)):
+        found = alone.predict({"x": rows})["y__output"]
+        np.testing.assert_allclose(found, model.predict(rows, verbose=0), rtol=1e-5)
 
 
 def test_params_of_both_estimators_with_one_name_are_one_row() -> None:

@@ -75,8 +75,8 @@ def test_functions_run_on_this_host_and_spark_is_named_where_it_is_needed(
         [sys.executable, program], env=without, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["ranks"] == [[6.0, []]] * 2
+    answer = json.loads(done.stdout)
+    assert answer["ranks"] == [[6.0, []]] * 2
     kinds = (
         "Estimator",
         "Model",
@@ -85,15 +85,15 @@ def test_functions_run_on_this_host_and_spark_is_named_where_it_is_needed(
         "Regressor",
         "RegressionModel",
     )
-    assert set(told["refusals"]) == {f"Torch{kind}" for kind in kinds}
-    assert told["refusals"]["TorchEstimator"] == (
+    assert set(answer["refusals"]) == {f"Torch{kind}" for kind in kinds}
+    assert answer["refusals"]["TorchEstimator"] == (
         f"sparkhvd.estimator.TorchEstimator needs pyspark, and {sys.executable} has none. Run `pip install "
         "'sparkhvd[spark]'`, which brings Spark, too; `pip install pyspark-client` for a client of Spark Connect, or "
         "databricks-connect for one of Databricks. In a runtime that has a pyspark of its own, start the program with "
         "its Python."
     )
-    assert told["run"].startswith("A session of Spark needs pyspark, and ")
-    assert told["horovod"].startswith("horovod.spark.torch needs pyspark, and ")
+    assert answer["run"].startswith("A session of Spark needs pyspark, and ")
+    assert answer["horovod"].startswith("horovod.spark.torch needs pyspark, and ")
 
 
 def test_scripts_run_and_the_doctor_examines(without: dict[str, str], tmp_path: Path) -> None:

@@ -200,18 +200,18 @@ def test_a_process_without_pyspark_predicts_with_what_spark_has_saved(tmp_path: 
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["there"] == []
+    answer = json.loads(done.stdout)
+    assert answer["there"] == []
     before = json.loads((VERSION_1 / "expected.json").read_text())["plain"]
-    assert list(told["found"]) == ["y__output", "rawPrediction", "p", "prediction"]
+    assert list(answer["found"]) == ["y__output", "rawPrediction", "p", "prediction"]
     for number, key in enumerate(("y__output", "prediction", "p")):
         wanted = [row[number] for row in before]
-        np.testing.assert_allclose(told["found"][key], wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(answer["found"][key], wanted, rtol=1e-5, atol=1e-6)
     wanted = json.loads((PIPELINE.parent / "expected.json").read_text())
-    np.testing.assert_allclose(told["stage"], wanted, rtol=1e-5, atol=1e-6)
-    assert told["keys"] == ["prediction", "probability", "rawPrediction"]
-    assert told["scored"] == [103.0, 3.0]
-    assert told["refused"] == (
+    np.testing.assert_allclose(answer["stage"], wanted, rtol=1e-5, atol=1e-6)
+    assert answer["keys"] == ["prediction", "probability", "rawPrediction"]
+    assert answer["scored"] == [103.0, 3.0]
+    assert answer["refused"] == (
         f"{str(path)!r} holds {__name__}.Own, and loading it runs code from that file. If you trust the file, load it "
         "with trust=True, or inside `with sparkhvd.trust():`, or set spark.sparkhvd.trust to a prefix of the path."
     )
@@ -296,12 +296,19 @@ def test_params_of_a_saved_model_are_those_of_its_class(tmp_path: Path) -> None:
         ours = {n: v for n, v in vars(theirs).items() if n not in ("use_gpu", "explicit")}
         assert {n: getattr(mine, n) for n in ours} == ours
         assert load_local(path).output_cols == model.local().output_cols
-    # Horovod's model of a LightningModule differs in its module alone; tests/soak loads that of Keras.
+    # Horovod's model of a LightningModule differs in its module alone; test_keras_params loads that of Keras.
     assert len(local_model.CLASSES) == len(kinds) + 2
     assert (
         local_model.CLASSES["sparkhvd.horovod.spark.lightning.estimator.TorchModel"]
         == (local_model.CLASSES["sparkhvd.horovod.spark.torch.estimator.TorchModel"])
     )
+
+    class OwnRows(OfHorovod):
+        def get_prediction_fn(self) -> Any:
+            return lambda module, row: module(row)
+
+    with pytest.raises(InvalidArgumentError, match="OwnRows has a get_prediction_fn of its own"):
+        OwnRows(feature_cols=["x"], model=nn.Linear(3, 1)).local()
 
 
 # -- data
