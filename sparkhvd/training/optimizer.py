@@ -59,12 +59,19 @@ def check_optimizer(
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether `step` evaluates the loss itself, several times, as LBFGS does."""
+    """Check whether `step` evaluates the loss itself, several times, as LBFGS and SAM do."""
+    if looks_twice(optimizer):
+        return True
     for kind in type(optimizer).__mro__:
         if "step" in vars(kind) and not kind.__module__.startswith("sparkhvd."):
             closure = inspect.signature(vars(kind)["step"]).parameters.get("closure")
             return closure is not None and closure.default is closure.empty
     return False
+
+
+def looks_twice(optimizer: torch.optim.Optimizer) -> bool:
+    """Check whether `step` takes the gradient, moves the weights and evaluates the loss a second time, as SAM does."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 def set_mode(optimizer: object, *, is_training: bool) -> None:
@@ -173,6 +180,10 @@ def build_optimizer(
             f"optimizer: calling it with the model's parameters gave {built!r:.200}; it must give a "
             "torch.optim.Optimizer."
         )
+    # A class around another optimizer may leave out the constructor that makes these, and `state_dict` needs them.
+    for name, value in vars(torch.optim.SGD([torch.zeros(1)])).items():
+        if name.startswith("_"):
+            vars(built).setdefault(name, value)
     return built
 
 

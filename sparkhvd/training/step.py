@@ -26,7 +26,7 @@ from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.losses import Counts, counts_apart, counts_of, mean_loss, weighted_loss
 from sparkhvd.training.metrics import AnyMetric, Forward, Logs, Totals, no_broadcast
 from sparkhvd.training.modules.lookups import naming_lookups
-from sparkhvd.training.optimizer import needs_closure
+from sparkhvd.training.optimizer import looks_twice, needs_closure
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
 from sparkhvd.training.rank_sync import raise_on_all_ranks
@@ -70,6 +70,7 @@ class Step:
         self.device = next(state.model.parameters()).device
         self.move = Mover(self.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.looks_twice = looks_twice(self.optimizer)
         self.needs_closure = needs_closure(self.optimizer)
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
@@ -121,6 +122,8 @@ class Step:
             total = hvd.allreduce(loss, name="step.loss", op=hvd.Sum)
             return float(total) * factor / (1 if self.is_sum else plan.num_rows)
 
+        if self.looks_twice:
+            closure()
         self.optimizer.step(closure)
         self.last_loss = counted[0]
         return True

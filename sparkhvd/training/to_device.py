@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Move the state of an optimizer to its parameters' devices, after these have moved."""
-    if optimizer.state:
+    # Loading makes new groups, and an optimizer around another one shares its groups with that: not without need.
+    is_moved = any(p.device != _CPU for group in optimizer.param_groups for p in group["params"])
+    if optimizer.state and is_moved:
         optimizer.load_state_dict(optimizer.state_dict())
 
 

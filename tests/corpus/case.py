@@ -27,12 +27,14 @@ class Data:
         features: in the order of the model's arguments.
         labels: compared with the outputs by the loss, or read by a step.
         by_name: the names of the features are those of the model's arguments; else each is one argument by position.
+        is_dict: the model's one argument is a dict of them.
         is_joined: all features together are the model's one argument, (rows, their widths).
     """
 
     features: Columns
     labels: Columns = field(default_factory=dict)
     by_name: bool = False
+    is_dict: bool = False
     is_joined: bool = False
 
     @property

@@ -30,6 +30,7 @@ from sparkhvd.estimator.fitting.train_spec import build_train_spec, initialized
 from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.resume import finish
 from sparkhvd.training.modules.copies import copy_with
 from sparkhvd.training.program import store_program
 from sparkhvd.training.train import train
@@ -61,7 +62,7 @@ def estimator(case: Case, *, size: int = 1, **changes: Any) -> TorchEstimator:
         options["inputs"] = {name: name for name in data.features}
     else:
         options["feature_cols"] = list(data.features)
-        if not data.is_joined:
+        if not (data.is_joined or data.is_dict):
             options["input_shapes"] = [[-1, *v.shape[1:]] for v in data.features.values()]
     loss = case.made_loss()
     if loss is not None:
@@ -199,8 +200,10 @@ def train_on_ranks(case: Case, folder: Path, *, size: int = 1) -> Trained:
         train(spec)
 
     run_ranks(size, rank, using=use_engine, deadline_s=100)
-    state = Checkpoints(store, RUN_DIR).load(EPOCHS).model
-    module = copy_with(request.program.model, state)
+    checkpoints = Checkpoints(store, RUN_DIR)
+    trained = checkpoints.load_start(checkpoints.path(EPOCHS)).result
+    module = copy_with(request.program.model, trained.model)
+    finish(module, trained, [])
     return Trained(_state(module), evaluate(case, module))
 
 

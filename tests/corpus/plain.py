@@ -124,6 +124,8 @@ class Program:
             return total
 
         if self.case.has_closure:
+            if hasattr(optimizer, "first_step"):  # it moves by the gradient before it evaluates
+                closure()
             optimizer.step(closure)
         else:
             closure()
@@ -221,9 +223,11 @@ def inputs(data: Data, rows: slice, dtype: torch.dtype, *, zeros: bool = False) 
 
 def call(model: nn.Module, data: Data, values: list[Tensor], without: Any = ()) -> Any:
     """Call a model with the values of the features."""
+    named = dict(zip(data.features, values, strict=False))
+    if data.is_dict:
+        return model(named)
     if not data.by_name:
         return model(*values)
-    named = dict(zip(data.features, values, strict=True))
     return model(**{n: v for n, v in named.items() if n not in without})
 
 

@@ -88,10 +88,8 @@ def _apart(name: str, a: torch.Tensor, b: torch.Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
-    return _relative(
-        a.to(wide).abs().numpy() * 0 + (a.to(wide) - b.to(wide)).abs().numpy(),
-        b.to(wide).abs().numpy(),
-    )
+    a, b = a.to(wide), b.to(wide)
+    return _relative((a - b).abs().numpy(), b.abs().numpy())
 
 
 def rows_apart(found: list[np.ndarray], expected: list[np.ndarray]) -> float:

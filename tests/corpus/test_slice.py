@@ -46,11 +46,19 @@ PROGRAMS = (
     "model's own loss",
     "returns a nested",
 )
+HABITS = (
+    "Lookahead with a schedule",
+    "SAM of two steps",
+    "groups by a property",
+    "own state_dict",
+    "BYOL",
+)
 SLICE = [
     *(f"torch_layers.{name}" for name in LAYERS),
     *(f"torch_losses.{name}" for name in LOSSES),
     *(f"torch_optimizers.{name}" for name in OPTIMIZERS),
     *(f"torch_programs.{name}" for name in PROGRAMS),
+    *(f"torch_habits.{name}" for name in HABITS),
 ]
 
 

@@ -409,7 +409,8 @@ def _class_labels(
         for (name, given), used, width in zip(
             pairs, losses.used, widths[-len(pairs) :], strict=True
         )
-        if is_of_user(given)
+        if options.pairs_rows  # else the user's functions are not called here
+        and is_of_user(given)
         and NUMERIC_TYPES.get(types.get(name, "")) in FLOATS
         and takes_only_integers(used, width, dtype)
     ]

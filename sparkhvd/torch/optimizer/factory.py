@@ -179,6 +179,8 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
     made = kind.__new__(kind)
     # An earlier LR scheduler sets a `step` on the instance, which would bypass ours.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    # A class around another optimizer may return that one's groups by a property.
+    made.__dict__.setdefault("param_groups", optimizer.param_groups)
     return made
 
 

@@ -13,6 +13,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_losses": (),
     "torch_optimizers": (),
     "torch_programs": (),
+    "torch_habits": (),
     "transformers_models": ("transformers", "peft"),
     "vision": ("torchvision", "timm", "segmentation_models_pytorch"),
     "tabular": ("pytorch_tabnet", "deepctr_torch", "tabm"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.corpus.case import TABLE, Case, mlp
+from tests.corpus.case import TABLE, Case, mlp, sgd
 
 
 def of(
@@ -17,8 +18,6 @@ def of(
     """A small network under an optimizer of a library, by its name."""
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        import importlib
-
         return getattr(importlib.import_module(library), name)(list(parameters), **options)
 
     return Case(
@@ -38,6 +37,35 @@ def schedule_free_with_warmup() -> Callable[..., Any]:
         return schedulefree.AdamWScheduleFree(parameters, lr=0.01, warmup_steps=3)
 
     return optimizer
+
+
+def lookahead(library: str) -> Callable[..., Any]:
+    """Return a function that makes a library's optimizer around SGD."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return importlib.import_module(library).Lookahead(sgd(parameters), k=3)
+
+    return optimizer
+
+
+def sharpness_aware(parameters: Any) -> torch.optim.Optimizer:
+    import pytorch_optimizer
+
+    return pytorch_optimizer.SAM(list(parameters), torch.optim.SGD, lr=0.05)
+
+
+def wrapped_schedule_free(parameters: Any) -> torch.optim.Optimizer:
+    import schedulefree
+
+    return schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parameters, lr=0.1), momentum=0.9)
+
+
+def of_transformers(parameters: Any) -> torch.optim.Optimizer:
+    import transformers
+
+    return transformers.optimization.Adafactor(
+        parameters, lr=0.01, relative_step=False, scale_parameter=False
+    )
 
 
 class OnSphere(nn.Module):
@@ -101,5 +129,10 @@ CASES = [
             "Tiger",
         )
     ),
+    Case("torch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("torch_optimizer")),
+    Case("pytorch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("pytorch_optimizer")),
+    Case("pytorch_optimizer SAM", mlp, TABLE, optimizer=sharpness_aware, has_closure=True),
+    Case("schedulefree ScheduleFreeWrapper", mlp, TABLE, optimizer=wrapped_schedule_free),
+    Case("transformers Adafactor", mlp, TABLE, optimizer=of_transformers),
     Case("geoopt RiemannianAdam", OnSphere, TABLE, optimizer=riemannian),
 ]

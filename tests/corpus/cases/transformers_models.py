@@ -489,6 +489,21 @@ def clip() -> nn.Module:
     )
 
 
+def detection_step(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
+    """Return the loss of boxes, which a model takes as a list of dicts."""
+    del ctx
+    pairs = zip(batch["kind"], batch["boxes"], strict=True)
+    labels = [{"class_labels": kind[None], "boxes": box[None].sigmoid()} for kind, box in pairs]
+    return model(pixel_values=batch["pixel_values"], labels=labels).loss
+
+
+def detector() -> nn.Module:
+    config = transformers.YolosConfig(
+        **{**VIT, "image_size": [32, 32]}, num_detection_tokens=4, num_labels=CLASSES
+    )
+    return transformers.YolosForObjectDetection(config)
+
+
 class Wrapped(nn.Module):
     """A classifier of the user around a body of transformers."""
 

@@ -208,14 +208,19 @@ def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPat
     assert [ref() is not None for ref in held] == [False] * 3
 
 
-def test_optimizers_and_losses_move_with_the_model() -> None:
-    """`half` stands for a device: the state of an optimizer follows its parameters, the weights of losses the order."""
+def test_optimizers_and_losses_move_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`double` stands for a device: the state of an optimizer follows its parameters, the weights of losses the order."""
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    layer.double()
+    groups = optimizer.param_groups
     move_optimizer(optimizer)
+    assert optimizer.param_groups is groups
+    layer.double()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("sparkhvd.training.to_device._CPU", torch.device("meta"))
+        move_optimizer(optimizer)
     momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
     assert [m.dtype for m in momenta] == [torch.float64] * 2
     fresh = torch.optim.Adam(nn.Linear(1, 1).parameters())
