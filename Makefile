@@ -25,7 +25,7 @@ TORCH_INDEX ?=
 # own timeout.
 TEST_TIMEOUT_S ?= 2700
 # Test files that run in parallel. Many tests wait for Spark or for a deadline; 0 runs all in one process.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 PYTEST_FLAGS ?=
 
 export VENV TORCH TORCH_INDEX
