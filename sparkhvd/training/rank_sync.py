@@ -1,13 +1,16 @@
-"""Seeds of an epoch, and errors that all ranks raise together."""
+"""State and errors that all ranks share: seeds of an epoch, buffers that training changes, errors that all raise together."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
@@ -27,3 +30,75 @@ def raise_on_all_ranks(message: str, cause: Exception | None = None) -> NoReturn
     with contextlib.suppress(CollectiveError):
         hvd.barrier()
     raise InvalidArgumentError(message) from cause
+
+
+class BufferSync:
+    """Gives all ranks rank 0's buffers before each step, as DistributedDataParallel does, if training changes them.
+
+    A codebook of moving averages, for example, must be one for all ranks, because `forward` reads it. Running statistics of
+    normalization layers are left out: `forward` reads them in evaluation only, and an epoch ends with rank 0's.
+
+    Cost: a broadcast of the changed buffers per step, of all buffers in the first step of an epoch, and none for a model without them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Prepare for the buffers of a model."""
+        self._model = model
+        self._names: list[str] | None = (
+            None  # of changed buffers; None in the first step of an epoch
+        )
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def begin_epoch(self) -> None:
+        """Find the changed buffers in the next step."""
+        self._names = None
+
+    def before_step(self) -> None:
+        """Broadcast rank 0's buffers; every rank must call it."""
+        if hvd.size() == 1 or self._names == []:
+            return
+        buffers = self._buffers()
+        if (names := self._names) is None:
+            names = [name for name, _ in _common({n: _kind(b) for n, b in buffers.items()})]
+        if names:
+            hvd.broadcast_parameters({name: buffers[name] for name in names}, 0)
+        if self._names is None:
+            self._before = {name: (id(b), b._version) for name, b in buffers.items()}
+            self._names = None if names else []
+
+    def after_step(self) -> None:
+        """Find the buffers that the first step of an epoch has changed; every rank must call it."""
+        if hvd.size() == 1 or self._names is not None:
+            return
+        kinds = {}
+        for name, b in self._buffers().items():
+            is_changed = self._before.get(name) != (id(b), b._version)
+            kinds[name] = (*_kind(b), is_changed)
+        self._names = [name for name, is_changed in _common(kinds) if is_changed]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that `forward` may read in training."""
+        return {
+            f"{path}.{name}".lstrip("."): buffer
+            for path, module in self._model.named_modules()
+            if not isinstance(module, _NormBase)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+def _kind(buffer: Tensor) -> tuple[Any, ...]:
+    return tuple(buffer.shape), str(buffer.dtype)
+
+
+def _common(kinds: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, bool]]:
+    """Return the buffers that have one shape and dtype on all ranks, and whether any rank has changed them.
+
+    Always a collective: a rank without rows may lack buffers that `forward` registers.
+    """
+    every: list[Mapping[str, tuple[Any, ...]]] = hvd.allgather_object(dict(kinds), name="buffers")
+    return [
+        (name, any(other[name][2:] == (True,) for other in every))
+        for name in sorted(every[0])
+        if all(name in other and other[name][:2] == every[0][name][:2] for other in every)
+    ]

@@ -29,7 +29,7 @@ from sparkhvd.training.modules.lookups import naming_lookups
 from sparkhvd.training.optimizer import looks_twice, needs_closure
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
-from sparkhvd.training.rank_sync import raise_on_all_ranks
+from sparkhvd.training.rank_sync import BufferSync, raise_on_all_ranks
 from sparkhvd.training.row_pairs import unpaired
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.to_device import Mover
@@ -71,6 +71,7 @@ class Step:
         self.move = Mover(self.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.looks_twice = looks_twice(self.optimizer)
+        self.buffers = BufferSync(self.model)
         self.needs_closure = needs_closure(self.optimizer)
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
@@ -96,6 +97,15 @@ class Step:
         Returns:
             True if the optimizer stepped. It does not after an overflow of float16 gradients, or if all weights were 0.
         """
+        self.buffers.before_step()
+        has_stepped = self.run_batches(batches, plan, totals, where)
+        self.buffers.after_step()
+        return has_stepped
+
+    def run_batches(
+        self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str
+    ) -> bool:
+        """Run a step on synchronized buffers; arguments and result as of `run`."""
         prepared = self.prepared(batches, plan)
         if self.needs_closure:
             return self.run_closure(list(prepared), plan, totals, where)

@@ -242,6 +242,7 @@ def train_epochs(
     while len(history) < spec.epochs and not stopped:
         moment.epoch = len(history) + 1
         step.model.train()
+        step.buffers.begin_epoch()
         set_mode(step.optimizer, is_training=True)
         # Before the callbacks, which may draw, log, and change the mode of parts of the model.
         seed_everything(spec.seed, len(history), hvd.rank())

@@ -170,6 +170,48 @@ def test_lbfgs_on_ranks_takes_the_steps_of_one_process(
     assert result.history[-1]["loss"] == pytest.approx(before / total, rel=1e-8)
 
 
+class Centred(nn.Module):
+    """Subtracts a moving average of its own, and has a buffer that it never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 1), nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)
+        result: torch.Tensor = self.layer((x - self.mean) * self.scale)
+        return result + 0.1 * self.norm(x).sum(1, keepdim=True)
+
+
+def test_a_buffer_that_training_changes_is_rank_0s_in_every_step(store: Store) -> None:
+    """As DistributedDataParallel does: here two replicas, whose gradients are averaged."""
+    torch.manual_seed(0)
+    model = Centred()
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False}
+    case = Case(store, model, lambda p: torch.optim.SGD(p, lr=0.1), rows=48, options=options)
+    case.train(2)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in replicas]
+    x, y = (torch.from_numpy(case.values[name]) for name in ("x", "y"))
+    for _ in range(2):
+        for start in range(0, 48, 16):
+            replicas[1].mean = replicas[0].mean.clone()
+            for rank, (each, step) in enumerate(zip(replicas, steps, strict=True)):
+                rows = slice(start + 8 * rank, start + 8 * rank + 8)
+                step.zero_grad()
+                F.mse_loss(each(x[rows]), y[rows, None]).backward()
+            for a, b in zip(*(each.parameters() for each in replicas), strict=True):
+                mean = (a.grad + b.grad) / 2  # type: ignore[operator]
+                a.grad, b.grad = mean, mean.clone()
+            for step in steps:
+                step.step()
+        replicas[1].load_state_dict(replicas[0].state_dict())
+    assert_close(case.weights(2), replicas[0].state_dict(), 1e-6)
+
+
 def test_an_optimizer_may_be_a_function(store: Store) -> None:
     case = Case(store, linear(), lambda p: torch.optim.Adagrad(p, lr=0.1), options={"epochs": 2})
     case.train(2)
