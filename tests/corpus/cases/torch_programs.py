@@ -29,6 +29,7 @@ from tests.corpus.case import (
 )
 
 CE = nn.CrossEntropyLoss
+BUFFERS = "DistributedDataParallel gives all ranks the buffers of rank 0 before each forward, the estimator after each epoch"
 NOTHING = Data({"x": floats(4)})
 SCRIPTED = (
     "torch optimizes TorchScript by what a process has called, which may change the order of sums"
@@ -324,7 +325,9 @@ KINDS = [
     Case("lazy as a function", lazy, TABLE, is_function=True),
     Case("filled from meta", from_meta, TABLE),
     Case("filled from meta as a function", from_meta, TABLE, is_function=True),
-    Case("prepared for quantization", quantized, TABLE, apart="observers of batches"),
+    Case(
+        "prepared for quantization", quantized, TABLE, apart="observers of batches", no_ddp=BUFFERS
+    ),
     Case("complex parameters", Complex, TABLE, resumes=True),
     Case("bfloat16", lambda: mlp().bfloat16(), TABLE, apart="sums are rounded to 8 bits"),
     Case("float64", lambda: mlp().double(), TABLE),
