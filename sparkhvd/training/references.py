@@ -10,7 +10,7 @@ import operator
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cloudpickle
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ def _is_looked_at(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         return not _is_of_library(value)
     if isinstance(value, type):
-        return not _is_of_library(value) and _is_by_value(value)
+        return not _is_of_library(value) and is_by_value(value)
     return (
         isinstance(value, (Tensor, nn.Module, *_OPEN))
         or not _is_of_library(type(value))
@@ -236,7 +236,7 @@ def _names(value: object) -> Iterator[_Part]:
         taken = code.co_varnames[: code.co_argcount]
         yield from zip(taken[len(taken) - len(defaults) :], defaults, strict=True)
         yield from (value.__kwdefaults__ or {}).items()
-        if _is_by_value(value):
+        if is_by_value(value):
             yield from sorted(named_globals(value).items(), key=operator.itemgetter(0))
 
 
@@ -253,8 +253,12 @@ def _global_names(code: types.CodeType) -> set[str]:
     return own.union(*inner)
 
 
-def _is_by_value(value: types.FunctionType | type) -> bool:
-    """Return True if a pickle holds a function with its globals, or a class with its attributes, by value."""
+def is_by_value(value: Any) -> bool:
+    """Return True if a pickle holds a function with its globals, or a class with its attributes, by value.
+
+    Args:
+        value: a function, also one with a cache, or a class.
+    """
     home = _home(value)
     registered = cloudpickle.list_registry_pickle_by_value()
     if home == "__main__" or any(f"{home}.".startswith(f"{name}.") for name in registered):

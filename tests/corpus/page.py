@@ -121,8 +121,8 @@ def _failures(known: Mapping[str, Record]) -> str:
 def _reason(check: Record) -> str:
     if "error" not in check:
         return f"differs by {check['difference']:.1e}"
-    words = " ".join(check["error"].split("\nTraceback")[0].split())
-    words = re.sub(r"[|<>`]", "", words)
+    words = re.sub(r"[|<>`]", "", check["error"].split("\nTraceback")[0])
+    words = " ".join(words.split())
     return ("the script of DistributedDataParallel fails: " if check.get("reference") else "") + (
         words if len(words) < 300 else words[:300] + " ..."
     )
@@ -133,7 +133,7 @@ def _tolerances(known: Mapping[str, Record]) -> str:
     for name, record in known.items():
         parts = [record["checks"].get(check, {}) for check in ("one rank", "two ranks")]
         if is_equal(record) and any(part.get("difference") for part in parts):
-            reasons[record.get("because", "")].append(name)
+            reasons[record.get("because", "other order of sums")].append(name)
     lines = [f"- {reason}: {', '.join(names)}" for reason, names in reasons.items()]
     return "### Equal up to rounding\n\n" + "\n".join(lines) if lines else ""
 

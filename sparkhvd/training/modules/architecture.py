@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import inspect
 import io
 import json
@@ -34,6 +35,7 @@ from sparkhvd.training.modules.copies import (
     hooks_of,
     reduce_with_hooks,
 )
+from sparkhvd.training.references import is_by_value
 from sparkhvd.training.types import Json
 
 # Attributes of every module: set by the constructor of nn.Module, or handled by name in `describe`.
@@ -292,7 +294,37 @@ def _attach(tensor: Tensor, text: TensorText) -> None:
 # --- shells ---------------------------------------------------------------------------------------------------
 
 
+def _reduce_cached_property(value: functools.cached_property[Any]) -> tuple[object, ...]:
+    """Reduce the property of a class that travels by value, which has a lock before Python 3.12."""
+    return _cached_property, (value.func, value.attrname)
+
+
+def _cached_property(function: Any, name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _reduce_cached_function(value: Any) -> str | tuple[object, ...]:
+    """Reduce a function of `functools.lru_cache`, which pickle holds by name, also where ranks do not have it."""
+    if not is_by_value(value):
+        return str(value.__qualname__)
+    return _cached_function, (value.__wrapped__, value.cache_parameters())
+
+
+def _cached_function(function: Any, parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    dispatch_table = ChainMap(
+        {
+            functools.cached_property: _reduce_cached_property,
+            functools._lru_cache_wrapper: _reduce_cached_function,
+        },
+        cloudpickle.Pickler.dispatch_table,
+    )
+
     def __init__(self, file: io.BytesIO, module: nn.Module, *, with_hooks: bool) -> None:
         super().__init__(file)
         self._with_hooks = with_hooks
@@ -366,7 +398,7 @@ def _reduce_code(code: CodeType) -> tuple[object, ...]:
 class _NamingPickler(_ShellPickler):
     """Pickler that keeps file names of code for tracebacks; the bytes depend on the machine and notebook."""
 
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = ChainMap({CodeType: _reduce_code}, _ShellPickler.dispatch_table)
 
 
 class _ShellUnpickler(pickle.Unpickler):

@@ -16,7 +16,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_habits": (),
     "transformers_models": ("transformers", "peft"),
     "vision": ("torchvision", "timm", "segmentation_models_pytorch"),
-    "tabular": ("pytorch_tabnet", "deepctr_torch", "tabm"),
+    "tabular": ("pytorch_tabnet", "rtdl_revisiting_models", "tabm"),
     "optimizers": ("schedulefree", "torch_optimizer", "pytorch_optimizer"),
     "science": ("torchdiffeq", "gpytorch", "torch_geometric"),
     "layers": ("x_transformers", "pytorch_metric_learning", "kornia"),

@@ -1,16 +1,13 @@
-"""Tables and recommenders: TabNet, FT-Transformer, TabTransformer, TabM, DeepCTR, embeddings of numbers."""
+"""Tables: TabNet, FT-Transformer, TabTransformer, TabM, embeddings of numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import rtdl_num_embeddings
 import rtdl_revisiting_models as rtdl
 import tabm
 import torch
-from deepctr_torch import models as ctr
-from deepctr_torch.inputs import DenseFeat, SparseFeat
 from pytorch_tabnet import tab_network
 from tab_transformer_pytorch import FTTransformer, TabTransformer
 from torch import Tensor, nn
@@ -21,10 +18,6 @@ CE = nn.CrossEntropyLoss
 X = floats(6)
 WIDE = Data({"x": X}, {"c": classes(X, 3)})
 MIXED = Data({"numbers": floats(4), "categories": whole(5, 2)}, {"y": target(floats(4))})
-CLICKS = Data(
-    {"x": np.concatenate([whole(5, 2).astype(np.float32), floats(2)], 1)},
-    {"b": whole(2).astype(np.float32)},
-)
 
 
 class TabNet(nn.Module):
@@ -69,20 +62,6 @@ class Ensemble(nn.Module):
 
 def ensemble_loss(output: Tensor, label: Tensor) -> Tensor:
     return (output - label.reshape(-1, 1)).square().mean()
-
-
-def click(name: str, *, linear: bool = True, apart: str = "", **options: Any) -> Case:
-    """A model of click-through rates."""
-
-    def model() -> nn.Module:
-        columns = [
-            *(SparseFeat(f"s{i}", 5, embedding_dim=4) for i in range(2)),
-            *(DenseFeat(f"d{i}", 1) for i in range(2)),
-        ]
-        given = [columns, columns] if linear else [columns]
-        return getattr(ctr, name)(*given, task="binary", device="cpu", seed=1, **options)
-
-    return Case(f"DeepCTR {name}", model, CLICKS, nn.BCELoss, adam, apart=apart)
 
 
 CASES = [
@@ -177,13 +156,4 @@ CASES = [
         TABLE,
         optimizer=adam,
     ),
-    click("DeepFM"),
-    click("WDL"),
-    click("DCN"),
-    click("xDeepFM"),
-    click("AutoInt"),
-    click("PNN", linear=False),
-    click("FiBiNET"),
-    click("NFM"),
-    click("AFN"),
 ]

@@ -37,6 +37,7 @@ CE = nn.CrossEntropyLoss
 NOTHING = Data({"x": floats(4)})
 PAIR = Data({"a": floats(3), "b": floats(4)}, {"y": target(floats(3))})
 RANDOM = "random numbers"
+BUFFERS = "DistributedDataParallel gives all ranks the buffers of rank 0 before each forward, the estimator after each epoch"
 T = TypeVar("T")
 
 
@@ -442,7 +443,9 @@ STATE = [
     Case("strided parameters", Strided, TABLE, resumes=True),
     Case("parameters of integers", Whole, TABLE),
     Case("parameters without axes", Scalars, TABLE),
-    Case("buffers", Buffers, TABLE, apart="a running mean of batches", resumes=True),
+    Case(
+        "buffers", Buffers, TABLE, apart="a running mean of batches", no_ddp=BUFFERS, resumes=True
+    ),
     Case("own state_dict", OwnState, TABLE),
     Case("extra state", ExtraState, TABLE, apart="a number counts steps"),
     Case("BatchNorm kept in eval mode", FrozenNorm, TABLE, apart=""),
@@ -837,7 +840,44 @@ class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
         return [base / (1 + self.last_epoch) for base in self.base_lrs]
 
 
+def as_lightning_module() -> nn.Module:
+    """Make a LightningModule that is trained as a module."""
+    import lightning
+
+    class Lit(lightning.LightningModule):
+        def __init__(self, hidden: int = 6) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.body = mlp(4, 1, hidden)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    return Lit()
+
+
+def of_torchmetrics(name: str) -> Callable[[], Any]:
+    """Return a function that makes a loss of a function of torchmetrics."""
+
+    def loss(output: Tensor, label: Tensor) -> Tensor:
+        import torchmetrics.functional
+
+        return getattr(torchmetrics.functional, name)(output, label).mean()
+
+    return lambda: loss
+
+
 PARTS = [
+    Case("LightningModule", as_lightning_module, TABLE),
+    Case("torchmetrics log_cosh_error", mlp, TABLE, of_torchmetrics("log_cosh_error")),
+    Case(
+        "torchmetrics pearson_corrcoef",
+        mlp,
+        TABLE,
+        lambda: lambda o, y: -of_torchmetrics("pearson_corrcoef")()(o.squeeze(1), y.squeeze(1)),
+        adam,
+        apart="compares the rows of a batch",
+    ),
     Case("loss as an object", mlp, TABLE, lambda: Balanced(0.7)),
     Case("loss as a method", mlp, TABLE, lambda: Balanced(0.7).huber),
     Case("loss with a buffer", mlp, TABLE, Buffered, apart="a buffer counts steps"),

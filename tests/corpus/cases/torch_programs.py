@@ -29,6 +29,7 @@ from tests.corpus.case import (
 )
 
 CE = nn.CrossEntropyLoss
+BUFFERS = "DistributedDataParallel gives all ranks the buffers of rank 0 before each forward, the estimator after each epoch"
 NOTHING = Data({"x": floats(4)})
 SCRIPTED = (
     "torch optimizes TorchScript by what a process has called, which may change the order of sums"
@@ -324,7 +325,9 @@ KINDS = [
     Case("lazy as a function", lazy, TABLE, is_function=True),
     Case("filled from meta", from_meta, TABLE),
     Case("filled from meta as a function", from_meta, TABLE, is_function=True),
-    Case("prepared for quantization", quantized, TABLE, apart="observers of batches"),
+    Case(
+        "prepared for quantization", quantized, TABLE, apart="observers of batches", no_ddp=BUFFERS
+    ),
     Case("complex parameters", Complex, TABLE, resumes=True),
     Case("bfloat16", lambda: mlp().bfloat16(), TABLE, apart="sums are rounded to 8 bits"),
     Case("float64", lambda: mlp().double(), TABLE),
@@ -556,6 +559,89 @@ class Recommender(nn.Module):
         return (self.users(user) * self.items(item)).sum(-1)
 
 
+class NeuralFactors(nn.Module):
+    """Factors and a network of users and items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ModuleList([nn.Embedding(10, 4), nn.Embedding(12, 4)])
+        self.deep = nn.ModuleList([nn.Embedding(10, 4), nn.Embedding(12, 4)])
+        self.body, self.last = mlp(8, 4, 8), nn.Linear(8, 1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        product = self.factors[0](user) * self.factors[1](item)
+        deep = self.body(torch.cat([self.deep[0](user), self.deep[1](item)], 1))
+        return self.last(torch.cat([product, deep], 1))
+
+
+class DeepFm(nn.Module):
+    """A factorization machine and a network over fields of one table of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begins", torch.tensor([0, 10, 22]))
+        self.linear, self.factors = nn.EmbeddingBag(30, 1, mode="sum"), nn.Embedding(30, 4)
+        self.deep = mlp(12, 1, 8)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        ids = fields + self.begins
+        vectors = self.factors(ids)
+        pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1)).sum(1, keepdim=True)
+        return self.linear(ids) + pairs + self.deep(vectors.flatten(1))
+
+
+class Towers(nn.Module):
+    """A tower of users and one of items, compared within the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+        self.items = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4))
+
+    def forward(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.users(user)), F.normalize(self.items(item))
+
+
+def in_batch(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
+    del ctx
+    users, items = model(batch["user"], batch["item"])
+    return F.cross_entropy(users @ items.T / 0.2, torch.arange(len(users)))
+
+
+class NextItem(nn.Module):
+    """Attention over the items of a user so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.places = nn.Embedding(20, 8, padding_idx=0), nn.Embedding(8, 8)
+        self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden = self.body(self.items(ids) + self.places.weight[:length], mask, is_causal=True)
+        return hidden @ self.items.weight.T
+
+
+def dlrm() -> nn.Module:
+    class Dlrm(nn.Module):
+        """Dot products of bags of categories and of numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.ModuleList([nn.EmbeddingBag(12, 4), nn.EmbeddingBag(20, 4)])
+            self.bottom, self.top = mlp(4, 4), mlp(7, 1)
+
+        def forward(self, numbers: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            dense = self.bottom(numbers)
+            vectors = torch.stack([dense, self.bags[0](a), self.bags[1](b)], 1)
+            products = vectors @ vectors.transpose(1, 2)
+            rows, columns = torch.triu_indices(3, 3, 1)
+            return self.top(torch.cat([dense, products[:, rows, columns]], 1))
+
+    return Dlrm()
+
+
 class WideAndDeep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -644,6 +730,40 @@ PROGRAMS = [
     ),
     Case("diffusion", Diffusion, NOTHING, None, step=denoise, optimizer=adam, apart=RANDOM),
     Case("matrix factors", Recommender, PAIR, optimizer=adam),
+    Case("neural factors", NeuralFactors, PAIR, optimizer=adam),
+    Case(
+        "DeepFM",
+        DeepFm,
+        Data({"fields": whole(8, 3)}, {"b": whole(2).astype(np.float32)}),
+        nn.BCEWithLogitsLoss,
+        adam,
+    ),
+    Case(
+        "two towers",
+        Towers,
+        Data(PAIR.features),
+        None,
+        step=in_batch,
+        apart="compares the rows of a batch",
+    ),
+    Case(
+        "items in order",
+        NextItem,
+        Data({"ids": whole(20, 7)}),
+        None,
+        step=next_word,
+        optimizer=adam,
+    ),
+    Case(
+        "DLRM",
+        dlrm,
+        Data(
+            {"numbers": floats(4), "a": whole(12, 2), "b": whole(20, 3)},
+            {"click": whole(2).astype(np.float32)},
+        ),
+        nn.BCEWithLogitsLoss,
+        adam,
+    ),
     Case("wide and deep", WideAndDeep, MIXED, optimizer=adam),
     Case(
         "model's own loss",

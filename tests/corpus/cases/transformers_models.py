@@ -545,7 +545,61 @@ def patch_tst() -> nn.Module:
     return transformers.PatchTSTForPrediction(config)
 
 
+def mixer() -> nn.Module:
+    config = transformers.PatchTSMixerConfig(
+        context_length=16,
+        prediction_length=4,
+        patch_length=4,
+        patch_stride=4,
+        num_input_channels=2,
+        d_model=8,
+        num_layers=1,
+    )
+    return transformers.PatchTSMixerForPrediction(config)
+
+
+def time_series() -> nn.Module:
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=4,
+        context_length=8,
+        lags_sequence=[1, 2],
+        num_time_features=1,
+        input_size=1,
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        scaling=None,
+    )
+    return transformers.TimeSeriesTransformerForPrediction(config)
+
+
 OTHERS = [
+    Case(
+        "PatchTSMixerForPrediction",
+        mixer,
+        _data(past_values=floats(16, 2), future_values=floats(4, 2)),
+        None,
+        adam,
+        label_arguments=("future_values",),
+        apart="statistics of batches",
+    ),
+    Case(
+        "TimeSeriesTransformerForPrediction",
+        time_series,
+        _data(
+            past_values=floats(10),
+            past_time_features=floats(10, 1),
+            past_observed_mask=np.ones((ROWS, 10), np.float32),
+            future_values=floats(4),
+            future_time_features=floats(4, 1),
+        ),
+        None,
+        adam,
+    ),
     Case(
         "CLIPModel",
         clip,

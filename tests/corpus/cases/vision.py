@@ -13,11 +13,12 @@ from timm.data.mixup import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from tests.corpus.case import Case, Data, classes, floats, sgd, whole
+from tests.corpus.case import Case, Data, adam, classes, floats, sgd, whole
 
 CE = nn.CrossEntropyLoss
 SMALL = Data({"x": floats(3, 32, 32)}, {"c": classes(floats(3, 32, 32), 3)})
 MASKS = Data({"x": floats(3, 32, 32)}, {"c": whole(2, 32, 32)})
+VOLUMES = Data({"x": floats(1, 8, 8, 8)}, {"m": whole(2, 1, 8, 8, 8).astype(np.float32)})
 MASK = Data({"x": floats(3, 32, 32)}, {"m": whole(2, 1, 32, 32).astype(np.float32)})
 DROPS_PATHS = "random depth"
 BATCHES = "statistics of batches"
@@ -96,6 +97,59 @@ def timm_optimizer(name: str) -> Case:
         CE,
         optimizer,
     )
+
+
+def of_monai(name: str, **options: Any) -> Any:
+    """Return a function that makes a network of MONAI by its name."""
+
+    def model() -> nn.Module:
+        import monai.networks.nets
+
+        return getattr(monai.networks.nets, name)(
+            spatial_dims=3, in_channels=1, out_channels=2, **options
+        )
+
+    return model
+
+
+def dice_of_monai() -> nn.Module:
+    import monai.losses
+
+    return monai.losses.DiceCELoss(to_onehot_y=True, softmax=True)
+
+
+class OpenClip(nn.Module):
+    """A small CLIP of open_clip, which returns the embeddings of image and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import open_clip
+
+        vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 8}
+        text = {"context_length": 8, "vocab_size": 30, "width": 16, "heads": 2, "layers": 1}
+        self.body = open_clip.CLIP(embed_dim=8, vision_cfg=vision, text_cfg=text)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(image, text)[:2]
+
+
+def clip_step(model: nn.Module, batch: dict[str, Tensor], ctx: Any) -> Tensor:
+    import open_clip
+
+    del ctx
+    image, text = model(batch["image"], batch["text"])
+    return open_clip.ClipLoss()(image, text, torch.tensor(10.0))
+
+
+class FirstOutput(nn.Module):
+    """The output of a segmentation model of torchvision, which returns a dict."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)["out"]
 
 
 CASES = [
@@ -208,6 +262,31 @@ CASES = [
         apart="random numbers",
     ),
     *map(timm_optimizer, ("adamp", "lamb", "lion", "adan", "nadamw", "madgrad", "lars", "adopt")),
+    Case(
+        "MONAI UNet",
+        of_monai("UNet", channels=(4, 8), strides=(2,)),
+        VOLUMES,
+        dice_of_monai,
+        adam,
+        apart="a ratio of sums over the batch",
+    ),
+    Case(
+        "MONAI SegResNet",
+        of_monai("SegResNet", init_filters=8, blocks_down=(1, 1), blocks_up=(1,)),
+        VOLUMES,
+        dice_of_monai,
+        adam,
+        apart="a ratio of sums over the batch",
+    ),
+    Case(
+        "open_clip CLIP",
+        OpenClip,
+        Data({"image": floats(3, 32, 32), "text": whole(30, 8)}),
+        None,
+        adam,
+        step=clip_step,
+        apart="compares the rows of a batch",
+    ),
     *map(of_smp, ("Unet", "FPN", "Linknet", "PSPNet", "DeepLabV3Plus")),
     Case(
         "segmentation DiceLoss",
@@ -218,14 +297,3 @@ CASES = [
     ),
     Case("segmentation FocalLoss", lambda: small_net(1), MASK, focal),
 ]
-
-
-class FirstOutput(nn.Module):
-    """The output of a segmentation model of torchvision, which returns a dict."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)["out"]

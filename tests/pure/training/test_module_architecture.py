@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,28 @@ def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
     x = torch.randn(3, 500)
     assert torch.equal(loaded(x), module(x))
     assert its_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
+
+
+def test_caches_of_functions_and_properties_travel_by_value() -> None:
+    @functools.lru_cache(maxsize=5)
+    def steps(length: int) -> torch.Tensor:
+        return torch.arange(length) if length < 2 else torch.cat([steps(length - 1), torch.ones(1)])
+
+    class Cached(nn.Module):
+        @functools.cached_property
+        def scale(self) -> float:
+            return 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * x + steps(3)
+
+    loaded = load_shell(dump_shell(Cached()), {})
+    assert loaded(torch.ones(3)).tolist() == [2.0, 3.0, 3.0]
+    assert load_shell(dump_shell(nn.Identity(), importable), {}) is importable
+
+
+@functools.lru_cache
+def importable() -> None: ...
 
 
 def test_a_light_copy_shares_memory_and_nothing_else() -> None:
