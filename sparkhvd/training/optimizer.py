@@ -48,6 +48,11 @@ def check_optimizer(
     elif callable(optimizer):
         # A copy, because an optimizer may attach hooks to its parameters.
         built = build_optimizer(optimizer, light_copy(model), _light(others))
+    elif isinstance(optimizer, (list, tuple)):
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__} of {len(optimizer)}; fit steps one. Write a train_fn that wraps each by "
+            "hvd.DistributedOptimizer, or give one optimizer with several parameter groups."
+        )
     else:
         raise InvalidArgumentError(
             f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer or a function of the "
@@ -60,7 +65,7 @@ def check_optimizer(
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Check whether `step` evaluates the loss itself, several times, as LBFGS and SAM do."""
-    if looks_twice(optimizer):
+    if looks_twice(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         return True
     for kind in type(optimizer).__mro__:
         if "step" in vars(kind) and not kind.__module__.startswith("sparkhvd."):

@@ -224,7 +224,7 @@ class Step:
         arguments, keywords = self.move(self.spec.inputs.apply(columns))
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
-        outputs = widened(outputs_of(result))
+        outputs = widened(outputs_of(result, skips_numbers=False))
         # Weights are computed from the labels on the CPU, to avoid waiting for the device.
         on_cpu = self.spec.labels.apply(columns)
         labels = self.spec.labels.match(outputs, self.move(on_cpu))

@@ -12,6 +12,7 @@ by the rank's share of the global batch, calls `backward` and steps. A rank with
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from sparkhvd.data.columns.binding import Argument
 from sparkhvd.data.columns.schema import DataSchema, stored_dtype
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.metrics import Forward, Logs
+from sparkhvd.training.modules.lookups import is_lookup, naming_lookups
 from sparkhvd.training.to_device import moved
 from sparkhvd.training.types import Columns, TensorBatch
 from sparkhvd.training.user_code.callbacks import Context, TrainingClock
@@ -136,11 +138,11 @@ class UserStep:
         assert function is not None
         batch = batch_tensors(self.spec, self.schema, columns, self.ctx.device)
         self.ctx.num_rows = num_rows
-        if name in self._called:
-            return _outcome(name, function(model, batch, self.ctx), self.ctx.num_rows)
-        outcome = _outcome(
-            name, _first_call(name, function, model, batch, self.ctx), self.ctx.num_rows
-        )
+        with naming_lookups(self.ctx.model, columns):
+            if name in self._called:
+                return _outcome(name, function(model, batch, self.ctx), self.ctx.num_rows)
+            result = _first_call(name, function, model, batch, self.ctx)
+        outcome = _outcome(name, result, self.ctx.num_rows)
         if is_training:
             _check_first(model, outcome.loss)
         self._called.add(name)
@@ -273,11 +275,16 @@ def _first_call(
     except (CollectiveError, InvalidArgumentError):
         raise
     except Exception as e:
+        if isinstance(e, (IndexError, RuntimeError)) and is_lookup(e):
+            raise  # `naming_lookups` has more to say
         shapes = ", ".join(
             f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()
         )
+        hint = ""
+        if re.search(r"Long|Int|integer", str(e)) and "dtype" in str(e):
+            hint = ". Whole numbers of a float column become classes by label_dtypes or feature_dtypes, {'<column>': 'int64'}"
         raise InvalidArgumentError(
-            f"{name} raised {type(e).__name__}: {e} (batch: {shapes})"
+            f"{name} raised {type(e).__name__}: {e} (batch: {shapes}){hint}"
         ) from e
 
 

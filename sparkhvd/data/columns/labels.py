@@ -322,17 +322,20 @@ _FUNCTIONS = {
 }
 
 
-def outputs_of(result: object) -> tuple[Tensor, ...]:
+def outputs_of(result: object, *, skips_numbers: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of a model as a tuple of tensors.
 
     Args:
         result: of `forward`: a tensor, or tuples, lists, dicts and dataclasses of tensors, also nested. Of named entries only tensors
             with rows count, not a loss or a cache.
+        skips_numbers: leave out single numbers of tuples, such as a second loss; else they are outputs, which fit no label.
 
     Raises:
         InvalidArgumentError: there is another value, or no tensor.
     """
     outputs = tuple(_outputs(result, result))
+    if skips_numbers and not isinstance(result, Tensor):
+        outputs = tuple(output for output in outputs if output.dim())
     if not outputs:
         raise InvalidArgumentError(
             f"model.forward returned {type(result).__name__} without a tensor; it must return one tensor, or a tuple with one tensor per "

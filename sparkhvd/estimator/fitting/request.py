@@ -309,7 +309,12 @@ def _with_model_loss(options: FitOptions, model: torch.nn.Module, user: UserCode
                 "train_step."
             )
     step = functools.partial(model_loss, names)
-    return replace(user, train_step=step, validation_step=step, label_arguments=labels)
+    return replace(
+        user,
+        train_step=step,
+        validation_step=user.validation_step or step,
+        label_arguments=labels,
+    )
 
 
 def _check_optimizer(

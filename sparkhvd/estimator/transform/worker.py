@@ -531,6 +531,11 @@ def _outputs(
 
 def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
     """Compute the values of one output column in float64."""
+    if output.is_complex():
+        raise InvalidArgumentError(
+            f"The model returned a complex output for column {column.name!r}, which Spark's columns cannot hold. Return its parts, for example "
+            "by torch.view_as_real, or omit it with '' in outputCols."
+        )
     values = column_tensor(spec, column, output).double().cpu().numpy()
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 

@@ -241,6 +241,11 @@ def naming_lookups(model: nn.Module, columns: Columns) -> Iterator[None]:
         raise
 
 
+def is_lookup(error: Exception) -> bool:
+    """Check whether an error of torch is about an index out of range."""
+    return any(each.search(str(error)) for each in (_LOOKUP, _INDEX))
+
+
 def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: Columns) -> str:
     """Describe the index that raised an error of torch; "" for other errors.
 

@@ -196,8 +196,9 @@ class Watch:
             seen[name] = {
                 _LAYER: {"": module},
                 _ATTRIBUTE: own.copy(),
-                _PARAMETER: module._parameters.copy(),
-                _BUFFER: module._buffers.copy(),
+                # Not copy(): TorchScript's have no such method.
+                _PARAMETER: dict(module._parameters.items()),
+                _BUFFER: dict(module._buffers.items()),
                 _HOOK: _joined(hooks) if any(hooks) else {},
             }
         parameters = itertools.chain(

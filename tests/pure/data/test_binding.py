@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from sparkhvd.data.columns.binding import bind_inputs, label_arguments, model_dtype
-from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.data.columns.labels import bind_labels, outputs_of
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
 
@@ -524,3 +524,14 @@ def test_arguments_for_labels_are_known_by_their_names() -> None:
 
     names = ("past_values", "future_values", "labels", "start_positions")
     assert label_arguments(Forecaster(), names) == ("future_values", "labels")
+
+
+def test_numbers_beside_outputs_are_no_outputs_unless_a_loss_compares_them() -> None:
+    rows, number = torch.ones(3, 2), torch.ones(())
+    assert [o.shape for o in outputs_of((rows, number))] == [rows.shape]
+    assert len(outputs_of((rows, number), skips_numbers=False)) == 2
+    assert len(outputs_of({"rows": rows, "loss": number}, skips_numbers=False)) == 1
+    assert len(outputs_of([rows, None, (rows, {"more": [rows]})])) == 3
+    assert outputs_of(number) == (number,)
+    with pytest.raises(InvalidArgumentError, match="returned str in a tuple"):
+        outputs_of((rows, "text"))

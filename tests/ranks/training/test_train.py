@@ -417,11 +417,18 @@ class Looking(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("row", [3, 95])
-def test_an_index_beyond_an_embedding_is_named_in_any_batch(store: Store, row: int) -> None:
+def looking_step(model: nn.Module, batch: Any, ctx: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"][:, None])
+
+
+@pytest.mark.parametrize(("row", "user"), [(3, {}), (95, {}), (3, {"train_step": looking_step})])
+def test_an_index_beyond_an_embedding_is_named_in_any_batch(
+    store: Store, row: int, user: dict[str, Any]
+) -> None:
     model = Looking()
     options = {"shuffle": False, "batch_size": 10}
-    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    case = Case(store, model, optimizer, options=options, user=user)
     case.values["x"][row, 0] = 50
     case.write()
     with pytest.raises(RanksFailed) as failed:

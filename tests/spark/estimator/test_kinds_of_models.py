@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import sparkhvd
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, TorchEstimator, TorchModel
+from sparkhvd.estimator import Callback
 from sparkhvd.training.rank_sync import seed_everything
 from tests.harness.by_value import by_value
 
@@ -199,6 +200,11 @@ class Kind:
     batch_size: int = BATCH
 
 
+class Looks(Callback):
+    def on_epoch_end(self, ctx: Any, record: Any) -> None:
+        assert record["loss"] > 0
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 1)
 
@@ -267,7 +273,9 @@ KINDS = {
     "an optimizer with modes": Kind(
         linear, REGRESSION, optimizer=lambda p: Averaging(p, lr=0.05), batch_size=BATCH
     ),
-    "TorchScript": Kind(lambda: torch.jit.script(nn.Linear(4, 1)), REGRESSION),
+    "TorchScript, with a callback": Kind(
+        lambda: torch.jit.script(nn.Linear(4, 1)), {**REGRESSION, "callbacks": [Looks()]}
+    ),
     "a parametrization": Kind(
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 1)), REGRESSION
     ),
