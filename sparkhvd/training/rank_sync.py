@@ -83,7 +83,8 @@ class BufferSync:
             for path, module in self._model.named_modules()
             if not isinstance(module, _NormBase)
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            # Unsaved buffers may have another shape on each rank, which a resumed run would see otherwise.
+            if buffer is not None and name not in module._non_persistent_buffers_set
         }
 
 
