@@ -30,6 +30,7 @@ from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.groups import TrainParams
 from sparkhvd.estimator.saving.run_model import store_run_model
+from sparkhvd.estimator.transform.outputs import check_count
 from sparkhvd.observe.loggers.base import Fit
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
@@ -294,6 +295,8 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
             loss=returned_loss(request.losses, request.program.model, request.program.model, {}),
         )
         self._copyValues(model)
+        if widths and (given := model._get("outputCols")) is not None:
+            check_count(given, widths)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
             model._name_no_outputs()
         if model._get("use_gpu"):  # Param of the ranks; a transform task may have no GPU

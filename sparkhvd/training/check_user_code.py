@@ -50,6 +50,12 @@ class UserCode:
         """True if the user's function computes the training loss and `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None
 
+    def uses_loss(self, *, has_validation: bool) -> bool:
+        """Return True if the loop computes the Param `loss` of outputs and labels, in training or validation."""
+        if self.train_fn is not None:
+            return False
+        return self.train_step is None or (has_validation and self.validation_step is None)
+
     @property
     def feeds_model(self) -> bool:
         """True if the user's loop calls the model, so that the columns need not fit its `forward`."""

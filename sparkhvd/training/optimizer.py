@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,18 +49,110 @@ def check_optimizer(
         # A copy, because an optimizer may attach hooks to its parameters.
         built = build_optimizer(optimizer, light_copy(model), _light(others))
     elif isinstance(optimizer, (list, tuple)):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__} of {len(optimizer)}; fit steps one. Write a train_fn that wraps each by "
-            "hvd.DistributedOptimizer, or give one optimizer with several parameter groups."
-        )
+        built = joined(optimizer)
+        _check_instance(built, model_param, model, others or LossState())
+        optimizer = built
     else:
         raise InvalidArgumentError(
-            f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer or a function of the "
+            f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer, a list of these, or a function of the "
             "model's parameters."
         )
     if others is not None:
         _warn_of_untrained(built, others, is_made=built is not optimizer)
     return built
+
+
+class OptimizerList(torch.optim.Optimizer):
+    """Several optimizers of different parameters that step together, such as `SparseAdam` of tables and `Adam` of the rest.
+
+    They share their groups and their state with it, so that schedulers, checkpoints and `DistributedOptimizer` see one optimizer.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Join copies of the optimizers, so that these keep their own state.
+
+        Raises:
+            ValueError: two have the same parameter.
+        """
+        self.optimizers = [_shallow(each) for each in optimizers]
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        for each in optimizers:
+            self.state.update(each.state)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for each in self.optimizers:
+            own = [next(groups) for _ in each.param_groups]
+            each.__setstate__({"state": self.state, "param_groups": own})
+        self.optimizers[-1].param_groups.extend(groups)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set state and groups, also when a state dict is loaded."""
+        super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which the last optimizer steps."""
+        known = {id(group) for each in self.optimizers for group in each.param_groups}
+        if id(param_group) not in known:
+            self.optimizers[-1].add_param_group(param_group)
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step each optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def train(self) -> None:
+        """Switch optimizers with modes to training."""
+        for each in self.optimizers:
+            set_mode(each, is_training=True)
+
+    def eval(self) -> None:
+        """Switch optimizers with modes to evaluation."""
+        for each in self.optimizers:
+            set_mode(each, is_training=False)
+
+
+def _shallow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    # By `copy.copy` it would lose its attributes but state, groups and defaults.
+    made = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    return made
+
+
+def joined(optimizers: Sequence[object]) -> OptimizerList:
+    """Return the optimizers of a list as one.
+
+    Raises:
+        InvalidArgumentError: an element is no optimizer or needs several losses per step, or two have the same parameter.
+    """
+    checked: list[torch.optim.Optimizer] = []
+    for number, each in enumerate(optimizers):
+        if not isinstance(each, torch.optim.Optimizer):
+            raise InvalidArgumentError(
+                f"optimizer[{number}] is {each!r:.200}; it must be a torch.optim.Optimizer."
+            )
+        if needs_closure(each):
+            raise InvalidArgumentError(
+                f"optimizer[{number}] is {type(each).__name__}, which evaluates the loss several times per step and so cannot be in a list. "
+                "Give it alone, or write a train_fn."
+            )
+        checked.append(each)
+    if not checked:
+        raise InvalidArgumentError("optimizer is an empty list; it must have an optimizer.")
+    try:
+        return OptimizerList(checked)
+    except ValueError as e:
+        raise InvalidArgumentError(
+            f"optimizer: the optimizers of the list cannot step together: {e}."
+        ) from e
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -173,6 +265,8 @@ def build_optimizer(
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
+    if isinstance(optimizer, Sequence):
+        return joined(optimizer)
     try:
         built = optimizer(itertools.chain(model.parameters(), trained))
     except Exception as e:
@@ -180,10 +274,12 @@ def build_optimizer(
             f"optimizer: calling it with the model's parameters failed: {type(e).__name__}: {e}. Give a function of "
             "one argument, for example lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from e
+    if isinstance(built, (list, tuple)):
+        return joined(built)
     if not isinstance(built, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"optimizer: calling it with the model's parameters gave {built!r:.200}; it must give a "
-            "torch.optim.Optimizer."
+            "torch.optim.Optimizer, or a list of these."
         )
     # A class around another optimizer may leave out the constructor that makes these, and `state_dict` needs them.
     for name, value in vars(torch.optim.SGD([torch.zeros(1)])).items():

@@ -28,7 +28,7 @@ from sparkhvd.training.metrics import AnyMetric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, module_texts, tensors_of
 from sparkhvd.training.modules.copies import hooks_of, light_copy
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
-from sparkhvd.training.optimizer import build_optimizer
+from sparkhvd.training.optimizer import OptimizerList, build_optimizer
 from sparkhvd.training.schedule import describe_scheduler, is_plain, plain
 from sparkhvd.training.types import Compression, Loss, MakeOptimizer, MakeScheduler
 
@@ -225,6 +225,8 @@ def describe_program(program: Program) -> dict[str, object]:
         optimizer = build_optimizer(
             program.optimizer, light_copy(program.model), program.others().trained
         )
+    if isinstance(optimizer, OptimizerList):
+        kind = [type(each).__name__ for each in optimizer.optimizers]
     groups = None if optimizer is None else [len(g["params"]) for g in optimizer.param_groups]
     return {
         "model": {
@@ -233,7 +235,9 @@ def describe_program(program: Program) -> dict[str, object]:
             if isinstance(t, Tensor)
         },
         "modules": module_texts(program.model),
-        "optimizer": getattr(kind, "__qualname__", type(kind).__name__),
+        "optimizer": kind
+        if isinstance(kind, list)
+        else getattr(kind, "__qualname__", type(kind).__name__),
         "optimizer options": None if optimizer is None else _options(optimizer),
         "parameter groups": groups,
         "loss": [_loss_name(loss) for loss in program.losses],

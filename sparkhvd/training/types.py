@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 # Workers of a transform load this module too, without `sparkhvd.torch`.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -32,8 +32,10 @@ TensorBatch: TypeAlias = "dict[str, Tensor]"
 
 # (output, label) -> one number, (mean, weight), or one value per row; checked at the call.
 Loss: TypeAlias = "Callable[..., object]"
-# An optimizer, or a function of parameters that makes one.
-MakeOptimizer: TypeAlias = "torch.optim.Optimizer | Callable[..., object]"
+# An optimizer, several that step together, or a function of parameters that makes one or several.
+MakeOptimizer: TypeAlias = (
+    "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Callable[..., object]"
+)
 # (optimizer) or (optimizer, total_steps=) -> scheduler.
 MakeScheduler: TypeAlias = "Callable[..., LRScheduler]"
 Compression: TypeAlias = "type[Compressor] | Compressor"

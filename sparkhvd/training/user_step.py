@@ -11,6 +11,7 @@ by the rank's share of the global batch, calls `backward` and steps. A rank with
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
@@ -136,6 +137,8 @@ class UserStep:
         functions = self.functions
         function = functions.train_step if is_training else functions.validation_step
         assert function is not None
+        if isinstance(function, functools.partial) and function.func is model_loss:
+            name = "model.forward"
         batch = batch_tensors(self.spec, self.schema, columns, self.ctx.device)
         self.ctx.num_rows = num_rows
         with naming_lookups(self.ctx.model, columns):

@@ -92,11 +92,12 @@ _LABELS = re.compile(r"label|^targets?$|^(start|end)_positions$|^future_values$"
 
 def label_arguments(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     """Select the arguments for labels, from which a model computes its own loss; `forward` works without them."""
-    parameters: Mapping[str, inspect.Parameter] = {}
-    if not isinstance(called := _called(model), torch.jit.ScriptModule):
-        parameters = inspect.signature(called.forward).parameters
+    forward = _Forward.of(model)
     return tuple(
-        n for n in names if _LABELS.search(n) and n in parameters and parameters[n].default is None
+        n
+        for n in names
+        if _LABELS.search(n)
+        and (n in forward.optional or (forward.takes_any and n not in forward.names))
     )
 
 
@@ -205,12 +206,14 @@ class _Forward:
         positional: maximum of positional arguments.
         required: arguments without a default; -1 if any number is right.
         names: allowed as keywords.
+        optional: those with the default None.
         takes_any: keywords of any name are accepted.
     """
 
     positional: int
     required: int
     names: tuple[str, ...]
+    optional: tuple[str, ...]
     takes_any: bool
 
     @classmethod
@@ -221,7 +224,11 @@ class _Forward:
             method: Any = inner.forward  # compiled: it has a schema
             arguments = method.schema.arguments[1:]
             required = sum(not a.has_default_value() for a in arguments)
-            return cls(len(arguments), required, tuple(a.name for a in arguments), False)
+            optional = tuple(
+                a.name for a in arguments if a.has_default_value() and a.default_value is None
+            )
+            names = tuple(a.name for a in arguments)
+            return cls(len(arguments), required, names, optional, False)
         parameters = list(inspect.signature(inner.forward).parameters.values())
         kinds = inspect.Parameter
         plain = [
@@ -238,7 +245,8 @@ class _Forward:
         # *args accepts any number; without named arguments the intended number is unknown.
         positional = len(plain) + (1000 if has_args else 0)
         required = required if plain or not has_args else -1
-        return cls(positional, required, tuple(named), takes_any)
+        optional = tuple(p.name for p in parameters if p.name in named and p.default is None)
+        return cls(positional, required, tuple(named), optional, takes_any)
 
     @property
     def takes_one(self) -> bool:

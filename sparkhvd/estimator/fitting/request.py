@@ -210,9 +210,15 @@ def check_program(options: FitOptions, sources: FitSources) -> CheckedProgram:
     """
     options, model, user = _check_model(options, sources)
     labels = options.label_cols or []
-    if not user.computes_loss:
-        _required("label_cols", labels, "the columns with the labels")
-    _required("feature_cols", options.feature_cols, "the columns that become the model's input")
+    if not user.computes_loss and not labels:
+        raise InvalidArgumentError(
+            "label_cols is required: name the columns with the labels. Fits without them compute the loss in train_step or train_fn, or in "
+            "the model: from an argument of inputs for labels with the default None, as in forward(x, labels=None)."
+        )
+    if not options.feature_cols:
+        raise InvalidArgumentError(
+            "feature_cols is required: name the columns that become the model's input."
+        )
     losses = _check_losses(options, model, user, len(labels))
     _check_optimizer(options, model, user, losses)
     functions = row_functions(options)
@@ -266,12 +272,6 @@ def _num_checkpoints(options: FitOptions) -> int:
             "that is there. Give keep_checkpoints=1 or leave it out."
         )
     return options.keep_checkpoints
-
-
-def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
-    if not columns:
-        raise InvalidArgumentError(f"{name} is required: name {meaning}.")
-    return columns
 
 
 def _check_model(
@@ -382,7 +382,8 @@ def _check_columns(
         if not user.takes_rows:
             schema = replace(schema, features=inputs.with_casts(schema.features))
         if not user.feeds_model and all(c.row_shape is not None for c in schema.features):
-            compared = None if user.computes_loss else labels
+            is_compared = user.uses_loss(has_validation=sources.has_validation)
+            compared = labels if is_compared else None
             try_model(
                 model,
                 inputs.without(user.label_arguments),

@@ -40,7 +40,8 @@ def build_train_spec(
     if transformed is not None:
         inputs = bind_transformed(inputs, transformed)
     labels = bind_labels(schema, request.losses, options.label_shapes, data.ranges)
-    compared = None if program.user.computes_loss else labels
+    is_compared = program.user.uses_loss(has_validation=request.sources.has_validation)
+    compared = labels if is_compared else None
     widths: tuple[int, ...] | None = None
     # The user's code feeds the model, so a model that does not accept the columns as they are is no error.
     with contextlib.suppress(*[InvalidArgumentError] if program.user.feeds_model else []):

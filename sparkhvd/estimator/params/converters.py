@@ -224,7 +224,7 @@ CONVERTED: dict[Converter, str] = {
     to_dtypes: "list[str | None] | dict[str, str | None]",
     to_mapping: "dict[str, Any]",
     to_stopping: "dict[str, Any]",
-    to_optimizer: "Optimizer | Callable[..., Any]",
+    to_optimizer: "Optimizer | Sequence[Optimizer] | Callable[..., Any]",
     to_losses: "Callable[..., Any] | Sequence[Callable[..., Any]]",
     to_thresholds: "list[float]",
     to_timeline: "int",

@@ -63,7 +63,7 @@ class EstimatorKeywords(TypedDict, total=False):
     output_fn: Callable[..., Any] | None
     precision: str | None
     model: nn.Module | Callable[..., nn.Module] | None
-    optimizer: Optimizer | Callable[..., Any] | str | None
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Any] | str | None
     loss: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     learning_rate: float | None
@@ -200,7 +200,7 @@ class FitOptions(PredictOptions):
 
     # model
     model: nn.Module | Callable[..., nn.Module] | None = None
-    optimizer: Optimizer | Callable[..., Any] | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Any] | None = None
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     learning_rate: float | None = None

@@ -241,8 +241,8 @@ class ModelParams(TorchParams):
     )
     optimizer = model_param(
         to_optimizer,
-        "optimizer over the model's parameters, a function of parameters, or 'adam', 'adamw', 'sgd', ...",
-        annotation="Optimizer | Callable[..., Any] | str",
+        "optimizer over the model's parameters, or several in a list; a function of parameters; or 'adam', 'adamw', 'sgd', ...",
+        annotation="Optimizer | Sequence[Optimizer] | Callable[..., Any] | str",
     )
     loss = model_param(
         to_losses,

@@ -41,17 +41,22 @@ def named_outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output
     names = options.outputCols
     if names is None:
         names = _default_names(options.label_cols or fitted.labels, len(fitted.widths))
-    if len(names) != len(fitted.widths):
-        raise InvalidArgumentError(
-            f"outputCols has {len(names)} names ({names}); the model has {len(fitted.widths)} outputs."
-        )
+    check_count(names, fitted.widths)
     outputs = [
-        Output(name, "output", i, is_vector=width > 1, size=width)
+        Output(name, "output", i, is_vector=width != 1, size=width)
         for i, (name, width) in enumerate(zip(names, fitted.widths, strict=True))
         if name
     ]
     outputs += _spark_outputs(fitted, options)
     return tuple(outputs)
+
+
+def check_count(names: Sequence[str], widths: Sequence[int]) -> None:
+    """Raise InvalidArgumentError unless `outputCols` has a name per output."""
+    if len(names) != len(widths):
+        raise InvalidArgumentError(
+            f"outputCols has {len(names)} names ({list(names)}); the model has {len(widths)} outputs. Give a name for each, '' to omit one."
+        )
 
 
 def _default_names(labels: Sequence[str], count: int) -> list[str]:

@@ -622,7 +622,7 @@ def to_arrow(
     if values.ndim == 1:
         return numpy_to_array(values) if missing is None else pa.array(values, mask=missing)
     num_rows, width = values.shape
-    offsets = numpy_to_array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
+    offsets = numpy_to_array(np.arange(num_rows + 1, dtype=np.int32) * np.int32(width))
     lists = pa.ListArray.from_arrays(offsets, numpy_to_array(values.reshape(-1)))
     return pa.StructArray.from_arrays(
         [

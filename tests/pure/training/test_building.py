@@ -15,7 +15,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.model import build_model, check_model
-from sparkhvd.training.optimizer import Overrides
+from sparkhvd.training.optimizer import Overrides, joined
 from tests.ranks.training.ranks import Case, assert_close, linear
 
 
@@ -101,6 +101,42 @@ def test_overrides_reach_schedules_and_tensors() -> None:
     Overrides(lr_scaling="linear").apply(optimizer, 4)
     assert float(optimizer.param_groups[0]["lr"]) == 2.0
     assert optimizer.param_groups[0]["initial_lr"] == 2.0
+
+
+def test_a_list_of_optimizers_steps_as_each_would_and_leaves_them_alone() -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        weight, bias = model.parameters()
+        return model, [torch.optim.Adam([weight], lr=0.1), torch.optim.SGD([bias], lr=0.1)]
+
+    def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+        for step in steps:
+            for each in optimizers:
+                each.zero_grad()
+            model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+
+    apart, both = make()
+    train(apart, both, range(3))
+    model, given = make()
+    first = joined(given)
+    train(model, [first], range(2))
+    assert not any(each.state for each in given)
+    # A state dict makes new groups and states, which the members must follow.
+    second = joined(given)
+    second.load_state_dict(first.state_dict())
+    train(model, [second], range(2, 3))
+    for found, expected in zip(model.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    extra = nn.Parameter(torch.ones(1))
+    second.add_param_group({"params": [extra], "lr": 0.5})
+    extra.grad = torch.ones(1)
+    second.step()
+    assert extra.item() == 0.5
+    assert second.param_groups[-1] is second.optimizers[-1].param_groups[-1]
+    assert [len(each.param_groups) for each in given] == [1, 1]
 
 
 def test_compressed_gradients_are_close_and_not_equal(store: Store) -> None:

@@ -94,6 +94,29 @@ def test_unsent_gradients_of_powersgd_survive(
     assert saved["alike"]["2.weight"]["steps"] == 39
 
 
+@pytest.mark.parametrize("fails_at", [14, 20], ids=["after an epoch", "inside an epoch"])
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_several_optimizers_resume(tmp_path: Path, fails_at: int, is_instance: bool) -> None:
+    def split(parameters: Any) -> list[torch.optim.Optimizer]:
+        first, *rest = parameters
+        return [torch.optim.Adam([first], lr=0.01), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+
+    def make(name: str) -> Case:
+        one = case(tmp_path / name, wide())
+        one.optimizer = split(one.model.parameters()) if is_instance else split
+        if fails_at == 14:
+            one.options["checkpoint_interval_s"] = 300.0
+        return one
+
+    whole, parts = make("whole"), make("parts")
+    assert_resumes_exactly(whole, parts, fails_at)
+    state = whole.checkpoint(3).optimizer["state"]
+    assert [sorted(state[i]) for i in range(2)] == [
+        ["exp_avg", "exp_avg_sq", "step"],
+        ["momentum_buffer"],
+    ]
+
+
 class Counts(nn.Module):
     """Has an extra state, which differs between ranks inside an epoch, and decides what the model gives."""
 

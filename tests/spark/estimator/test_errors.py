@@ -94,7 +94,7 @@ LOCK = threading.Lock()
         ),
         (
             {"optimizer": 0.1},
-            "optimizer is 0.1; it must be a torch.optim.Optimizer or a function of the model's parameters.",
+            "optimizer is 0.1; it must be a torch.optim.Optimizer, a list of these, or a function of the model's parameters.",
         ),
         (
             {"optimizer": list},

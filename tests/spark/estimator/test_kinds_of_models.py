@@ -68,6 +68,11 @@ def elbo(model: nn.Module, batch: Any, ctx: Any) -> Tensor:
     return F.mse_loss(made, batch["x"]) + kl
 
 
+def first_is_mean(model: nn.Module, batch: Any, ctx: Any) -> Tensor:
+    made = model(batch["x"])[0]
+    return F.mse_loss(made, batch["x"].mean(1, keepdim=True).expand_as(made))
+
+
 class Scores(NamedTuple):
     scores: Tensor
     rest: dict[str, list[Tensor]]
@@ -132,6 +137,36 @@ class OwnLoss(nn.Module):
         return Result(logits, F.cross_entropy(logits, labels))
 
 
+class Wrapped(nn.Module):
+    """Names no argument of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnLoss()
+        self.count = nn.Parameter(torch.zeros(1))
+
+    def forward(self, **arguments: Tensor) -> Result:
+        result: Result = self.inner(**arguments)
+        return result
+
+
+class NeedsLabels(OwnLoss):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Result:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+class WithEmpty(nn.Module):
+    """Returns an output without numbers beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.layer(x)
+        return made, made[:, :0]
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +174,18 @@ class Sparse(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         result: Tensor = self.embed(ids)
+        return result
+
+
+class Wide(nn.Module):
+    """Has a table with sparse gradients, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.EmbeddingBag(9, 3, sparse=True), nn.Linear(3, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.out(self.embed(ids))
         return result
 
 
@@ -182,6 +229,16 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
 
 
+def of_each_kind(parameters: Any) -> list[torch.optim.Optimizer]:
+    table, *rest = parameters
+    return [torch.optim.SparseAdam([table], lr=0.05), Averaging(rest, lr=0.05)]
+
+
+def twice(parameters: Any) -> list[torch.optim.Optimizer]:
+    parameters = list(parameters)
+    return [sgd(parameters), sgd(parameters)]
+
+
 def mse(model: Any, batch: Any) -> Tensor:
     output = model(batch["x"])
     return F.mse_loss(output, batch["y"].reshape(output.shape))
@@ -195,7 +252,7 @@ class Kind:
     params: dict[str, Any]
     loss: Callable[[Any, Any], Tensor] = mse
     outputs: tuple[str, ...] = ("y__output",)
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    optimizer: Callable[[Any], Any] = sgd
     inputs: tuple[str, ...] = ("x",)
     batch_size: int = BATCH
 
@@ -262,12 +319,32 @@ KINDS = {
         ("k__output",),
         inputs=("ids",),
     ),
+    "own loss of a wrapper": Kind(
+        Wrapped,
+        {"inputs": {"input_ids": "ids", "labels": "k"}},
+        lambda model, batch: model(input_ids=batch["ids"], labels=batch["k"]).loss,
+        ("k__output",),
+        inputs=("ids",),
+    ),
+    "an output without numbers": Kind(
+        WithEmpty,
+        {"feature_cols": ["x"], "train_step": first_is_mean},
+        lambda model, batch: first_is_mean(model, batch, None),
+        ("output_0", "output_1"),
+    ),
     "LBFGS": Kind(linear, REGRESSION, optimizer=lbfgs, batch_size=ROWS),
     "SparseAdam": Kind(
         Sparse,
         {**REGRESSION, "feature_cols": ["ids"]},
         lambda model, batch: F.mse_loss(model(batch["ids"]), batch["y"].reshape(-1, 1)),
         optimizer=torch.optim.SparseAdam,
+        inputs=("ids",),
+    ),
+    "several optimizers": Kind(
+        Wide,
+        {**REGRESSION, "feature_cols": ["ids"]},
+        lambda model, batch: F.mse_loss(model(batch["ids"]), batch["y"].reshape(-1, 1)),
+        optimizer=of_each_kind,
         inputs=("ids",),
     ),
     "an optimizer with modes": Kind(
@@ -286,23 +363,32 @@ def plain(kind: Kind) -> nn.Module:
     """Train in plain PyTorch on the rows in their order."""
     torch.manual_seed(3)
     model = kind.model()
-    optimizer: Any = kind.optimizer(model.parameters())
+    made: Any = kind.optimizer(model.parameters())
+    optimizers = made if isinstance(made, list) else [made]
     for epoch in range(EPOCHS):
         model.train()
         seed_everything(SEED, epoch, 0)
-        if hasattr(optimizer, "train"):
-            optimizer.train()
+        for optimizer in optimizers:
+            if hasattr(optimizer, "train"):
+                optimizer.train()
         for batch in batches(kind.batch_size):
 
             def closure(batch: Any = batch) -> Tensor:
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 loss = kind.loss(model, batch)
                 loss.backward()
                 return loss
 
-            optimizer.step(closure)
-    if hasattr(optimizer, "eval"):
-        optimizer.eval()
+            if len(optimizers) == 1:
+                made.step(closure)
+                continue
+            closure()
+            for optimizer in optimizers:
+                optimizer.step()
+    for optimizer in optimizers:
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
     return model.eval()
 
 
@@ -314,6 +400,8 @@ def batches(size: int) -> Iterator[dict[str, Tensor]]:
 def outputs_of(model: nn.Module, inputs: tuple[str, ...]) -> list[Any]:
     (batch,) = batches(ROWS)
     with torch.no_grad():
+        if isinstance(model, Wrapped):
+            model = model.inner
         found = model(*(batch[name] for name in inputs))
     if dataclasses.is_dataclass(found):
         found = [found.logits]
@@ -348,8 +436,7 @@ def test_a_fit_equals_a_plain_loop(df: DataFrame, tmp_path: Path, name: str) -> 
         **kind.params,
     ).fit(df)
     expected = outputs_of(plain(kind), kind.inputs)
-    predictions = df.drop("y") if name == "own loss" else df
-    predictions = predictions.drop("k") if name == "own loss" else predictions
+    predictions = df.drop("y", "k") if name.startswith("own loss") else df
     found = transformed(fitted, predictions, kind.outputs)
     for output, value in zip(found, expected, strict=True):
         np.testing.assert_allclose(output, value, rtol=1e-5, atol=1e-6)
@@ -443,9 +530,39 @@ def test_two_optimizers_train_adversaries_without_labels(df: DataFrame) -> None:
             {**REGRESSION, "model": nn.Linear(4, 1, device="meta")},
             "is on the meta device and has no values. Give a function",
         ),
+        (
+            {"model": NeedsLabels(), "inputs": {"input_ids": "ids", "labels": "k"}},
+            r"label_cols is required: .* with the default None, as in forward\(x, labels=None\)",
+        ),
+        (
+            {
+                "model": linear(),
+                "feature_cols": ["x"],
+                "train_step": elbo,
+                "outputCols": ["a", "b"],
+            },
+            r"outputCols has 2 names \(\['a', 'b'\]\); the model has 1 outputs",
+        ),
+        (
+            {
+                **REGRESSION,
+                "model": Autoencoder(),
+                "train_step": elbo,
+                "validation": 0.25,
+            },
+            "forward returned 3 outputs and label_cols has 1 columns",
+        ),
+        (
+            {**REGRESSION, "model": linear(), "optimizer": lambda p: [lbfgs(p)]},
+            r"optimizer\[0\] is LBFGS, which evaluates the loss several times per step",
+        ),
+        (
+            {**REGRESSION, "model": linear(), "optimizer": twice},
+            "cannot step together: some parameters appear in more than one parameter group",
+        ),
     ],
 )
-def test_what_cannot_work_is_said_before_any_job(
+def test_what_cannot_work_is_said_before_ranks_start(
     df: DataFrame, params: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
