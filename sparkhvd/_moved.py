@@ -108,7 +108,6 @@ keras.epoch_rows keras.training
 keras.following keras.training
 keras.loading keras.optimizer
 keras.meaning keras.model
-keras.network keras.model
 keras.params keras.estimator
 keras.progress keras.training
 knobs settings

@@ -49,7 +49,8 @@ from sparkhvd.estimator.params.groups import (
 from sparkhvd.estimator.params.table import above, at_least, param
 from sparkhvd.estimator.saving.persistence import EstimatorWriter
 from sparkhvd.keras.backend import keras
-from sparkhvd.keras.model import CompiledNetwork, KerasModel, Network, link_of
+from sparkhvd.keras.model import KerasModel, link_of
+from sparkhvd.keras.network import CompiledNetwork, Network
 from sparkhvd.keras.optimizer import follows_schedule
 from sparkhvd.keras.training import KerasTrainSpec, LoggerBridge, ProgressFile, Trained, train
 from sparkhvd.observe.loggers.base import Fit

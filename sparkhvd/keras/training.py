@@ -29,7 +29,7 @@ from sparkhvd.data.store.temporary import is_temporary_store, keep_temporary_sto
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.keras.backend import keras
 from sparkhvd.keras.callbacks import BroadcastGlobalVariablesCallback
-from sparkhvd.keras.model import Network, arranged
+from sparkhvd.keras.network import Network, arranged
 from sparkhvd.keras.optimizer import DistributedOptimizer, follows_schedule
 from sparkhvd.keras.variables import SEED_NAME
 from sparkhvd.observe.loggers.base import Metric

@@ -17,7 +17,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="runs where keras is: pip install 'sparkhvd[keras]'")
 
 import sparkhvd.keras as hvd  # noqa: E402 - after importorskip
-from sparkhvd.keras.model import Network  # noqa: E402
+from sparkhvd.keras.network import Network  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

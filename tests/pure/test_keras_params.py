@@ -6,6 +6,8 @@ import io
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from sparkhvd.errors import InvalidArgumentError, UntrustedError  # noqa: E402
 from sparkhvd.estimator.params.base import camel_case  # noqa: E402
 from sparkhvd.estimator.params.table import rows_of  # noqa: E402
 from sparkhvd.keras import KerasEstimator, KerasModel  # noqa: E402
-from sparkhvd.keras.model import CompiledNetwork, Network, link_of  # noqa: E402
-from tests.pure.estimator.test_local import save  # noqa: E402
+from sparkhvd.keras.model import link_of  # noqa: E402
+from sparkhvd.keras.network import CompiledNetwork, Network  # noqa: E402
+from tests.pure.estimator.test_local import WITHOUT_PYSPARK, save  # noqa: E402
 
 
 def network(width: int = 1) -> Any:
@@ -56,6 +59,18 @@ def test_a_saved_model_predicts_without_spark(tmp_path: Path) -> None:
     for alone in (fitted.local(), load_local(path, trust=True)):
         found = alone.predict({"x": rows})["y__output"]
         np.testing.assert_allclose(found, model.predict(rows, verbose=0), rtol=1e-5)
+    np.save(tmp_path / "rows.npy", rows)
+    program = f"""{WITHOUT_PYSPARK}
+import numpy as np, sparkhvd
+rows = np.load({str(tmp_path / "rows.npy")!r})
+found = sparkhvd.load_local({str(path)!r}, trust=True).predict({{"x": rows}})
+np.save({str(tmp_path / "found.npy")!r}, found["y__output"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.load(tmp_path / "found.npy"), found, rtol=1e-5)
 
 
 def test_params_of_both_estimators_with_one_name_are_one_row() -> None:

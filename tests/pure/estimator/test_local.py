@@ -129,8 +129,8 @@ def expected(values: dict[str, np.ndarray] = VALUES) -> np.ndarray:
 
 # -- saved models, and a process without pyspark
 
-_WITHOUT = """
-import json, sys
+WITHOUT_PYSPARK = """
+import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -144,6 +144,9 @@ except ModuleNotFoundError:
     pass
 else:
     sys.exit("pyspark is there")
+"""
+_PREDICTS = """
+import json
 import numpy as np
 import pandas as pd
 import sparkhvd
@@ -193,7 +196,7 @@ def test_a_process_without_pyspark_predicts_with_what_spark_has_saved(tmp_path: 
     command = [
         sys.executable,
         "-c",
-        _WITHOUT,
+        WITHOUT_PYSPARK + _PREDICTS,
         str(VERSION_1 / "plain_model"),
         str(path),
         str(stage),

@@ -22,7 +22,7 @@ from sparkhvd.horovod.spark.common.store import Store
 from sparkhvd.keras import estimator as own
 from sparkhvd.keras.estimator import KerasParams
 from sparkhvd.keras.model import KerasModel as OwnModel
-from sparkhvd.keras.model import Network
+from sparkhvd.keras.network import Network
 from sparkhvd.keras.training import KerasTrainSpec, LoggerBridge, Trained, train
 
 if TYPE_CHECKING:
