@@ -93,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = item.path.relative_to(config.rootpath / "tests").parts[0]
         if tier in TIERS:
             item.add_marker(tier)
+    # The longest tests start whole clusters. First, because at the end the other workers would wait for them.
+    items.sort(key=lambda item: "cluster" not in item.path.parts)
     if SOAK:
         return
     left_out = [
