@@ -8,6 +8,7 @@ Threads, failure, shutdown: as in `sparkhvd.torch`, whose engine this uses.
 Each module imports only those above it:
 
     backend    the package `keras`, checked
+    network    a Keras model as a torch module
     model      `KerasModel`
     optimizer  `DistributedOptimizer`
     variables  collectives on values and variables
