@@ -274,7 +274,9 @@ def build_optimizer(
             f"optimizer: calling it with the model's parameters failed: {type(e).__name__}: {e}. Give a function of "
             "one argument, for example lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from e
-    if isinstance(built, (list, tuple)):
+    if isinstance(built, (list, tuple)) and any(
+        isinstance(each, torch.optim.Optimizer) for each in built
+    ):
         return joined(built)
     if not isinstance(built, torch.optim.Optimizer):
         raise InvalidArgumentError(
