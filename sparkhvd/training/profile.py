@@ -214,12 +214,16 @@ class Profile:
         self._samples: list[list[list[float]]] = []  # by rank
 
     def resume(self, saved: Mapping[str, Any], num_epochs: int) -> None:
-        """Continue after the first epochs of an interrupted run's `state`, or {}."""
+        """Continue after the first epochs of an interrupted run's `state`, or {}; a damaged one is ignored."""
         self.generations = list(saved.get("generations", ()))
-        if len(counts := saved.get("steps", {}).get("counts", ())) == _NUM_BINS:
-            self._steps = torch.tensor(counts, dtype=torch.float64)
-            self._every = saved.get("every", 1)
-            self._epochs = [e for e in saved.get("epochs", ()) if e["epoch"] <= num_epochs]
+        try:
+            counts = torch.tensor(saved["steps"]["counts"], dtype=torch.float64)
+            epochs = [e for e in saved["epochs"] if e["epoch"] <= num_epochs]
+            every = int(saved["every"])
+        except (KeyError, TypeError, ValueError):
+            return  # it only reports: the training need not fail
+        if counts.shape == (_NUM_BINS,) and every > 0:
+            self._steps, self._every, self._epochs = counts, every, epochs
 
     def meet_others(self) -> None:
         """Reset the load of ranks for a new set of ranks; every rank must call this."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import sparkhvd.torch as hvd
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import Callback
 from sparkhvd.torch.context import use_engine
@@ -49,6 +50,7 @@ class Changing(Callback):
 
     def end(self, ctx: Any, step: int) -> None:
         if (ctx.epoch, step) == Changing.at:
+            hvd.barrier()  # else another rank may still need this one for the checkpoint before
             raise Interrupted
 
     def begin(self, ctx: Any) -> None: ...

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints import saver
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.profile import Profile
 from sparkhvd.training.program import PROGRAM_NAME
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -406,3 +408,26 @@ def test_a_damaged_file_of_a_run_is_repaired_or_named(
         shutil.rmtree(here)
     # Files that exist only once and are not written again.
     assert named <= {"_manifest.json", "finished.json", f"epoch-{DAMAGED_EPOCHS}.pt"}, seed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["epochs"][0].pop("epoch"),
+        lambda state: state["epochs"].append(3),
+        lambda state: state.pop("every"),
+        lambda state: state.update(every=0),
+        lambda state: state["steps"].update(counts=["x"]),
+        lambda state: state.update(steps=None),
+    ],
+)
+def test_a_damaged_profile_is_ignored(damage: Callable[[Any], Any]) -> None:
+    counts = {"counts": [1.0] * len(Profile().state()["steps"]["counts"])}
+    state: Any = {"every": 2, "epochs": [{"epoch": 1}, {"epoch": 3}], "steps": counts}
+    whole = Profile()
+    whole.resume(state, 2)
+    assert whole.state()["epochs"] == [{"epoch": 1}]
+    damage(state)
+    damaged = Profile()
+    damaged.resume(state, 2)
+    assert damaged.state() == Profile().state()
