@@ -268,6 +268,7 @@ CASES = [
         VOLUMES,
         dice_of_monai,
         adam,
+        options={"label_shapes": [[1, 8, 8, 8]]},
         apart="a ratio of sums over the batch",
     ),
     Case(
@@ -276,6 +277,7 @@ CASES = [
         VOLUMES,
         dice_of_monai,
         adam,
+        options={"label_shapes": [[1, 8, 8, 8]]},
         apart="a ratio of sums over the batch",
     ),
     Case(
