@@ -121,8 +121,11 @@ class LabelBinding:
             return label
         if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
             return label.reshape(output.shape)
-        if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
-            return label  # a custom loss may compare different shapes, as cross-entropy does
+        # A custom loss may compare different shapes, as cross-entropy does.
+        if self.kinds[i] == "unknown" and (
+            self.shapes[i] is not None or not _broadcasts(output.shape[1:], label.shape[1:])
+        ):
+            return label
         raise self._mismatch(i, output.shape, label.shape)
 
     def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
@@ -142,9 +145,11 @@ class LabelBinding:
             if self.kinds[i] == "class_index"
             else "the loss would broadcast one over the other"
         )
+        stated = f", or state the label's shape if your loss compares these: label_shapes={{{self.columns[i]!r}: {[*label[1:]]}}}"
         return InvalidArgumentError(
             f"Label {self.columns[i]!r} has shape {tuple(label)} and the model's output {tuple(output)}: {expected}. "
-            "Change the last layer or the label so that they have the same number of elements per row."
+            "Change the last layer or the label so that they have the same number of elements per row"
+            f"{stated if self.kinds[i] == 'unknown' else ''}."
         )
 
 
@@ -322,6 +327,11 @@ _FUNCTIONS = {
 }
 
 
+# Named outputs with the state of a language model for its next call, some with rows in their second dimension: the
+# `keys_to_ignore_at_inference` of Hugging Face's configurations.
+_CACHES = frozenset({"past_key_values", "past_buckets_states", "mems", "cache_params"})
+
+
 def outputs_of(result: object, *, skips_numbers: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of a model as a tuple of tensors.
 
@@ -347,9 +357,9 @@ def outputs_of(result: object, *, skips_numbers: bool = True) -> tuple[Tensor, .
 def _outputs(value: object, result: object) -> Iterator[Tensor]:
     named: Iterable[object] | None = None
     if isinstance(value, Mapping):
-        named = value.values()
+        named = [each for name, each in value.items() if name not in _CACHES]
     elif is_dataclass(value) and not isinstance(value, type):
-        named = [getattr(value, each.name) for each in fields(value)]
+        named = [getattr(value, each.name) for each in fields(value) if each.name not in _CACHES]
     if isinstance(value, Tensor):
         yield value
     elif named is not None:

@@ -16,6 +16,7 @@ import inspect
 import io
 import json
 import pickle
+import sys
 from collections import ChainMap
 from collections.abc import Mapping
 from types import CodeType
@@ -451,4 +452,24 @@ def dump_shell(
 
 def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
     """Load the bytes of `dump_shell` around these weights. Runs code: only for trusted bytes."""
-    return _ShellUnpickler(io.BytesIO(data), weights).load()
+    loaded = _ShellUnpickler(io.BytesIO(data), weights).load()
+    module = loaded if isinstance(loaded, nn.Module) else getattr(loaded, "model", None)
+    if isinstance(module, nn.Module):
+        _register_outputs(module)
+    return loaded
+
+
+def _register_outputs(module: nn.Module) -> None:
+    """Let models of transformers collect hidden states in this process.
+
+    Their classes are registered in `__init__`, which a pickle does not call; without it, `output_hidden_states` gives no states and
+    Segformer fails.
+    """
+    for place in ("transformers.utils.output_capturing", "transformers.utils.generic"):
+        registry = getattr(sys.modules.get(place), "_CAN_RECORD_REGISTRY", None)
+        if not isinstance(registry, dict):
+            continue
+        for part in module.modules():
+            if hasattr(part, "_can_record_outputs"):
+                # dict's own method: by the name of the class in each version.
+                dict.setdefault(registry, str(part.__class__), part._can_record_outputs)  # noqa: SLF001

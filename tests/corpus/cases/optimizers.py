@@ -13,7 +13,13 @@ from tests.corpus.case import TABLE, Case, mlp, sgd
 
 
 def of(
-    library: str, name: str, *, twice_tolerance: float = 1e-5, resumes: bool = False, **options: Any
+    library: str,
+    name: str,
+    *,
+    twice_tolerance: float = 1e-5,
+    apart: str = "",
+    resumes: bool = False,
+    **options: Any,
 ) -> Case:
     """A small network under an optimizer of a library, by its name."""
 
@@ -26,6 +32,7 @@ def of(
         TABLE,
         optimizer=optimizer,
         twice_tolerance=twice_tolerance,
+        apart=apart,
         resumes=resumes,
     )
 
@@ -124,11 +131,12 @@ CASES = [
             "GaLore",
             "Grams",
             "MADGRAD",
-            "SOAP",
             "StableAdamW",
             "Tiger",
         )
     ),
+    # One bit of the inputs moves its weights by a tenth: it turns gradients into a basis of eigenvectors.
+    of("pytorch_optimizer", "SOAP", lr=0.01, apart="rounding is magnified"),
     Case("torch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("torch_optimizer")),
     Case("pytorch_optimizer Lookahead", mlp, TABLE, optimizer=lookahead("pytorch_optimizer")),
     Case("pytorch_optimizer SAM", mlp, TABLE, optimizer=sharpness_aware, has_closure=True),

@@ -111,6 +111,7 @@ def made(model: str, config: str, sizes: dict[str, Any], **options: Any) -> Any:
     return model_of
 
 
+PATHS = "random paths"
 WEIGHED = "the mean of the loss is over words, whose number differs between batches"
 
 
@@ -321,12 +322,13 @@ LANGUAGE_MODELS = [
 VISION = [
     own_loss("ViT", "ForImageClassification", data=PICTURES, sizes=VIT),
     own_loss("DeiT", "ForImageClassification", data=PICTURES, sizes=VIT),
-    own_loss("Beit", "ForImageClassification", data=PICTURES, sizes=VIT),
+    own_loss("Beit", "ForImageClassification", data=PICTURES, sizes=VIT, apart=PATHS),
     own_loss("Dinov2", "ForImageClassification", data=PICTURES, sizes=VIT),
     own_loss(
         "Swin",
         "ForImageClassification",
         data=PICTURES,
+        apart=PATHS,
         sizes={
             "embed_dim": 8,
             "depths": [1, 1],
@@ -387,6 +389,7 @@ VISION = [
         "Segformer",
         "ForImageClassification",
         data=PICTURES,
+        apart=PATHS,
         sizes={
             "depths": [1, 1],
             "hidden_sizes": [8, 16],
@@ -599,6 +602,7 @@ OTHERS = [
         ),
         None,
         adam,
+        label_arguments=("future_values",),
     ),
     Case(
         "CLIPModel",

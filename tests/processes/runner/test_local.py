@@ -431,7 +431,9 @@ def test_processes_of_a_rank_go_with_it(nursery: str) -> None:
             {"start_new_session": True},  # holds the rank's pipe
             {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
         ]
-        return [subprocess.Popen(["sleep", "300"], **each).pid for each in options], time.monotonic()
+        return [
+            subprocess.Popen(["sleep", "300"], **each).pid for each in options
+        ], time.monotonic()
 
     # Counted from the end of the function: the start of a process takes seconds on a busy machine.
     ((pids, ended),) = run_local(leaves_some, num_proc=1, env={"SPARKHVD_NURSERY": nursery})

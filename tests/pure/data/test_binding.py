@@ -257,6 +257,30 @@ def test_model_dtype_is_that_of_its_parameters() -> None:
 # -- labels ------------------------------------------------------------------------------------------
 
 
+def dice(output: Tensor, label: Tensor) -> Tensor:
+    """Compare scores of classes (rows, classes, width) with class numbers (rows, 1, width)."""
+    of_label = F.one_hot(label.long().squeeze(1), output.shape[1]).movedim(-1, 1)
+    return 1 - (output * of_label).mean()
+
+
+def test_own_loss_compares_the_shapes_that_label_shapes_states() -> None:
+    schema = schema_of(column("x", 4), labels=(column("m", 6),))
+    output = torch.zeros(ROWS, 2, 6, requires_grad=True).sigmoid()
+    binding = bind_labels(schema, dice, label_shapes={"m": [1, 6]})
+    (label,) = binding.match([output], binding.apply(batch_of(schema)))
+    assert label.shape == (ROWS, 1, 6)
+    torchs = bind_labels(schema, nn.MSELoss(), label_shapes={"m": [1, 6]})
+    with pytest.raises(InvalidArgumentError, match="the loss would broadcast"):
+        torchs.match([output], torchs.apply(batch_of(schema)))
+
+
+def test_error_about_a_shape_says_how_to_state_it() -> None:
+    schema = schema_of(column("x", 4), labels=(column("y", 1),))
+    binding = bind_labels(schema, mine)
+    with pytest.raises(InvalidArgumentError, match=r"label_shapes=\{'y': \[1\]\}"):
+        binding.match([torch.zeros(ROWS, 3)], binding.apply(batch_of(schema)))
+
+
 def mine(output: Tensor, label: Tensor) -> Tensor:
     return F.cross_entropy(output, label)
 
@@ -533,5 +557,7 @@ def test_numbers_beside_outputs_are_no_outputs_unless_a_loss_compares_them() -> 
     assert len(outputs_of({"rows": rows, "loss": number}, skips_numbers=False)) == 1
     assert len(outputs_of([rows, None, (rows, {"more": [rows]})])) == 3
     assert outputs_of(number) == (number,)
+    state = {"logits": rows, "mems": [torch.ones(5, 3, 2)], "past_key_values": ((rows, rows),)}
+    assert len(outputs_of(state)) == 1
     with pytest.raises(InvalidArgumentError, match="returned str in a tuple"):
         outputs_of((rows, "text"))

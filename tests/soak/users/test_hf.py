@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from sparkhvd.data.columns.ragged import Ragged  # noqa: E402
 from sparkhvd.errors import InvalidArgumentError  # noqa: E402
 from sparkhvd.estimator import Callback, tokenizer  # noqa: E402
 from sparkhvd.estimator.transform.worker import groups_by_length  # noqa: E402
+from sparkhvd.training.modules.architecture import dump_shell  # noqa: E402
 from tests.harness.by_value import by_value  # noqa: E402
 from tests.harness.spark import ROOT, run_script  # noqa: E402
 
@@ -295,3 +298,24 @@ def test_the_recipe_comes_out_well(options: tuple[str, ...]) -> None:
     assert found, result.output
     assert float(found[1]) > 0.9
     assert int(found[2].replace(",", "")) < (200_000 if options else 2_000_000)
+
+
+def test_hidden_states_are_collected_in_a_process_that_has_only_loaded_the_model(
+    tmp_path: Path,
+) -> None:
+    model = bert(layers=2)
+    model.config.output_hidden_states = True
+    (tmp_path / "shell").write_bytes(dump_shell(model))
+    torch.save(model.state_dict(), tmp_path / "weights")
+    program = (
+        "import pathlib, sys, torch\n"
+        "from sparkhvd.training.modules.architecture import load_shell\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "model = load_shell((folder / 'shell').read_bytes(), torch.load(folder / 'weights'))\n"
+        "print(len(model(torch.ones(2, 3, dtype=torch.int64)).hidden_states))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+    )
+    assert done.stdout.split() == ["3"]
