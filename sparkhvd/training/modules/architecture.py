@@ -19,6 +19,7 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any, TypeAlias, TypedDict
 
@@ -359,7 +360,17 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
             return _reduce_parametrized(value)
         if isinstance(value, Optimizer) and type(value).__getstate__ is Optimizer.__getstate__:
             return _reduce_optimizer(value)
+        if (name := _context_global(value)) is not None:
+            return name
         return super().reducer_override(value)
+
+
+def _context_global(value: object) -> str | None:
+    """Return the name of a global with a ContextVar; hooks of models in transformers refer to it, and it cannot be pickled by value."""
+    if not any(isinstance(each, ContextVar) for each in getattr(value, "__dict__", {}).values()):
+        return None
+    places = vars(sys.modules[type(value).__module__])
+    return next((name for name, each in places.items() if each is value), None)
 
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:

@@ -241,11 +241,13 @@ def _attributes(owner: object) -> dict[str, object]:
 
 
 def _is_of_torch(owner: object, attribute: str) -> bool:
-    """Return True for an attribute in a state dict, or of torch or this package."""
+    """Return True for an attribute in a state dict, or of torch, transformers or this package."""
     if isinstance(owner, torch.optim.Optimizer):
         return attribute.startswith("_") or attribute in ("state", "param_groups")
     is_modules = isinstance(owner, nn.Module) and attribute in _OF_TORCH
-    return is_modules or attribute.startswith(("_dynamo", "__"))
+    # A mark for forward hooks, which the driver's module gets at its own first call.
+    is_mark = attribute == "_output_capturing_hooks_installed"
+    return is_modules or is_mark or attribute.startswith(("_dynamo", "__"))
 
 
 def _parts(value: object) -> list[tuple[tuple[str, Any], object]]:

@@ -300,11 +300,14 @@ def test_the_recipe_comes_out_well(options: tuple[str, ...]) -> None:
     assert int(found[2].replace(",", "")) < (200_000 if options else 2_000_000)
 
 
+@pytest.mark.parametrize("is_called", [False, True])
 def test_hidden_states_are_collected_in_a_process_that_has_only_loaded_the_model(
-    tmp_path: Path,
+    tmp_path: Path, is_called: bool
 ) -> None:
     model = bert(layers=2)
     model.config.output_hidden_states = True
+    if is_called:  # adds hooks
+        model(torch.ones(2, 3, dtype=torch.int64))
     (tmp_path / "shell").write_bytes(dump_shell(model))
     torch.save(model.state_dict(), tmp_path / "weights")
     program = (
