@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from sparkhvd import (
     Store,
     TorchEstimator,
 )
+from tests.harness import faults
 from tests.harness.by_value import by_value
 from tests.spark.estimator.fits import estimator, fitted, mlp
 
@@ -328,6 +331,25 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
     with pytest.raises(RankError, match=r"Found dtype Long .*give label_dtypes=\{'k': 'float32'\}"):
         fit.fit(df)
     assert store.list("runs") == []  # it has no run_id, and no checkpoint to resume from
+
+
+def test_an_error_of_the_first_batch_reaches_the_driver_within_a_second(
+    df: DataFrame, store: Store, tmp_path: Path
+) -> None:
+    raised = tmp_path / "raised"
+
+    def fails(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if "RANK" in os.environ:  # not in the driver's trial
+            raised.write_text(str(time.monotonic()))
+            raise KeyError("missing piece")
+        return (output - label).square().mean()
+
+    seconds = []
+    for _ in range(2):  # another process may have the processor
+        with pytest.raises(RankError, match="missing piece"):
+            estimator(mlp(2), store, num_proc=2, loss=fails).fit(df)
+        seconds.append(faults.seconds_since(raised))
+    assert min(seconds) < 1, seconds
 
 
 @pytest.mark.parametrize(
