@@ -11,6 +11,7 @@ Each module imports only those above it:
     cpus           CPUs that a process may use
     errors         every exception
     as_horovod     the name `horovod` for this package's modules
+    lazy_compiler  torch's compiler, imported when something compiles
     interfaces     addresses of this host
     rank_messages  messages of a rank to the driver
     settings       every setting of engine and launch

@@ -234,6 +234,13 @@ class Settings:
         unit="0 or 1",
         doc="Processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc unchanged.",
     )
+    lazy_compiler: bool = knob(
+        True,
+        env="SPARKHVD_LAZY_COMPILER",
+        unit="0 or 1",
+        doc="Ranks import torch's compiler, which takes as long as torch, only when something compiles; 0 leaves the import to torch, which "
+        "has it in the first optimizer.",
+    )
     nursery: str = knob(
         "auto",
         env="SPARKHVD_NURSERY",
@@ -559,6 +566,7 @@ class RankSettings:
     _EARLY = (
         "elastic_patience_s",
         "keep_freed_memory",
+        "lazy_compiler",
         "nursery",
         "port_range",
         "start_timeout_s",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from sparkhvd import lazy_compiler
 from sparkhvd.data.reuse import ReuseScope
 from sparkhvd.data.source import Target
 from sparkhvd.data.store.store import TIMELINE_NAME
@@ -40,6 +41,7 @@ from sparkhvd.runner.job import launch, prewarm
 from sparkhvd.runner.live.files import Mailbox
 from sparkhvd.runner.options import JobReport, LaunchOptions
 from sparkhvd.runner.prewarm import Prewarm
+from sparkhvd.settings import Settings
 from sparkhvd.training.checkpoints.changes import has_losses
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -57,7 +59,7 @@ from sparkhvd.training.user_code.transformations import flat_columns
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sparkhvd.estimator.params.generated import EstimatorKeywords
+    from sparkhvd.estimator.params.generated import EstimatorKeywords, FitOptions
 
 
 @with_signature
@@ -83,8 +85,13 @@ class TorchEstimator(TrainParams, RankEstimator[TorchModel]):
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""
-        recorder = Recorder()
         options = self._options()
+        settings = options.settings or Settings.resolve()
+        with lazy_compiler.installed() if settings.lazy_compiler else contextlib.nullcontext():
+            return self._fit_with(options, sources)
+
+    def _fit_with(self, options: FitOptions, sources: FitSources) -> TorchModel:
+        recorder = Recorder()
         request = check_request(
             options,
             sources,

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from sparkhvd import as_horovod, rank_messages
+from sparkhvd import as_horovod, lazy_compiler, rank_messages
 from sparkhvd.launchers.bootstrap import Handover
 from sparkhvd.launchers.rank_claim import hold
 from sparkhvd.runner import allocator
@@ -134,6 +134,10 @@ def _line_buffer() -> None:
 def _enter(prologue: Prologue) -> None:
     if prologue.keep_freed_memory:
         allocator.keep_freed_memory()
+    if prologue.lazy_compiler:
+        lazy_compiler.install()
+    else:
+        lazy_compiler.remove()  # of the zygote
     os.environ.update(prologue.variables())  # noqa: TID251 - OpenMP's, and the user's own
     if prologue.cwd:
         os.chdir(prologue.cwd)

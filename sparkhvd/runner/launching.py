@@ -143,8 +143,6 @@ ERASE = "\r\x1b[K"
 _MENTIONED = re.compile(
     rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training|distributed))[\w.]*)", re.DOTALL
 )
-# Names through which a function uses optimizers.
-_OPTIMIZERS = re.compile(rb"\x8c(?:\x14DistributedOptimizer|\x05optim|\x0btorch\.optim)")
 _SCAN_BYTES = 1 << 20
 
 
@@ -159,9 +157,6 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
             name = text[: length[0]].decode()
             names.add("torch" if name.startswith("torch.") else name)
     modules = {name for name in names if name == "torch" or name.startswith("sparkhvd.")}
-    if _OPTIMIZERS.search(program, 0, _SCAN_BYTES):
-        # The first optimizer of a process imports torch's compiler, which takes as long as torch itself.
-        modules |= {"torch", "torch._dynamo"}
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 

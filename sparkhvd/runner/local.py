@@ -212,6 +212,7 @@ class Trainers:
             or plan.num_threads
             or max(1, int(cpus.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
+            lazy_compiler=settings.lazy_compiler,
             zygote=plan.may_fork and settings.nursery != "0",
             preload=modules,
             gpu_views=decide.views(self.gpu_plan.mode, None),

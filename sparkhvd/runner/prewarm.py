@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sparkhvd import cpus
 from sparkhvd.runner import slots
 from sparkhvd.runner.gpu import task
-from sparkhvd.runner.protocol import USEFUL_MODULES, Prologue, own_threads
+from sparkhvd.runner.protocol import FIT_MODULES, Prologue, own_threads
 from sparkhvd.runner.trainer import may_fork, prepare_zygote
 from sparkhvd.runner.zygote_client import of_this_process
 from sparkhvd.settings import JobSettings
@@ -46,7 +46,7 @@ class Prewarm:
         if context.partitionId() < self.size:
             settings = JobSettings.from_json(self.settings)
             prologue = task_prologue(
-                context, settings, self.env, self.fixed_threads, self.gpu_mode, USEFUL_MODULES
+                context, settings, self.env, self.fixed_threads, self.gpu_mode, FIT_MODULES
             )
             if may_fork(prologue):
                 share_zygote()
@@ -85,6 +85,7 @@ def task_prologue(
         num_threads=own_threads(env)
         or slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
         keep_freed_memory=chosen.values.keep_freed_memory,
+        lazy_compiler=chosen.values.lazy_compiler,
         zygote=chosen.values.nursery != "0",
         preload=list(preload),
         gpu_views=task.views(gpu_mode),

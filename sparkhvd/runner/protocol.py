@@ -18,8 +18,12 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-# Modules that a zygote may preload. They are slow to import and start no thread, unlike pyarrow.
-USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
+from sparkhvd import lazy_compiler
+
+# Modules that a zygote preloads for a fit. They are slow to import and start no thread, unlike pyarrow.
+FIT_MODULES = ("numpy", "torch", "sparkhvd.torch", "pyspark.cloudpickle")
+# Modules that a zygote preloads once a rank has imported them.
+USEFUL_MODULES = (*FIT_MODULES, lazy_compiler.REAL)
 # Threads of numerical libraries; the first is OpenMP's, which torch follows.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -46,6 +50,7 @@ class Prologue:
         cwd: working directory.
         num_threads: threads for OpenMP, MKL and the like.
         keep_freed_memory: whether the process keeps freed memory for its next allocations.
+        lazy_compiler: whether torch's compiler is imported only when something compiles.
         preload: modules to import while the ranks connect; a failure is ignored here.
         gpu_views: sets of variables (None: unset). The process reports the GPUs that it sees under each of them in its
             first frame; empty for no report.
@@ -61,6 +66,7 @@ class Prologue:
     cwd: str = ""
     num_threads: int = 1
     keep_freed_memory: bool = False
+    lazy_compiler: bool = True
     preload: list[str] = field(default_factory=list)
     gpu_views: list[dict[str, str | None]] = field(default_factory=list)
     cuda_library: str = ""

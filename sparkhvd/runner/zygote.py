@@ -29,6 +29,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from sparkhvd import lazy_compiler
 from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner import child
 from sparkhvd.runner.processes import InheritedPipes, kill_group, receive, send
@@ -278,6 +279,7 @@ def main(listener_fd: int, lifetime: int, family: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     child.hold_threads()
+    lazy_compiler.install()  # a trainer that shall not have it takes it away
     with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)

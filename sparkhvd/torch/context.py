@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from sparkhvd import lazy_compiler
 from sparkhvd.elastic import ElasticRendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError, NotInitializedError
@@ -182,6 +183,8 @@ def initialize(
             return False
         with contextlib.ExitStack() as cleanup:
             rendezvous = join(cleanup)
+            if rendezvous.settings.lazy_compiler:
+                lazy_compiler.install()
             place = None
             if may_join_later and isinstance(rendezvous, ElasticRendezvous):
                 place = rendezvous.arrive()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 import sparkhvd.torch as hvd
@@ -111,6 +110,8 @@ _LEAST_CAPABILITY = 7
 
 def missing_tools(device: torch.device) -> str:
     """Return the tool that torch.compile lacks on this machine for this device, in words, or ""."""
+    import torch._inductor.config  # a second, and 800 modules
+
     cxx = torch._inductor.config.cpp.cxx
     names = [name for name in (cxx if isinstance(cxx, (list, tuple)) else [cxx]) if name]
     if not any(shutil.which(name) for name in names):

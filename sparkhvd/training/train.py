@@ -25,7 +25,6 @@ import torch
 
 # The first optimizer of a process imports it, which takes as long as torch itself. It loads here while the ranks
 # wait for each other.
-import torch._dynamo
 from torch import nn
 
 import sparkhvd.torch as hvd

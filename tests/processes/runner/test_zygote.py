@@ -154,7 +154,7 @@ def test_variables_that_libraries_read_when_they_are_imported_are_those_of_the_l
     own_zygote: None, tmp_path: Path
 ) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
-    of_this_process._useful.update(("torch", "torch._dynamo"))
+    of_this_process._useful.update(("torch", "torch._dynamo.utils"))
     launch(1)
     # TMPDIR comes before TMP.
     env = {"CXX": "theirs", "TMPDIR": str(tmp_path), "TQDM_DISABLE": "1"}
@@ -171,7 +171,7 @@ def test_files_of_the_working_directory_are_not_imported_in_place_of_libraries(
     code = (
         "import sparkhvd\n"
         "def rank():\n"
-        "    import os, torch._dynamo\n"
+        "    import os, torch._dynamo.utils\n"
         "    return os.getppid()\n"
         "if __name__ == '__main__':\n"
         "    print(len({sparkhvd.run_local(rank, num_proc=1, verbose=0)[0] for _ in range(2)}))\n"

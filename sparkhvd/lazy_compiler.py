@@ -1,0 +1,138 @@
+"""A stand-in for `torch._dynamo`, torch's compiler, until something compiles.
+
+torch imports its compiler where nothing compiles: `add_param_group`, which every optimizer calls, `zero_grad` and `load_state_dict` are
+decorated by `torch._disable_dynamo`, which imports it at the first call; `step` imports it to call `graph_break()`; a new process group
+clears its caches. Without a compiler these calls do nothing. The import loads 800 modules and takes as long as torch's own, in each
+process that makes an optimizer. torch has no switch for it.
+
+The stand-in answers these three calls, for these callers. Any other use, such as an attribute, a submodule or `torch.compile`, imports
+torch's module, which takes the stand-in's place: from then on torch is as it is without this module.
+
+Threads: safe, as imports are. Failure: an error of torch's import reaches the code that needs the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+NAME = "torch._dynamo"
+# A module that is loaded if and only if the compiler is.
+REAL = "torch._dynamo.utils"
+# The attribute in which torch keeps a function for which the compiler is disabled.
+_KEPT = "__dynamo_disable"
+
+
+class _Compiler(ModuleType):
+    """The stand-in; its functions are called as those of `torch._dynamo`."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME, "Stands for torch's compiler until something compiles.")
+        vars(self).update(_disabled=[], _lock=threading.RLock())
+
+    def graph_break(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing for a step of an optimizer."""
+        if _caller().startswith("torch.optim."):
+            return None
+        return _load(self).graph_break(*args, **kwargs)
+
+    def disable(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a function that torch's decorator may keep: the given one, until the compiler is loaded."""
+        if _caller() != "torch._compile":
+            return _load(self).disable(*args, **kwargs)
+        fn = args[0]
+
+        def call(*given: Any, **named: Any) -> Any:
+            real = sys.modules.get(NAME)
+            if real is None or real is self:
+                return fn(*given, **named)
+            return real.disable(*args, **kwargs)(*given, **named)
+
+        vars(self)["_disabled"].append(fn)
+        return call
+
+    def clear_lru_cache(self) -> None:
+        """Do nothing: see `__getattr__`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trace_rules" and _caller() == "torch.distributed.distributed_c10d":
+            return self
+        if (
+            name.startswith("__") and name != "__path__"
+        ):  # of the import system, `inspect`, `copy`, `doctest`
+            raise AttributeError(name)
+        return getattr(_load(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(_load(self), name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(_load(self))
+
+
+def install() -> None:
+    """Put the stand-in in place if the compiler is not loaded; torch need not be loaded."""
+    if NAME not in sys.modules:
+        sys.modules[NAME] = made = _Compiler()
+        made.__spec__ = importlib.util.spec_from_loader(NAME, loader=None)
+
+
+def remove() -> None:
+    """Take the stand-in away, without loading the compiler."""
+    found = sys.modules.get(NAME)
+    if isinstance(found, _Compiler):
+        _take_away(found)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Put the stand-in in place for a block."""
+    had = NAME in sys.modules
+    install()
+    try:
+        yield
+    finally:
+        if not had:
+            remove()
+
+
+def is_loaded() -> bool:
+    """Return True if this process has torch's compiler."""
+    return REAL in sys.modules
+
+
+def _caller() -> str:
+    """Return the name of the module that called the stand-in's function."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _take_away(stand_in: _Compiler) -> None:
+    del sys.modules[NAME]
+    torch = sys.modules.get("torch")
+    if vars(torch or object).get("_dynamo") is stand_in:
+        del torch._dynamo  # type: ignore[union-attr]
+    disabled: list[Callable[..., Any]] = vars(stand_in)["_disabled"]
+    for fn in disabled:
+        vars(fn).pop(_KEPT, None)
+    disabled.clear()
+
+
+def _load(stand_in: _Compiler) -> ModuleType:
+    """Load torch's compiler in place of the stand-in."""
+    with vars(stand_in)["_lock"]:
+        if sys.modules.get(NAME) is stand_in:
+            _take_away(stand_in)
+            try:
+                return importlib.import_module(NAME)
+            except BaseException:
+                sys.modules.setdefault(NAME, stand_in)  # a later use shall raise the error again
+                raise
+    return importlib.import_module(NAME)
