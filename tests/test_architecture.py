@@ -129,7 +129,7 @@ LAZY_PACKAGES = {
     "sys": (1, "the function of a barrier task, pickled by value"),
     "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
-    "torch": (1, "readers of NumPy arrays start without it"),
+    "torch": (2, "readers of NumPy arrays start without it, and compilers are slow to load"),
 }
 
 

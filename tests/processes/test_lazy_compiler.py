@@ -7,12 +7,9 @@ import sys
 
 import pytest
 
-from sparkhvd import lazy_compiler, run_local
-from tests.harness.by_value import by_value
+from sparkhvd import lazy_compiler
 from tests.harness.paths import ROOT
 from tests.harness.soak import soak
-
-travels_by_value = by_value(__name__)
 
 PROGRAMS = {
     "the estimator, its training loop and its workers": (
@@ -184,19 +181,3 @@ def test_an_error_of_the_import_reaches_what_compiles_each_time() -> None:
         "    else: raise AssertionError\n"
         "p = torch.nn.Parameter(torch.zeros(2)); torch.optim.SGD([p], lr=0.1)\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("nursery", "setting", "expected"),
-    [("auto", "1", False), ("auto", "0", True), ("0", "1", False)],
-)
-def test_the_setting_decides_for_ranks(nursery: str, setting: str, expected: bool) -> None:
-    def trains() -> bool:
-        import torch
-
-        p = torch.nn.Parameter(torch.ones(2))
-        torch.optim.SGD([p], lr=0.1)
-        return lazy_compiler.is_loaded()
-
-    env = {"SPARKHVD_LAZY_COMPILER": setting, "SPARKHVD_NURSERY": nursery}
-    assert run_local(trains, num_proc=2, env=env, verbose=0) == [expected] * 2

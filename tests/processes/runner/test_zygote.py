@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from sparkhvd import lazy_compiler
 from sparkhvd.errors import RankError
 from sparkhvd.runner import context, processes, run_local, zygote_client
 from sparkhvd.runner.processes import InheritedPipes
@@ -478,3 +479,21 @@ def test_nothing_stays_open_after_many_launches(own_zygote: None) -> None:
             assert run_local(sleep_and_place, (0.0,), num_proc=2, verbose=0) == [0, 1]
     assert len(os.listdir("/proc/self/fd")) <= before
     assert find("sparkhvd-rank") == set()
+
+
+@pytest.mark.parametrize(
+    ("nursery", "setting", "expected"),
+    [("auto", "1", False), ("auto", "0", True), ("0", "1", False)],
+)
+def test_the_setting_decides_for_ranks(
+    own_zygote: None, nursery: str, setting: str, expected: bool
+) -> None:
+    def trains() -> bool:
+        import torch
+
+        p = torch.nn.Parameter(torch.ones(2))
+        torch.optim.SGD([p], lr=0.1)
+        return lazy_compiler.is_loaded()
+
+    env = {"SPARKHVD_LAZY_COMPILER": setting, "SPARKHVD_NURSERY": nursery}
+    assert run_local(trains, num_proc=2, env=env, verbose=0) == [expected] * 2
