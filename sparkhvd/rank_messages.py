@@ -10,18 +10,33 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import SupportsFloat
+from collections.abc import Mapping
+from typing import Protocol, SupportsFloat
 
 from sparkhvd.errors import InvalidArgumentError
 
-# Prefix of the line of `log_metrics`; a JSON object follows.
-METRICS = "metrics "
-
-# Longer messages are cut.
+# Longer messages are cut, and more metrics are refused.
 _MAX_BYTES = 64 << 10
-# At most one entry: the pid, and functions that send a message (False: closed) and progress to the driver.
-_installed: list[tuple[int, Callable[[bytes], bool], Callable[[bytes], bool]]] = []
+
+
+class Sender(Protocol):
+    """Sends data of this process to the driver, from any thread; each method returns False once that is impossible."""
+
+    def message(self, text: bytes) -> bool:
+        """Send a message."""
+        ...
+
+    def metrics(self, entry: bytes) -> bool:
+        """Send an entry of `log_metrics`, as JSON."""
+        ...
+
+    def progress(self, text: bytes) -> bool:
+        """Send a short line about the training's progress."""
+        ...
+
+
+# At most one entry: the pid and its sender.
+_installed: list[tuple[int, Sender]] = []
 
 
 def log_to_driver(message: object) -> None:
@@ -38,12 +53,9 @@ def log_to_driver(message: object) -> None:
     if len(data) > _MAX_BYTES:
         left_out = len(data) - _MAX_BYTES
         data = data[:_MAX_BYTES] + f"... ({left_out:,} bytes left out)".encode()
-    if _installed:
-        pid, send, _ = _installed[-1]
-        if pid == os.getpid() and send(data):
-            return
-    sys.stderr.write(f"{data.decode(errors='replace')}\n")
-    sys.stderr.flush()
+    sender = _sender()
+    if sender is None or not sender.message(data):
+        _print(data.decode(errors="replace"))
 
 
 def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
@@ -57,7 +69,7 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
         step: such as the epoch, or the number of the step.
 
     Raises:
-        InvalidArgumentError: a value is not a number, or `step` is not a whole number.
+        InvalidArgumentError: a value is not a number, `step` is not a whole number, or the entry has more than 64 KiB.
     """
     try:
         values = {str(name): float(value) for name, value in metrics.items()}
@@ -67,20 +79,33 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
             f"log_metrics({metrics!r:.200}, step={step!r}): {e}. Give numbers by name, and a whole number as step."
         ) from e
     entry = {"step": whole, "time": round(time.time(), 3), "values": values}
-    log_to_driver(f"{METRICS}{json.dumps(entry)}")
+    text = json.dumps(entry)
+    if len(text) > _MAX_BYTES:
+        raise InvalidArgumentError(
+            f"log_metrics: {len(values):,} numbers take {len(text):,} bytes with their names; a call may have {_MAX_BYTES:,}. Log them in "
+            "several calls."
+        )
+    sender = _sender()
+    if sender is None or not sender.metrics(text.encode()):
+        _print(f"metrics {text}")
 
 
 def report_progress(text: str) -> None:
     """Report the training's progress to the driver in one line; only the newest counts. Does nothing in other processes."""
-    if _installed and _installed[-1][0] == os.getpid():
-        _installed[-1][2](text.encode(errors="replace"))
+    if (sender := _sender()) is not None:
+        sender.progress(text.encode(errors="replace"))
 
 
-def install(send: Callable[[bytes], bool], progress: Callable[[bytes], bool]) -> None:
-    """Set the functions that reach the driver for this process; called by the trainer process.
+def install(sender: Sender) -> None:
+    """Set the sender of this process; called by the trainer process."""
+    _installed[:] = [(os.getpid(), sender)]
 
-    Args:
-        send: sends a message in UTF-8, from any thread; returns False once that is impossible.
-        progress: the same for a short line about the training's progress.
-    """
-    _installed[:] = [(os.getpid(), send, progress)]
+
+def _sender() -> Sender | None:
+    """Return the sender of this process; None in a fork, and in a process that the runner did not start."""
+    return next((sender for pid, sender in _installed if pid == os.getpid()), None)
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -355,10 +355,9 @@ class KerasEstimator(KerasParams, RankEstimator[KerasModel]):
             "start_timeout": options.start_timeout,
             **arguments,
         }
-        stream = given.pop("stdout", None) or given.pop("stderr", None)
         return run(
-            bridge.function(train),
-            stdout=bridge.stream(stream, given["verbose"]),
+            train,
+            loggers=bridge.take if bridge.fanout.has_loggers else None,
             args=(order,),
             num_proc=fixed_num_proc(options, "KerasEstimator"),
             spark=spark,

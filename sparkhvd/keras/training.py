@@ -11,9 +11,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -36,7 +36,6 @@ from sparkhvd.observe.loggers.base import Metric
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.timeline import Spans
 from sparkhvd.rank_messages import log_metrics
-from sparkhvd.runner.loggers import LineSplitter, WithSystemMetrics
 from sparkhvd.training.modules import weights
 from sparkhvd.training.profile import RunTimeline
 from sparkhvd.training.torch_settings import TorchSettings, held
@@ -604,23 +603,8 @@ class LoggerBridge:
         self._done = epochs_done
         self._seen: set[int] = set()
 
-    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function called by ranks, which with loggers also reports their load."""
-        return WithSystemMetrics(fn) if self.fanout.has_loggers else fn
-
-    def stream(self, given: TextIO | None, verbose: int) -> TextIO | None:
-        """Return the stream for the ranks' output.
-
-        Args:
-            given: the user's.
-            verbose: 0 shows nothing without a user's stream.
-        """
-        if not self.fanout.has_loggers:
-            return given
-        rest = sys.stderr if given is None and verbose else given
-        return cast("TextIO", LineSplitter(self._take, rest))
-
-    def _take(self, metrics: Sequence[Metric]) -> None:
+    def take(self, metrics: Sequence[Metric]) -> None:
+        """Pass on numbers of the ranks."""
         self._seen |= {m.step for m in metrics if not m.name.startswith("system/")}
         self.fanout.put(metrics)
 

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-    from sparkhvd.observe.loggers.base import Logger
+    from sparkhvd.observe.loggers.base import Logger, Metric
     from sparkhvd.settings import Settings
 
 __all__ = ["RankContext", "context", "run", "run_elastic", "run_hosts", "run_local"]
@@ -121,7 +121,7 @@ def run(
     max_retries: int = 2,
     use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
-    loggers: Sequence[Logger] | None = None,
+    loggers: Sequence[Logger] | Callable[[Sequence[Metric]], None] | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
 
@@ -174,8 +174,8 @@ def run(
             if Spark gives tasks GPUs, else the ranks see the GPUs of their executor. See docs/gpus.md.
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). Where Spark gives ranks GPUs,
             None requests a GPU and its share of the cores per rank.
-        loggers: such as [sparkhvd.MLflowLogger()]. They receive the ranks' `sparkhvd.log_metrics` live, and the ranks'
-            load. See docs/loggers.md.
+        loggers: such as [sparkhvd.MLflowLogger()], or a function that gets lists of `Metric` in a thread. They receive the ranks'
+            `sparkhvd.log_metrics` and load, live. See docs/loggers.md.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -211,9 +211,8 @@ def run(
         shim.worker_python(),
         "Set spark.pyspark.python or PYSPARK_PYTHON to it before the session starts.",
     )
-    followed = attach_loggers(loggers, fn, facts, stream, verbose)
-    with followed as (split, called):
-        options = replace(options, stream=split)
+    with attach_loggers(loggers, fn, facts, verbose) as (metrics, called):
+        options = replace(options, metrics=metrics)
         return job.launch(shim, called, args, kwargs or {}, num_proc, options).results
 
 
@@ -296,8 +295,7 @@ def run_local(
     )
     verbose = 1 if verbose is None else verbose
     stream = horovod_arguments.choose_stream(stdout, stderr)
-    followed = attach_loggers(loggers, fn, {"num_proc": num_proc}, stream, verbose)
-    with followed as (split, called):
+    with attach_loggers(loggers, fn, {"num_proc": num_proc}, verbose) as (metrics, called):
         return local.launch_local(
             called,
             args,
@@ -308,8 +306,9 @@ def run_local(
             verbose=verbose,
             use_gpu=use_gpu,
             hosts=hosts,
-            stream=split,
+            stream=stream,
             timestamps=prefix_output_with_timestamp,
+            metrics=metrics,
         )
 
 
@@ -396,7 +395,6 @@ def run_hosts(
         timestamps=prefix_output_with_timestamp,
     )
     facts = {"num_proc": num_proc, "hosts": hosts}
-    followed = attach_loggers(loggers, fn, facts, options.stream, options.verbose)
-    with followed as (split, called):
-        options = replace(options, stream=split)
+    with attach_loggers(loggers, fn, facts, options.verbose) as (metrics, called):
+        options = replace(options, metrics=metrics)
         return function.launch_on_hosts(called, args, kwargs or {}, num_proc, options)

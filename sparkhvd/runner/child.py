@@ -48,6 +48,7 @@ from sparkhvd.runner.protocol import (
     read_frame,
     write_frame,
     write_message,
+    write_metrics,
     write_progress,
 )
 from sparkhvd.runner.reports import dump_result, peak_rss, report_of, report_of_exit, traceback_of
@@ -242,7 +243,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     started_at, started = time.time(), time.monotonic()
     write_frame(result_fd, json.dumps({"started_at": started_at}).encode())
     messages = _Messages(result_fd)
-    rank_messages.install(messages.send, messages.progress)
+    rank_messages.install(messages)
     result = b""
     try:
         value = _call(program)
@@ -274,9 +275,13 @@ class _Messages:
         self._lock = threading.RLock()
         self._is_closed = False
 
-    def send(self, message: bytes) -> bool:
+    def message(self, text: bytes) -> bool:
         """Send a message; return False if the report was sent, or the reader is gone."""
-        return self._write(write_message, message)
+        return self._write(write_message, text)
+
+    def metrics(self, entry: bytes) -> bool:
+        """Send an entry of `log_metrics`; return False likewise."""
+        return self._write(write_metrics, entry)
 
     def progress(self, text: bytes) -> bool:
         """Send a line about the training's progress; return False likewise."""

@@ -72,7 +72,7 @@ class LiveOutput:
         self._source: Receiver | ChunkReader | None = None
         self._watch: _Watch | None = None
         self.way: OutputRoute | None = None
-        is_wanted = options.stream is not None or options.verbose > 0
+        is_wanted = options.stream is not None or options.verbose > 0 or options.metrics is not None
         if not is_wanted or choice == "0":
             return
         self._log = launching.log_to(
@@ -82,7 +82,9 @@ class LiveOutput:
         way = OutputRoute(shows_lines=self._shows_lines, on_terminal=on_terminal, is_shown=is_shown)
         # A task on the driver's terminal writes dropped lines there at once, but not lines lost at its end.
         elsewhere = "" if on_terminal else way.elsewhere
-        self._display = Display(self._show, attempt.size, options.show_progress, elsewhere)
+        self._display = Display(
+            self._show, attempt.size, options.show_progress, elsewhere, options.metrics
+        )
         says_why = is_shown and attempt.number == 0
         if shim.is_connect and options.mailbox is not None and options.run_dir is not None:
             folder = folder_of(options.run_dir, attempt.number, attempt.job_id)

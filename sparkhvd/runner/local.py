@@ -53,8 +53,9 @@ def launch_local(
     hosts: str | None = None,
     stream: TextIO | None = None,
     timestamps: bool = False,
+    metrics: Callable[[int, str], None] | None = None,
 ) -> list[R]:
-    """See `sparkhvd.runner.run_local`."""
+    """See `sparkhvd.runner.run_local`; `metrics` takes ranks and their entries of `log_metrics`, as JSON."""
     check_num_proc(num_proc)
     program = launching.dump_call(fn, args, kwargs)
     check_hosts(hosts, num_proc)
@@ -64,7 +65,8 @@ def launch_local(
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     host = socket.gethostname()
     plan = TrainersPlan(env, sys.path, os.getcwd(), chosen, use_gpu)
-    with Trainers(range(num_proc), LOOPBACK, plan, program, log, ended.put) as trainers:
+    given = (range(num_proc), LOOPBACK, plan, program, log, ended.put, metrics)
+    with Trainers(*given) as trainers:
         gpus = trainers.gpus(host)
         required = trainers.gpu_plan.is_required
         if problem := agreement.check_gpus(trainers.gpu_plan.mode, gpus, is_required=required):
@@ -181,6 +183,7 @@ class Trainers:
         program: pickled call.
         log: called with each line of their output, from threads.
         on_end: called with a rank when its trainer has ended, from threads.
+        metrics: called with the rank and each entry of `log_metrics`, from threads; None passes it to `log`.
 
     Raises:
         PreflightError: the processes may have too little address space for torch.
@@ -194,6 +197,7 @@ class Trainers:
         program: bytes,
         log: Callable[[str], None],
         on_end: Callable[[int], None],
+        metrics: Callable[[int, str], None] | None = None,
     ) -> None:
         self._settings = plan.settings
         settings = plan.settings.values
@@ -232,7 +236,15 @@ class Trainers:
                         endpoint=listener.endpoint().to_dict(),
                     )
                     ended = functools.partial(on_end, rank)
-                    trainer = Trainer(rank, own, program, log, ended, f"{mark}.{rank}")
+                    trainer = Trainer(
+                        rank,
+                        own,
+                        program,
+                        log,
+                        ended,
+                        f"{mark}.{rank}",
+                        metrics=metrics and functools.partial(metrics, rank),
+                    )
                     self.all.append(stack.enter_context(trainer))
             self._stack = stack.pop_all()
 

@@ -1,6 +1,6 @@
-"""Loggers of `run(fn)`: receive lines of `log_metrics` from the ranks' output, and each rank's load.
+"""Loggers of `run(fn)`: receive entries of `log_metrics` from the ranks, and each rank's load.
 
-Threads: one thread at a time writes the stream. Failure: an unreadable line is shown as output; see `observe.loggers`.
+Threads: any may pass an entry. Failure: an invalid entry is dropped; see `observe.loggers`.
 """
 
 from __future__ import annotations
@@ -9,82 +9,58 @@ import contextlib
 import functools
 import json
 import math
-import re
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, cast
+from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.observe.loggers.base import Fit, Logger, Metric
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.system import METRICS as SYSTEM_METRICS
 from sparkhvd.observe.system import Gpu, LoadMonitor, Sample
-from sparkhvd.rank_messages import METRICS, log_metrics
+from sparkhvd.rank_messages import log_metrics
 from sparkhvd.topology import RankContext, context
 
-_LINE = re.compile(r"(?m)^(?:\S+ )?\[\d+\] " + METRICS + r"(\{.*\})\n")
 
-
-class LineSplitter:
-    """Stream that extracts lines of `log_metrics` from the ranks' output."""
-
-    def __init__(self, take: Callable[[list[Metric]], None], rest: TextIO | None) -> None:
-        """Split what is written.
-
-        Args:
-            take: receives the metrics.
-            rest: receives the other lines; None discards them.
-        """
-        self._take, self._rest = take, rest
-
-    def write(self, text: str) -> int:
-        """Write whole lines."""
-        rest = _LINE.sub(self._taken, text)
-        if self._rest is not None and rest:
-            self._rest.write(rest)
-        return len(text)
-
-    def _taken(self, match: re.Match[str]) -> str:
-        try:
-            entry = json.loads(match[1])
-            step, moment = int(entry["step"]), float(entry["time"])
-            metrics = [Metric(name, float(v), step, moment) for name, v in entry["values"].items()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return match[0]
-        self._take(metrics)
-        return ""
-
-    def flush(self) -> None:
-        """Flush the rest."""
-        if self._rest is not None:
-            self._rest.flush()
+def metrics_of(entry: str) -> list[Metric]:
+    """Return the numbers in an entry of `log_metrics`; empty if it is invalid."""
+    try:
+        fields = json.loads(entry)
+        step, moment = int(fields["step"]), float(fields["time"])
+        return [Metric(name, float(v), step, moment) for name, v in fields["values"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return []
 
 
 @contextlib.contextmanager
 def attach_loggers(
-    loggers: Sequence[Logger] | None,
+    loggers: Sequence[Logger] | Callable[[Sequence[Metric]], None] | None,
     fn: Callable[..., object],
     params: Mapping[str, object],
-    stream: TextIO | None,
     verbose: int,
-) -> Iterator[tuple[TextIO | None, Callable[..., Any]]]:
-    """Attach loggers to a call on ranks; yield the stream for its output and the function for the ranks.
+) -> Iterator[tuple[Callable[[int, str], None] | None, Callable[..., Any]]]:
+    """Attach loggers to a call on ranks; yield what takes a rank and its entries of `log_metrics`, and the function for the ranks.
 
     Args:
-        loggers: of the call; without loggers the stream and the function are unchanged.
+        loggers: of the call, or a function that takes numbers; without loggers entries are lines of output, and the function is unchanged.
         fn: the function, whose name the run gets.
         params: of the run; None for unknown values.
-        stream: that the user gave, or None for stderr.
         verbose: 0 prints nothing on stderr.
 
     Raises:
         InvalidArgumentError: `loggers` has another type.
     """
     if not loggers:
-        yield stream, fn
+        yield None, fn
+        return
+    # The launch reports a function that cannot be called.
+    called = WithSystemMetrics(fn) if callable(fn) else fn
+    if callable(loggers):
+        put = loggers
+        yield lambda _, entry: put(metrics_of(entry)), called
         return
     found = [loggers] if isinstance(loggers, Logger) else list(loggers)
     if not all(isinstance(each, Logger) for each in found):
@@ -100,11 +76,8 @@ def attach_loggers(
             sys.stderr.write(f"{line}\n")
 
     fanout = LoggerFanout(found, lambda: Fit(run_id, params=texts), log)
-    rest = sys.stderr if stream is None and verbose else stream
     try:
-        # The launch reports a function that cannot be called.
-        called = WithSystemMetrics(fn) if callable(fn) else fn
-        yield cast("TextIO", LineSplitter(fanout.put, rest)), called
+        yield lambda _, entry: fanout.put(metrics_of(entry)), called
     except BaseException as e:
         fanout.failed(e, {})
         raise

@@ -70,6 +70,7 @@ class LaunchOptions:
             them.
         timestamps: whether lines of ranks start with the local time.
         stream: receives the ranks' output.
+        metrics: called from a thread with the rank and each entry of `log_metrics`, as JSON; None shows it as a line.
         show_progress: called from a thread with each line about the training's progress.
         relaunched: called with the cause before ranks are launched again.
         ranks_changed: called with each change of the ranks of an elastic job, at the end of a launch.
@@ -92,6 +93,7 @@ class LaunchOptions:
     timestamps: bool = False
     stream: TextIO | None = None
     mailbox: Mailbox | None = None
+    metrics: Callable[[int, str], None] | None = None
     show_progress: Callable[[str], None] = lambda _: None
     relaunched: Callable[[str], None] = lambda _: None
     ranks_changed: Callable[[RankChange], None] = lambda _: None

@@ -74,7 +74,7 @@ class Outcome:
         run_s: seconds that the function ran.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
         warnings: messages for the caller about the ranks; on rank 0 only.
-        unsent: numbers, texts and lines of live output records that the driver may not have shown; see
+        unsent: numbers, texts, lines and kinds of live output records that the driver may not have shown; see
             `live.frames.Record`.
         num_parts: rows of its result.
     """
@@ -95,7 +95,7 @@ class Outcome:
     run_s: float = 0.0
     job_id: str = ""
     warnings: tuple[str, ...] = ()
-    unsent: tuple[tuple[int, str, int], ...] = ()
+    unsent: tuple[tuple[int, str, int, bool], ...] = ()
     num_parts: int = field(default=0, compare=False)  # describes the transfer, not the rank
 
     def to_json(self) -> str:
@@ -138,7 +138,9 @@ def embed(outcome: Outcome) -> str:
         message=_middle_cut(outcome.message),
         traceback=_middle_cut(outcome.traceback),
         log_tail=tuple(_tail_lines(outcome.log_tail)),
-        unsent=tuple((n, _middle_cut(text) * (n == last), k) for n, text, k in outcome.unsent),
+        unsent=tuple(
+            (n, _middle_cut(text) * (n == last), k, m) for n, text, k, m in outcome.unsent
+        ),
     )
     packed = base64.urlsafe_b64encode(zlib.compress(short.to_json().encode(), 9)).decode()
     return f"[sparkhvd-outcome:{outcome.job_id}:{packed}]"

@@ -31,8 +31,8 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-# Prefixes of frames for the driver: part of a message, its end, and progress. The report, which comes last, is JSON.
-_PART, _END, _PROGRESS = b"m", b"M", b"p"
+# Prefixes of frames for the driver: a part of a message or of metrics, the end of either, and progress. The report, which comes last, is JSON.
+_PART, _END_MESSAGE, _END_METRICS, _PROGRESS = b"m", b"M", b"n", b"p"
 # Linux's PIPE_BUF.
 _ATOMIC_BYTES = 4096
 
@@ -131,14 +131,24 @@ def write_frame(fd: int, payload: bytes) -> None:
 
 
 def write_message(fd: int, message: bytes) -> None:
-    """Write a message for the driver in atomic frames, so that an exception of a signal handler splits no frame."""
+    """Write a message for the driver."""
+    _write_parts(fd, message, _END_MESSAGE)
+
+
+def write_metrics(fd: int, entry: bytes) -> None:
+    """Write an entry of `log_metrics`."""
+    _write_parts(fd, entry, _END_METRICS)
+
+
+def _write_parts(fd: int, message: bytes, end: bytes) -> None:
+    """Write atomic frames, so that an exception of a signal handler splits no frame."""
     room = _ATOMIC_BYTES - _LENGTH.size - len(_PART)
     try:
         for start in range(0, len(message), room):
             part = _PART + message[start : start + room]
             os.write(fd, _LENGTH.pack(len(part)) + part)
     finally:
-        os.write(fd, _LENGTH.pack(len(_END)) + _END)
+        os.write(fd, _LENGTH.pack(len(end)) + end)
 
 
 def write_progress(fd: int, text: bytes) -> None:
@@ -148,15 +158,18 @@ def write_progress(fd: int, text: bytes) -> None:
 
 
 def read_report(
-    fd: int, take: Callable[[bytes], None], progress: Callable[[bytes], None]
+    fd: int,
+    take: Callable[[bytes], None],
+    metrics: Callable[[bytes], None],
+    progress: Callable[[bytes], None],
 ) -> bytes | None:
-    """Read up to the report, passing on messages and progress; None if the writer is gone."""
+    """Read up to the report, passing on messages, metrics and progress; None if the writer is gone."""
     message = b""
     while (frame := read_frame(fd)) is not None:
         if frame.startswith(_PART):
             message += frame[len(_PART) :]
-        elif frame == _END:
-            take(message)
+        elif frame in (_END_MESSAGE, _END_METRICS):
+            (take if frame == _END_MESSAGE else metrics)(message)
             message = b""
         elif frame.startswith(_PROGRESS):
             progress(frame[len(_PROGRESS) :])

@@ -278,6 +278,7 @@ def _start(
                     program,
                     output.line,
                     notify=output.message,
+                    metrics=output.metrics,
                     progress=output.progress,
                 )
             )
@@ -354,6 +355,7 @@ def output_of(spec: TaskSpec, rank: int, files: SharedFiles | None) -> RankOutpu
     """Return the output routes of a rank, as specified."""
     way = None if spec.live is None else OutputRoute.from_dict(spec.live)
     return RankOutput(
+        rank,
         None if way is None else Sender(way, rank, _carrier(way, spec, rank, files)),
         timestamp=spec.timestamps,
         # If stderr is the driver's, a line takes one route only.
@@ -408,6 +410,7 @@ class RankOutput:
     """Routes a rank's output; a context manager.
 
     Args:
+        rank: the rank.
         sender: sends it to the driver; None without live output.
         timestamp: whether lines on stderr start with the local time.
         on_stderr: whether stderr gets all of it, nothing, or what the sender did not accept.
@@ -415,11 +418,13 @@ class RankOutput:
 
     def __init__(
         self,
+        rank: int,
         sender: Sender | None,
         *,
         timestamp: bool,
         on_stderr: Literal["always", "unsent", "never"],
     ) -> None:
+        self._rank = rank
         self._sender = sender
         self._timestamp = timestamp
         self._on_stderr = on_stderr
@@ -432,6 +437,11 @@ class RankOutput:
         """Route a message for the driver."""
         self._echo(text, is_sent=self._sender is not None and self._sender.message(text))
 
+    def metrics(self, entry: str) -> None:
+        """Route an entry of `log_metrics`."""
+        is_sent = self._sender is not None and self._sender.metrics(entry)
+        self._echo(f"[{self._rank}] metrics {entry}", is_sent=is_sent)
+
     def progress(self, text: str) -> None:
         """Route a line about the training's progress; it is not written to stderr."""
         if self._sender is not None:
@@ -442,7 +452,7 @@ class RankOutput:
             for line in text.split("\n"):
                 log(line, timestamp=self._timestamp)
 
-    def close(self) -> tuple[tuple[int, str, int], ...]:
+    def close(self) -> tuple[tuple[int, str, int, bool], ...]:
         """Send the last lines to the driver; return records that it may not have received."""
         return () if self._sender is None else tuple(self._sender.close())
 

@@ -67,6 +67,7 @@ class Trainer:
         on_end: Callable[[], None] = lambda: None,
         mark: str = "",
         notify: Callable[[str], object] | None = None,
+        metrics: Callable[[str], object] | None = None,
         progress: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Start the process and send it everything but the job; a zygote forks it only when it gets its job.
@@ -80,12 +81,14 @@ class Trainer:
             mark: in its variables, for `orphans`; "" for no mark.
             notify: called with the text of each `log_to_driver`, with prefixed lines like `log`, from a thread; None
                 uses `log`.
+            metrics: called with each entry of `log_metrics`, as JSON, from the same thread; None passes it to `notify` as a line.
             progress: called with each line about the training's progress, from the same thread.
         """
         self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
-        self._log, self._notify, self._progress = log, notify or log, progress
+        self._log, self._notify = log, notify or log
+        self._metrics, self._progress = metrics or self._notify_of_metrics, progress
         self._tail = Tail(LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
         self._status: int | None = 0
@@ -317,6 +320,13 @@ class Trainer:
         with contextlib.suppress(Exception):  # as above
             self._notify("\n".join(f"[{self.rank}] {line}" for line in lines))
 
+    def _pass_metrics(self, entry: bytes) -> None:
+        with contextlib.suppress(Exception):  # as above
+            self._metrics(entry.decode(errors="replace"))
+
+    def _notify_of_metrics(self, entry: str) -> None:
+        self._notify(f"[{self.rank}] metrics {entry}")
+
     def _pass_progress(self, text: bytes) -> None:
         with contextlib.suppress(Exception):  # as above
             self._progress(text.decode(errors="replace"))
@@ -331,7 +341,9 @@ class Trainer:
             if started is None:
                 return
             self._report = json.loads(started)
-            report = read_report(fd, partial(self._pass_message, reader), self._pass_progress)
+            report = read_report(
+                fd, partial(self._pass_message, reader), self._pass_metrics, self._pass_progress
+            )
             result = None if report is None else read_frame(fd)
             if report is None or result is None:
                 return

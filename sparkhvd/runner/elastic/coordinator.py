@@ -423,7 +423,7 @@ class AttemptResult:
     outcomes: Mapping[int, Outcome]
     results: Mapping[int, bytes]
     refused: str = ""
-    unsent: tuple[tuple[int, str, int], ...] = ()
+    unsent: tuple[tuple[int, str, int, bool], ...] = ()
     changes: tuple[RankChange, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -454,7 +454,7 @@ class AttemptResult:
             {number: Outcome.from_json(text) for number, text in values["outcomes"]},
             results,
             values["refused"],
-            tuple((number, text, lines) for number, text, lines in values["unsent"]),
+            tuple((number, text, lines, kind) for number, text, lines, kind in values["unsent"]),
             tuple(RankChange(**each) for each in values["changes"]),
         )
 

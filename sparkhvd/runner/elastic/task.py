@@ -170,6 +170,7 @@ class TaskSlot:
                     self._program,
                     output.line,
                     notify=output.message,
+                    metrics=output.metrics,
                     progress=output.progress,
                 )
                 stack.enter_context(trainer)

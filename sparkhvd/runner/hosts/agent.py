@@ -336,7 +336,9 @@ class _FunctionRanks:
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         plan = _plan(order, settings)
         ranks = range(order.first, order.first + order.count)
-        self._trainers = Trainers(ranks, address, plan, program, self._show, self._ended.put)
+        self._trainers = Trainers(
+            ranks, address, plan, program, self._show, self._ended.put, self._pass_metrics
+        )
         threading.Thread(target=self._report, daemon=True).start()
 
     def endpoints(self) -> list[Endpoint]:
@@ -359,6 +361,10 @@ class _FunctionRanks:
     def _show(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self._channel.send("line", line.encode())
+
+    def _pass_metrics(self, rank: int, entry: str) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send("metrics", entry.encode(), rank=rank)
 
     def _report(self) -> None:
         while True:

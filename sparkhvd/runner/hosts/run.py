@@ -42,7 +42,7 @@ _MARGIN_S = 1.0
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """Options of `run_hosts`, under its names."""
+    """Options of `run_hosts`, under its names; `metrics` takes ranks and their entries of `log_metrics`, as JSON."""
 
     hosts: str | None
     hostfile: str | None
@@ -56,6 +56,7 @@ class HostsOptions:
     start_timeout_s: float | None
     stream: TextIO | None
     timestamps: bool
+    metrics: Callable[[int, str], None] | None = None
 
     def hosts_given(self) -> list[Host]:
         """Return the hosts.
@@ -120,7 +121,7 @@ def launch_on_hosts(
         log = launching.log_to(
             options.stream, verbose=options.verbose, timestamps=options.timestamps
         )
-        answers = _Answers(places, log)
+        answers = _Answers(places, log, options.metrics)
         started.listen(answers.receive, answers.lose)
         try:
             outcomes = collect(answers.take, size)
@@ -134,15 +135,27 @@ def launch_on_hosts(
 class _Answers:
     """Outcomes and output of ranks, as the hosts send them."""
 
-    def __init__(self, places: Sequence[HostSlots], log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        places: Sequence[HostSlots],
+        log: Callable[[str], None],
+        metrics: Callable[[int, str], None] | None,
+    ) -> None:
         self.results: dict[int, bytes] = {}
-        self._log = log
+        self._log, self._metrics = log, metrics
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._running = {place.host: set(place.ranks) for place in places}
 
     def receive(self, place: HostSlots, message: Message) -> None:
         if message.kind == "line":
             self._log(message.data.decode(errors="replace"))
+        elif message.kind == "metrics":
+            entry = message.data.decode(errors="replace")
+            rank = int(message.values["rank"])
+            if self._metrics is None:
+                self._log(f"[{rank}] metrics {entry}")
+            else:
+                self._metrics(rank, entry)
         elif message.kind == "outcome":
             outcome = Outcome.from_json(message.values["outcome"])
             rank = outcome.rank or 0

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Number of the record and bytes of its text, which follows.
-HEADER = struct.Struct("!QI")
+# Number of the record, whether it is an entry of `log_metrics`, and bytes of its text, which follows.
+HEADER = struct.Struct("!Q?I")
 # Number of the last shown record.
 ACK = struct.Struct("!Q")
 # The driver refuses longer texts.
@@ -23,11 +23,13 @@ class Record(NamedTuple):
         number: 1, 2, ... for each rank of an attempt; 0 for progress, which may be lost.
         text: whole lines, without the last newline; "" for a lost record.
         lines: lines of the rank that it represents: its own, and lines that it counts as left out.
+        is_metrics: whether the text is an entry of `log_metrics`, as JSON.
     """
 
     number: int
     text: str
     lines: int = 0
+    is_metrics: bool = False
 
 
 def left_out(rank: int, lines: int, elsewhere: str) -> str:
@@ -41,7 +43,7 @@ def pack(records: Iterable[Record]) -> bytes:
     parts = []
     for record in records:
         data = record.text.encode(errors="replace")
-        parts += [HEADER.pack(record.number, len(data)), data]
+        parts += [HEADER.pack(record.number, record.is_metrics, len(data)), data]
     return b"".join(parts)
 
 
@@ -49,7 +51,8 @@ def unpack(data: bytes) -> Iterator[Record]:
     """Yield the records of `pack`."""
     at = 0
     while at < len(data):
-        number, num_bytes = HEADER.unpack_from(data, at)
+        number, is_metrics, num_bytes = HEADER.unpack_from(data, at)
         at += HEADER.size
-        yield Record(number, data[at : at + num_bytes].decode(errors="replace"))
+        text = data[at : at + num_bytes].decode(errors="replace")
+        yield Record(number, text, is_metrics=is_metrics)
         at += num_bytes

@@ -175,11 +175,12 @@ class Receiver:
         self._of_rank[rank] = sock
         while True:
             header = yield from read(sock, HEADER.size, time.monotonic() + _FOREVER_S)
-            number, num_bytes = HEADER.unpack(header)
+            number, is_metrics, num_bytes = HEADER.unpack(header)
             if num_bytes > MAX_RECORD_BYTES:
                 return
             text = yield from read(sock, num_bytes, time.monotonic() + _RECORD_S)
-            self._display.take(rank, Record(number, text.decode(errors="replace")))
+            record = Record(number, text.decode(errors="replace"), is_metrics=is_metrics)
+            self._display.take(rank, record)
             send(sock, ACK.pack(self._display.last(rank)))
 
 
@@ -196,6 +197,7 @@ class Display:
         size: int,
         progress: Callable[[str], None] = lambda _: None,
         elsewhere: str = "",
+        metrics: Callable[[int, str], None] | None = None,
     ) -> None:
         """Create a display.
 
@@ -204,8 +206,10 @@ class Display:
             size: number of ranks.
             progress: called with a line about the training's progress.
             elsewhere: where lost lines can be found; "" for nowhere.
+            metrics: called with the rank and each entry of `log_metrics`, as JSON; None shows it as a line.
         """
         self._elsewhere = elsewhere
+        self._metrics = metrics
         self._show = show
         self._progress = progress
         # Number of the last shown record, by rank.
@@ -224,7 +228,12 @@ class Display:
             return
         # A broken stream never breaks training; text that it refuses is lost.
         with contextlib.suppress(Exception):
-            self._show(record.text)
+            if not record.is_metrics:
+                self._show(record.text)
+            elif self._metrics is None:
+                self._show(f"[{rank}] metrics {record.text}")
+            elif record.text:
+                self._metrics(rank, record.text)
         self._shown[rank] = record.number
 
     def show_rest(self, outcomes: Iterable[Outcome]) -> None:

@@ -102,6 +102,10 @@ class Sender:
         """Send a message of such lines, with a rate of its own; return False if it is left out."""
         return self._started(self._backlog.message(text))
 
+    def metrics(self, entry: str) -> bool:
+        """Send an entry of `log_metrics`, at the rate of messages; return False if it is left out."""
+        return self._started(self._backlog.metrics(entry))
+
     def progress(self, text: str) -> None:
         """Send a line about the training's progress, replacing the last one; lost with its connection."""
         self._started(self._backlog.progress(text))
@@ -250,6 +254,13 @@ class Backlog:
 
     def message(self, text: str) -> bool:
         """Add a message of some lines; return False if it is left out."""
+        return self._add(text, is_metrics=False)
+
+    def metrics(self, entry: str) -> bool:
+        """Add an entry of `log_metrics` as a record of its own; return False if it is left out."""
+        return self._add(entry, is_metrics=True)
+
+    def _add(self, text: str, *, is_metrics: bool) -> bool:
         num_bytes = len(text.encode(errors="replace")) + 1
         with self._changed:
             if self._has_ended:
@@ -259,7 +270,14 @@ class Backlog:
             ):
                 self._left_out += text.count("\n") + 1
                 return False
-            self._put(text, num_bytes)
+            if is_metrics:
+                self._close_record()
+                self._last += 1
+                self._records.append(Record(self._last, text, 1, is_metrics=True))
+                self._bytes += num_bytes
+                self._changed.notify_all()
+            else:
+                self._put(text, num_bytes)
             return True
 
     def progress(self, text: str) -> bool:

@@ -106,6 +106,36 @@ def test_lines_come_in_order_while_the_ranks_run_and_messages_with_them() -> Non
         assert [one.close() for one in senders] == [[], [], []]
 
 
+def test_metrics_arrive_once_and_in_order_over_cut_connections() -> None:
+    screen, found = Screen(), list[tuple[int, str]]()
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    display = Display(screen.show, SIZE, metrics=lambda rank, entry: found.append((rank, entry)))
+    with (
+        Receiver(listening, "127.0.0.1", display, KEY, "job", 0, SIZE) as driver,
+        Proxy(driver.address) as proxy,
+        sender_to(proxy.address, 1) as rank,
+    ):
+        for number in range(30):
+            assert rank.line(f"[1] line {number}")
+            assert rank.metrics(str(number))
+            if number % 10 == 5:
+                wait_until(lambda: found, "something has arrived")
+                proxy.cut()
+        wait_until(lambda: len(found) == 30, "all entries have arrived")
+        assert rank.close() == []
+    assert found == [(1, str(number)) for number in range(30)]
+    assert screen.lines == texts(1, 30)
+
+
+def test_without_loggers_metrics_are_lines() -> None:
+    screen = Screen()
+    with receiver_for(screen.show) as driver, sender_to(driver.address, 1) as rank:
+        rank.metrics("{}")
+        wait_until(lambda: screen.lines, "it is shown")
+    assert screen.lines == ["[1] metrics {}"]
+
+
 def test_a_rank_without_output_has_neither_thread_nor_connection() -> None:
     with receiver_for(print) as driver, sender_to(driver.address) as silent:
         assert silent._thread is None
@@ -334,7 +364,7 @@ def test_a_stream_that_blocks_holds_up_neither_the_rank_nor_the_driver(
         began = time.monotonic()
         unsent = tuple(rank.close())
     assert time.monotonic() - began < sender.FLUSH_S + 1.5
-    assert unsent == ((1, "[0] a line", 1),)
+    assert unsent == ((1, "[0] a line", 1, False),)
     assert driver.is_stuck
     released.set()
     driver._thread.join(10)

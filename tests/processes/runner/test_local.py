@@ -25,7 +25,7 @@ from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
 from tests.harness.spark import started_script
 from tests.harness.waiting import wait_until
-from tests.pure.runner.test_metric_lines import Kept
+from tests.pure.runner.test_run_loggers import Kept
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +64,14 @@ def test_loggers_get_numbers_of_ranks_in_their_order() -> None:
         assert here is not None
         for step in range(1, 51):
             sparkhvd.log_metrics({f"loss_{here.rank}": step / 2}, step)
-        print("trained")
+        print('metrics {"step": 1, "time": 0, "values": {"mine": 1}}')  # a line like any other
         time.sleep(1.5)  # the load of a second
 
     kept, shown = Kept(), io.StringIO()
     run_local(train, num_proc=2, loggers=[kept], stdout=shown)
-    assert sorted(shown.getvalue().splitlines()) == ["[0] trained", "[1] trained"]
+    line = 'metrics {"step": 1, "time": 0, "values": {"mine": 1}}'
+    assert sorted(shown.getvalue().splitlines()) == [f"[0] {line}", f"[1] {line}"]
+    assert not any(m.name == "mine" for m in kept.metrics)
     for rank in range(2):
         found = [(m.step, m.value) for m in kept.metrics if m.name == f"loss_{rank}"]
         assert found == [(step, step / 2) for step in range(1, 51)]

@@ -15,7 +15,6 @@ import torch
 from sparkhvd import topology
 from sparkhvd.observe import system
 from sparkhvd.observe.system import Gpu
-from sparkhvd.rank_messages import METRICS
 from sparkhvd.runner.loggers import WithSystemMetrics
 from sparkhvd.runner.protocol import _names_in
 
@@ -40,7 +39,7 @@ def works(seconds: float, *, fails: bool = False) -> int:
 
 def logged(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     lines = capsys.readouterr().err.splitlines()
-    return [json.loads(line.removeprefix(METRICS))["values"] for line in lines]
+    return [json.loads(line.removeprefix("metrics "))["values"] for line in lines]
 
 
 def test_the_load_is_told_while_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
