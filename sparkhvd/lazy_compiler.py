@@ -14,10 +14,12 @@ Threads: safe, as imports are. Failure: an error of torch's import reaches the c
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +35,8 @@ class _Compiler(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(NAME, "Stands for torch's compiler until something compiles.")
+        self.__spec__ = ModuleSpec(NAME, None, is_package=True)
+        self.__path__: list[str] = []  # its submodules are found by `_Finder`
         vars(self).update(_disabled=[], _lock=threading.RLock())
 
     def graph_break(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +66,7 @@ class _Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "trace_rules" and _caller() == "torch.distributed.distributed_c10d":
             return self
-        if (
-            name.startswith("__") and name != "__path__"
-        ):  # of the import system, `inspect`, `copy`, `doctest`
+        if name.startswith("__"):  # of the import system, `inspect`, `copy`, `doctest`
             raise AttributeError(name)
         return getattr(_load(self), name)
 
@@ -78,11 +80,45 @@ class _Compiler(ModuleType):
         return dir(_load(self))
 
 
+class _Finder(MetaPathFinder, Loader):
+    """Finds the submodules of the stand-in: those of torch's compiler, which it loads."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a submodule; None without the stand-in."""
+        stand_in = sys.modules.get(NAME)
+        if not fullname.startswith(f"{NAME}.") or not isinstance(stand_in, _Compiler):
+            return None
+        real = _load(stand_in)
+        module = sys.modules.get(fullname)
+        if module is None:
+            return PathFinder.find_spec(fullname, real.__path__, target)
+        # Loaded with the package, and not to be loaded twice. The import system uses the spec that the module has.
+        spec = ModuleSpec(fullname, self)
+        spec.loader_state = module.__spec__
+        vars(module)["__spec__"] = spec  # a module of settings refuses `setattr`
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the loaded module."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec again."""
+        assert module.__spec__ is not None
+        vars(module)["__spec__"] = module.__spec__.loader_state
+
+
+_finder = _Finder()
+
+
 def install() -> None:
     """Put the stand-in in place if the compiler is not loaded; torch need not be loaded."""
     if NAME not in sys.modules:
-        sys.modules[NAME] = made = _Compiler()
-        made.__spec__ = importlib.util.spec_from_loader(NAME, loader=None)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        sys.modules[NAME] = _Compiler()
 
 
 def remove() -> None:
@@ -90,6 +126,8 @@ def remove() -> None:
     found = sys.modules.get(NAME)
     if isinstance(found, _Compiler):
         _take_away(found)
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ from sparkhvd.observe.report.page import JSON_NAME, Document, dumps, loads, rend
 from sparkhvd.spark import active_session, check_dataframe, is_connect
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.copies import copied
-from sparkhvd.training.modules.fitted import TrainedState, output_widths, zeros
+from sparkhvd.training.modules.fitted import TrainedState, failure_on_zeros, output_widths, zeros
 from sparkhvd.training.modules.modes import check_modes, in_mode
 from sparkhvd.training.modules.weights import Weights, store_weights
 from sparkhvd.training.torch_settings import settings_here
@@ -476,8 +476,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not fitted.widths:
             raise InvalidArgumentError(
                 "transform: the outputs of the model are not known, because its forward failed on made-up rows on the driver and, "
-                "after training, on the ranks' first batch. getModel() gives the trained module; give one whose forward runs "
-                "without ranks to setModel."
+                f"after training, on the ranks' first batch{failure_on_zeros(fitted)}. getModel() gives the trained module; give one "
+                "whose forward runs in eval mode, without ranks, to setModel."
             )
 
     def _name_no_outputs(self) -> None:

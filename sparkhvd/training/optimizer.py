@@ -90,7 +90,8 @@ class OptimizerList(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set state and groups, also when a state dict is loaded."""
         super().__setstate__(state)
-        self._share()
+        if "optimizers" in vars(self):  # not in a shallow copy, which has groups only
+            self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which the last optimizer steps."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.binding import Argument
+from sparkhvd.data.columns.binding import Argument, label_arguments
 from sparkhvd.data.columns.schema import DataSchema, stored_dtype
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.metrics import Forward, Logs
@@ -81,7 +81,7 @@ def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: 
 
     Args:
         names: of the arguments.
-        model: its `forward` returns the loss: as `loss` of an object or dict, or first of a tuple.
+        model: its `forward` returns the loss: as `loss` of an object or dict, or as first or only number of a tuple.
         batch: of this rank.
         ctx: unused.
 
@@ -98,10 +98,13 @@ def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: 
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(result, tuple) and loss is None:
         loss = result[0]
+        numbers = [each for each in result if isinstance(each, Tensor) and not each.dim()]
+        if len(numbers) == 1:
+            loss = numbers[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InvalidArgumentError(
-            f"loss is not given, so the model computes it from its arguments {', '.join(map(repr, names))}, but its forward returned "
-            f"{_kind(result)} without a loss. Give loss, or train_step."
+            f"loss is not given, so the model computes it from its argument {', '.join(map(repr, label_arguments(model, names)))}, but its "
+            f"forward returned {_kind(result)} without a loss. Give loss, or train_step."
         )
     return loss
 
@@ -286,9 +289,16 @@ def _first_call(
         hint = ""
         if re.search(r"Long|Int|integer", str(e)) and "dtype" in str(e):
             hint = ". Whole numbers of a float column become classes by label_dtypes or feature_dtypes, {'<column>': 'int64'}"
+        elif name == "model.forward" and (floats := _floating_labels(model, batch)):
+            hint = f". If {floats} are classes, give feature_dtypes={{'<its column>': 'int64'}}"
         raise InvalidArgumentError(
             f"{name} raised {type(e).__name__}: {e} (batch: {shapes}){hint}"
         ) from e
+
+
+def _floating_labels(model: nn.Module, batch: TensorBatch) -> str:
+    names = label_arguments(model, batch)
+    return ", ".join(repr(n) for n in names if batch[n].is_floating_point())
 
 
 def _kind(value: object) -> str:

@@ -95,6 +95,8 @@ def test_every_optimizer_of_torch_gives_the_same_bits() -> None:
 
 # What loads the compiler, each in a fork of a process with the stand-in.
 LATER = """
+from pytest import raises as pytest_raises
+
 def step():
     p.grad = torch.ones(2)
     torch.compile(lambda: o.step(), backend="eager")()
@@ -105,6 +107,19 @@ def submodule():
     from torch._dynamo import OptimizedModule
     torch._dynamo.config.verbose = True
     assert config.verbose and isinstance(OptimizedModule, type)
+    assert torch._dynamo.eval_frame.config is config  # loaded once
+    assert config.__spec__.loader is config.__loader__ is not None
+
+def submodule_apart():
+    import torch._dynamo.testing as testing  # the package does not load it
+    assert testing.CompileCounter().frame_count == 0
+    with pytest_raises(ModuleNotFoundError):
+        import torch._dynamo.none_of_these
+
+def name_of_a_submodule():
+    from torch._dynamo.utils import counters
+    from torch._dynamo.output_graph import counters as seen
+    assert counters is seen
 
 def decorator():
     inner = torch.compiler.disable(lambda x: x + 1)
@@ -131,7 +146,7 @@ p.grad = torch.zeros(2)
 o.step()
 o.zero_grad()
 assert not lazy_compiler.is_loaded()
-for case in [submodule, decorator, graph_break] if sys.argv[1:] == ["quick"] else [step]:
+for case in [submodule, submodule_apart, name_of_a_submodule, decorator, graph_break] if sys.argv[1:] == ["quick"] else [step]:
     if pid := os.fork():
         assert os.waitpid(pid, 0)[1] == 0, case
         continue

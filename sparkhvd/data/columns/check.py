@@ -397,6 +397,11 @@ def _listing(names: list[str], limit: int = 30) -> str:
 def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str, str]:
     if dtypes is None:
         return {}
+    if dtypes and not names:
+        raise InvalidArgumentError(
+            f"{param} is {dtypes!r}, and there are no label columns. Labels of a loss that the model computes are features: give "
+            "feature_dtypes."
+        )
     if isinstance(dtypes, Mapping):
         for name in dtypes:
             if name not in names:

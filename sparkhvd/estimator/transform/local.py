@@ -39,7 +39,7 @@ from sparkhvd.estimator.transform.worker import (
     usable_batch,
 )
 from sparkhvd.training.modules.copies import light_copy
-from sparkhvd.training.modules.fitted import TrainedState
+from sparkhvd.training.modules.fitted import TrainedState, failure_on_zeros
 from sparkhvd.training.to_device import Mover
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def _outputs(fitted: TrainedState, options: PredictOptions) -> tuple[Output, ...
     if not fitted.widths:
         raise InvalidArgumentError(
             "the outputs of the model are not known, because its forward failed on made-up rows on the driver and, after training, on the "
-            "ranks' first batch. Give one whose forward runs without ranks to setModel, and save that model."
+            f"ranks' first batch{failure_on_zeros(fitted)}. Give one whose forward runs in eval mode, without ranks, to setModel, and save "
+            "that model."
         )
     outputs = named_outputs(fitted, options)
     names = [output.name for output in outputs]

@@ -39,6 +39,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.slots import threads_per_rank
 from sparkhvd.training.modules.architecture import load_shell
+from sparkhvd.training.modules.lookups import naming_lookups
 from sparkhvd.training.modules.modes import in_mode
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.precision import autocast, widened
@@ -515,7 +516,7 @@ def _outputs(
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of decoded rows in one call of the model."""
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
-    with autocast(spec.precision, move.device):
+    with autocast(spec.precision, move.device), naming_lookups(model, decoded):
         result = model(*arguments, **keywords)
     outputs = widened(labels.outputs_of(result))
     for output in outputs:

@@ -150,6 +150,21 @@ _CERTAIN = re.compile(
 )
 
 
+def failure_on_zeros(fitted: TrainedState) -> str:
+    """Return the error of a trained module on two rows of zeros, in brackets for a message; "" without an error."""
+    try:
+        outputs_of(
+            forward(
+                light_copy(fitted.module),
+                fitted.inputs,
+                {c.name: zeros(c) for c in fitted.columns},
+            )
+        )
+    except Exception as e:  # noqa: BLE001 - of the user's module
+        return f" (on zeros: {type(e).__name__}: {str(e)[:500]})"
+    return ""
+
+
 def _is_certain(error: Exception) -> bool:
     """Check whether a forward that failed on the driver would fail on a rank, too."""
     kinds = (RuntimeError, TypeError, ValueError, IndexError)

@@ -644,3 +644,13 @@ def test_a_local_model_is_apart_from_its_model() -> None:
     one.predict(VALUES["x"])
     assert not hasattr(fitted.getModel(), "kept")
     assert not hasattr(other._module, "kept")
+
+
+def test_an_index_beyond_an_embedding_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(10, 1), nn.Flatten())
+    local = TorchModel.from_module(model, feature_cols=["c"], label_cols=["y"]).local()
+    assert len(local.predict({"c": np.array([1, 9])})["y__output"]) == 2
+    with pytest.raises(
+        InvalidArgumentError, match="'0' has 10 rows, and the model looks up index 99"
+    ):
+        local.predict({"c": np.array([1, 99])})

@@ -16,6 +16,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import Overrides, joined
+from sparkhvd.training.schedule import describe_scheduler
 from tests.ranks.training.ranks import Case, assert_close, linear
 
 
@@ -135,6 +136,9 @@ def test_a_list_of_optimizers_steps_as_each_would_and_leaves_them_alone() -> Non
     extra.grad = torch.ones(1)
     second.step()
     assert extra.item() == 0.5
+    described = describe_scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1), second)
+    assert described is not None
+    assert described["kind"] == "StepLR"
     assert second.param_groups[-1] is second.optimizers[-1].param_groups[-1]
     assert [len(each.param_groups) for each in given] == [1, 1]
 

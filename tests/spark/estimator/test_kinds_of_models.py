@@ -137,6 +137,28 @@ class OwnLoss(nn.Module):
         return Result(logits, F.cross_entropy(logits, labels))
 
 
+class LossLast(OwnLoss):
+    """Returns its loss behind its outputs, or None there."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        result = super().forward(input_ids, targets)
+        return result.logits, result.loss
+
+
+class TrainsOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise NotImplementedError("beam search")
+        made: Tensor = self.layer(x)
+        return made
+
+
 class Wrapped(nn.Module):
     """Names no argument of its own."""
 
@@ -239,6 +261,10 @@ def twice(parameters: Any) -> list[torch.optim.Optimizer]:
     return [sgd(parameters), sgd(parameters)]
 
 
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
 def mse(model: Any, batch: Any) -> Tensor:
     output = model(batch["x"])
     return F.mse_loss(output, batch["y"].reshape(output.shape))
@@ -319,6 +345,13 @@ KINDS = {
         ("k__output",),
         inputs=("ids",),
     ),
+    "own loss behind the outputs": Kind(
+        LossLast,
+        {"inputs": {"input_ids": "ids", "targets": "k"}},
+        lambda model, batch: model(batch["ids"], batch["k"])[1],
+        ("k__output",),
+        inputs=("ids",),
+    ),
     "own loss of a wrapper": Kind(
         Wrapped,
         {"inputs": {"input_ids": "ids", "labels": "k"}},
@@ -342,7 +375,7 @@ KINDS = {
     ),
     "several optimizers": Kind(
         Wide,
-        {**REGRESSION, "feature_cols": ["ids"]},
+        {**REGRESSION, "feature_cols": ["ids"], "lr_scheduler": halving},
         lambda model, batch: F.mse_loss(model(batch["ids"]), batch["y"].reshape(-1, 1)),
         optimizer=of_each_kind,
         inputs=("ids",),
@@ -365,6 +398,9 @@ def plain(kind: Kind) -> nn.Module:
     model = kind.model()
     made: Any = kind.optimizer(model.parameters())
     optimizers = made if isinstance(made, list) else [made]
+    schedulers = [
+        kind.params["lr_scheduler"](o) for o in optimizers if "lr_scheduler" in kind.params
+    ]
     for epoch in range(EPOCHS):
         model.train()
         seed_everything(SEED, epoch, 0)
@@ -386,6 +422,8 @@ def plain(kind: Kind) -> nn.Module:
             closure()
             for optimizer in optimizers:
                 optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
     for optimizer in optimizers:
         if hasattr(optimizer, "eval"):
             optimizer.eval()
@@ -407,7 +445,7 @@ def outputs_of(model: nn.Module, inputs: tuple[str, ...]) -> list[Any]:
         found = [found.logits]
     if isinstance(found, Scores):
         found = [found.scores, found.rest["classes"][0]]
-    found = [found] if isinstance(found, Tensor) else found
+    found = [found] if isinstance(found, Tensor) else [each for each in found if each is not None]
     return [output.double().numpy().reshape(ROWS, -1) for output in found]
 
 
@@ -445,6 +483,18 @@ def test_a_fit_equals_a_plain_loop(df: DataFrame, tmp_path: Path, name: str) -> 
         loaded = TorchModel.load(str(tmp_path / "model"))
     for output, value in zip(transformed(loaded, predictions, kind.outputs), found, strict=True):
         np.testing.assert_array_equal(output, value)
+
+
+def test_a_module_that_only_trains_says_why_it_cannot_transform(df: DataFrame) -> None:
+    fit = TorchEstimator(
+        model=TrainsOnly(), optimizer=sgd, epochs=1, num_proc=1, verbose=0, **REGRESSION
+    )
+    fitted = fit.fit(df)
+    assert isinstance(fitted.getModel(), TrainsOnly)
+    with pytest.raises(
+        InvalidArgumentError, match="NotImplementedError: beam search.*in eval mode"
+    ):
+        fitted.transform(df)
 
 
 def test_a_module_that_rejects_made_up_rows_is_tried_on_real_ones(df: DataFrame) -> None:
