@@ -15,7 +15,6 @@ import os
 import queue
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -50,6 +49,7 @@ from sparkhvd.rendezvous.event_loop import (
 )
 from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
+from sparkhvd.rendezvous.messages import MOST_BYTES, frame_of, parse, take_frame
 
 _READ_BYTES = 1 << 16
 
@@ -359,9 +359,6 @@ class CoordinatorThread:
 # Then each message is a length-prefixed JSON object.
 
 FIRST_STAGE = ConnectionPhase(0, 0)
-_LENGTH = struct.Struct("!I")
-# A decision names every member: 64 MiB suffice for a hundred thousand.
-_MOST_BYTES = 64 << 20
 # Above any member's number, as the handshake requires.
 _SIZE = 1 << 31
 
@@ -416,8 +413,7 @@ def dial(
 
 def pack(message: Message) -> bytes:
     """Return the bytes of a message."""
-    text = json.dumps(to_dict(message)).encode()
-    return _LENGTH.pack(len(text)) + text
+    return frame_of(json.dumps(to_dict(message)).encode())
 
 
 def take(came: bytearray) -> Message | None:
@@ -426,20 +422,8 @@ def take(came: bytearray) -> Message | None:
     Raises:
         ValueError: they are not a valid message.
     """
-    if len(came) < _LENGTH.size:
-        return None
-    (size,) = _LENGTH.unpack_from(came)
-    if size > _MOST_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    end = _LENGTH.size + size
-    if len(came) < end:
-        return None
-    text = bytes(came[_LENGTH.size : end])
-    del came[:end]
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError("a message that is no object")
-    return from_dict(values)
+    text = take_frame(came, MOST_BYTES)
+    return None if text is None else from_dict(parse(text))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -471,6 +471,7 @@ _KINDS: dict[str, type[Message]] = {
     "report": MemberReport,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_TYPES: dict[str, type] = {"int": int, "bool": bool, "str": str}
 
 
 def to_dict(message: Message) -> dict[str, Any]:
@@ -493,6 +494,11 @@ def from_dict(values: Mapping[str, Any]) -> Message:
         if kind is Decision:
             fields["members"] = tuple(map(int, fields["members"]))
             fields["endpoints"] = tuple(map(Endpoint.from_dict, fields["endpoints"]))
-        return kind(**fields)
-    except (KeyError, TypeError, AttributeError) as error:
+        made = kind(**fields)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no message of an elastic job: {error!r}") from error
+    for each in dataclasses.fields(made):
+        expected, found = _TYPES.get(str(each.type)), getattr(made, each.name)
+        if expected is not None and type(found) is not expected:
+            raise ValueError(f"no message of an elastic job: {each.name} is {found!r:.100}")
+    return made

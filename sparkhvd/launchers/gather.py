@@ -23,7 +23,6 @@ import os
 import selectors
 import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -41,17 +40,15 @@ from sparkhvd.rendezvous.event_loop import (
     Wait,
     is_same_user,
     open_connection,
-    read,
     send,
     sleep,
 )
 from sparkhvd.rendezvous.handshake import KEY_BYTES, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor
+from sparkhvd.rendezvous.messages import frame_of, receive_frame
 from sparkhvd.settings import Settings
 
 _FIRST = ConnectionPhase(0, 0)
-_LENGTH = struct.Struct("!I")
-_MOST_BYTES = 64 << 20
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
 # Between two attempts to reach rank 0.
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
@@ -241,7 +238,7 @@ class _Root(_Gathering):
         by_rank = [self._texts[rank] for rank in range(self.job.size)]
         message = json.dumps(by_rank).encode()
         for sock in self._links.values():
-            send(sock, _LENGTH.pack(len(message)) + message)
+            send(sock, frame_of(message))
         return by_rank
 
     def _receive_peer(self, _: ConnectionPhase, rank: int, sock: socket.socket) -> None:
@@ -291,8 +288,7 @@ class _Peer(_Gathering):
             yield from self._try_all()
             if self._sock is None:
                 yield from sleep(pause_s)
-        message = self.text.encode()
-        send(self._sock, _LENGTH.pack(len(message)) + message)
+        send(self._sock, frame_of(self.text.encode()))
         self._texts = json.loads((yield from _read_message(self._sock)).decode())
 
     def _try_all(self) -> Task:
@@ -353,14 +349,12 @@ class _Peer(_Gathering):
 
 
 def _read_message(sock: socket.socket) -> Generator[Wait, None, bytes]:
-    until = time.monotonic() + _LONGEST_S
     try:
-        (size,) = _LENGTH.unpack((yield from read(sock, _LENGTH.size, until)))
-        if size <= _MOST_BYTES:
-            return (yield from read(sock, size, until))
+        return (yield from receive_frame(sock, time.monotonic() + _LONGEST_S))
     except ConnectionError as error:
         raise ConnectionResetError("another rank ended while the ranks met") from error
-    raise ConnectionResetError(f"a rank sent a text of {size} bytes")
+    except ValueError as error:
+        raise ConnectionResetError(f"a rank sent {error}") from error
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 from sparkhvd import as_horovod, lazy_compiler, rank_messages
 from sparkhvd.launchers.bootstrap import Handover
 from sparkhvd.launchers.rank_claim import hold
+from sparkhvd.rendezvous.messages import read_frame, write_frame
 from sparkhvd.runner import allocator
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.protocol import (
@@ -45,8 +46,6 @@ from sparkhvd.runner.protocol import (
     JobFrame,
     Prologue,
     dumps,
-    read_frame,
-    write_frame,
     write_message,
     write_metrics,
     write_progress,

@@ -16,7 +16,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from sparkhvd.rendezvous.messages import parse
 
 _MESSAGE_BYTES = 1 << 16
 # How long a zygote may take to report the end of a trainer: longer than its imports.
@@ -166,7 +168,7 @@ def send(channel: socket.socket, message: Mapping[str, object]) -> None:
     channel.send(json.dumps(message).encode())
 
 
-def receive(channel: socket.socket) -> dict[str, int] | None:
+def receive(channel: socket.socket) -> dict[str, Any] | None:
     """Receive a message; None if the peer is gone."""
     try:
         data = channel.recv(_MESSAGE_BYTES)
@@ -174,5 +176,4 @@ def receive(channel: socket.socket) -> dict[str, int] | None:
         return None
     if not data:
         return None
-    message: dict[str, int] = json.loads(data)
-    return message
+    return parse(data)

@@ -1,4 +1,4 @@
-"""Frames on the pipes between a task and its trainer: length-prefixed bytes, two of them a dataclass as JSON."""
+"""Frames on the pipes between a task and its trainer; two of them are a dataclass as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import os
-import struct
 import sys
 import threading
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd import lazy_compiler
+from sparkhvd.rendezvous.messages import LENGTH, read_frame
 
 # Modules that a zygote preloads for a fit. They are slow to import and start no thread, unlike pyarrow.
 FIT_MODULES = ("numpy", "torch", "sparkhvd.torch", "pyspark.cloudpickle")
@@ -35,9 +35,6 @@ THREAD_VARIABLES = (
 _PART, _END_MESSAGE, _END_METRICS, _PROGRESS = b"m", b"M", b"n", b"p"
 # Linux's PIPE_BUF.
 _ATOMIC_BYTES = 4096
-
-_LENGTH = struct.Struct("!Q")
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -117,19 +114,6 @@ class JobFrame:
         return json.dumps(asdict(self)).encode()
 
 
-def frame_of(payload: bytes) -> bytes:
-    """Return a frame as bytes, for a socket."""
-    return _LENGTH.pack(len(payload)) + payload
-
-
-def write_frame(fd: int, payload: bytes) -> None:
-    """Write one length-prefixed frame; raises BrokenPipeError if the reader is gone."""
-    for part in (_LENGTH.pack(len(payload)), payload):
-        view = memoryview(part)
-        while view:
-            view = view[os.write(fd, view) :]
-
-
 def write_message(fd: int, message: bytes) -> None:
     """Write a message for the driver."""
     _write_parts(fd, message, _END_MESSAGE)
@@ -142,19 +126,19 @@ def write_metrics(fd: int, entry: bytes) -> None:
 
 def _write_parts(fd: int, message: bytes, end: bytes) -> None:
     """Write atomic frames, so that an exception of a signal handler splits no frame."""
-    room = _ATOMIC_BYTES - _LENGTH.size - len(_PART)
+    room = _ATOMIC_BYTES - LENGTH.size - len(_PART)
     try:
         for start in range(0, len(message), room):
             part = _PART + message[start : start + room]
-            os.write(fd, _LENGTH.pack(len(part)) + part)
+            os.write(fd, LENGTH.pack(len(part)) + part)
     finally:
-        os.write(fd, _LENGTH.pack(len(end)) + end)
+        os.write(fd, LENGTH.pack(len(end)) + end)
 
 
 def write_progress(fd: int, text: bytes) -> None:
     """Write a line about the training's progress, in one write."""
-    frame = _PROGRESS + text[: _ATOMIC_BYTES - _LENGTH.size - len(_PROGRESS)]
-    os.write(fd, _LENGTH.pack(len(frame)) + frame)
+    frame = _PROGRESS + text[: _ATOMIC_BYTES - LENGTH.size - len(_PROGRESS)]
+    os.write(fd, LENGTH.pack(len(frame)) + frame)
 
 
 def read_report(
@@ -176,36 +160,6 @@ def read_report(
         else:
             return frame
     return None
-
-
-def read_frame(fd: int) -> bytes | None:
-    """Read one frame; None if the writer is gone."""
-    header = _read_exactly(fd, _LENGTH.size)
-    return None if header is None else _read_exactly(fd, _LENGTH.unpack(header)[0])
-
-
-def take_frame(came: bytearray) -> bytes | None:
-    """Remove the first frame from the received bytes; None if it is incomplete."""
-    if len(came) < _LENGTH.size:
-        return None
-    end = _LENGTH.size + int(_LENGTH.unpack_from(came)[0])
-    if len(came) < end:
-        return None
-    with memoryview(came) as view:
-        frame = bytes(view[_LENGTH.size : end])
-    del came[:end]
-    return frame
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts, left = [], size
-    while left:
-        part = os.read(fd, min(left, _READ_BYTES))
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from sparkhvd.errors import ElasticError, SparkhvdError, StoreError
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.event_loop import Task, Wait, send, sleep
 from sparkhvd.rendezvous.listener import Acceptor, bind_tcp
+from sparkhvd.rendezvous.messages import Message, frame_of, pack, take_frame, unpack
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.driver_port import FIRST, connect, keep_alive, proof_between
 from sparkhvd.runner.elastic.launcher import (
@@ -44,12 +45,11 @@ from sparkhvd.runner.elastic.launcher import (
 from sparkhvd.runner.elastic.options import CoordinatorTerms
 from sparkhvd.runner.elastic.slots import Offer, Slot
 from sparkhvd.runner.elastic.task import PURPOSE, TaskSlot, executor_option
-from sparkhvd.runner.hosts.protocol import Message, pack, unpack
 from sparkhvd.runner.options import RankChange
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, is_retryable, root_cause
 from sparkhvd.runner.preflight import RankFacts, SharedFiles, describe_shared
 from sparkhvd.runner.prewarm import share_zygote
-from sparkhvd.runner.protocol import bytes_of, frame_of, take_frame
+from sparkhvd.runner.protocol import bytes_of
 from sparkhvd.runner.results import OUTCOME_PART
 from sparkhvd.runner.supervisor import RankEnded, SignalReceived
 from sparkhvd.runner.task import TaskSpec, files_of, output_of

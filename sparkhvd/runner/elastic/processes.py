@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sparkhvd.elastic import JoinToken
+from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner.elastic.slots import Slot
 from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
 from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
-from sparkhvd.runner.hosts.protocol import Message, StartRequest
+from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.supervisor import HostLost, RankEnded

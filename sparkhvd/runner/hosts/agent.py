@@ -26,9 +26,10 @@ from sparkhvd.interfaces import address_on, is_loopback, own_address
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.rendezvous.event_loop import EventLoop, Task, open_connection
 from sparkhvd.rendezvous.listener import tcp_place
+from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement
-from sparkhvd.runner.hosts.protocol import Channel, Message, StartRequest
+from sparkhvd.runner.hosts.protocol import Channel, StartRequest
 from sparkhvd.runner.local import Trainers, TrainersPlan
 from sparkhvd.runner.local_processes import (
     LocalProcesses,

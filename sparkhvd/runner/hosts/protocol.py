@@ -1,50 +1,16 @@
-"""Messages between the launcher and an agent: a kind, values as JSON, and bytes, in one frame of a pipe."""
+"""Channel of messages between the launcher and an agent, and the first request."""
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from sparkhvd.runner.protocol import take_frame, write_frame
+from sparkhvd.rendezvous.messages import Message, pack, take_frame, unpack, write_frame
 
 _READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message.
-
-    Attributes:
-        kind: its kind.
-        values: JSON object.
-        data: attached bytes.
-    """
-
-    kind: str
-    values: dict[str, Any] = field(repr=False)  # may hold the key
-    data: bytes = field(default=b"", repr=False)
-
-
-def pack(kind: str, data: bytes, values: Mapping[str, object]) -> bytes:
-    """Return the frame of a message."""
-    return json.dumps([kind, values]).encode() + b"\n" + data
-
-
-def unpack(frame: bytes) -> Message:
-    """Return the message of a frame.
-
-    Raises:
-        ValueError: the frame is invalid.
-    """
-    header, _, data = frame.partition(b"\n")
-    kind, values = json.loads(header)
-    return Message(kind, values, data)
 
 
 class Channel:

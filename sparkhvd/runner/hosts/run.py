@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.host_names import (
@@ -25,7 +26,6 @@ from sparkhvd.runner.host_names import (
 )
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import Hosts
-from sparkhvd.runner.hosts.protocol import Message
 from sparkhvd.runner.local import check_num_proc, collect, results_of
 from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind

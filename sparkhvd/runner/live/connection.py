@@ -13,9 +13,10 @@ from sparkhvd.rendezvous import Job
 from sparkhvd.rendezvous.event_loop import EventLoop, Wait
 from sparkhvd.rendezvous.handshake import introduce
 from sparkhvd.runner.driver_port import FIRST
-from sparkhvd.runner.live.frames import ACK, pack
+from sparkhvd.runner.live.frames import pack, take_shown
 from sparkhvd.runner.live.sender import Backlog
 
+_READ_BYTES = 4096
 # Timeout of a connection and its handshake.
 _CONNECT_S = 5.0
 # How long the driver may take to acknowledge before the connection counts as dead.
@@ -44,7 +45,7 @@ class LiveConnection:
         while not self._is_over.is_set() and backlog.take(0.0):
             if self._tried_since == math.inf:
                 self._tried_since = time.monotonic()
-            with contextlib.suppress(OSError), self._connected() as sock:
+            with contextlib.suppress(OSError, ValueError), self._connected() as sock:
                 if self._is_proved(sock):
                     self._tried_since = None
                     pause = _PAUSES_S[0]
@@ -107,18 +108,18 @@ class LiveConnection:
 def _serve(sock: socket.socket, backlog: Backlog) -> None:
     """Send records until the backlog has ended and all are acknowledged; raises OSError if the connection fails."""
     sock.settimeout(_SILENT_S)
+    came = bytearray()
     while records := backlog.take(_GATHER_S):
         sock.sendall(pack(records))
-        while (number := _acknowledged(sock)) < records[-1].number:
+        while (number := _acknowledged(sock, came)) < records[-1].number:
             backlog.acknowledge(number)
         backlog.acknowledge(number)
 
 
-def _acknowledged(sock: socket.socket) -> int:
-    data = b""
-    while len(data) < ACK.size:
-        part = sock.recv(ACK.size - len(data))
+def _acknowledged(sock: socket.socket, came: bytearray) -> int:
+    while (number := take_shown(came)) is None:
+        part = sock.recv(_READ_BYTES)
         if not part:
             raise ConnectionResetError("closed by the driver")
-        data += part
-    return int(ACK.unpack(data)[0])
+        came += part
+    return number

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Number of the record, whether it is an entry of `log_metrics`, and bytes of its text, which follows.
-HEADER = struct.Struct("!Q?I")
-# Number of the last shown record.
-ACK = struct.Struct("!Q")
-# The driver refuses longer texts.
+from sparkhvd.rendezvous import messages
+
+# The driver refuses longer records.
 MAX_RECORD_BYTES = 1 << 20
 # Of the driver's port, where rank r is number r + 1, as the driver is 0.
 PURPOSE = "live output"
@@ -40,19 +37,55 @@ def left_out(rank: int, lines: int, elsewhere: str) -> str:
 
 def pack(records: Iterable[Record]) -> bytes:
     """Return the bytes of records on a connection."""
-    parts = []
-    for record in records:
-        data = record.text.encode(errors="replace")
-        parts += [HEADER.pack(record.number, record.is_metrics, len(data)), data]
-    return b"".join(parts)
+    return b"".join(
+        messages.frame_of(
+            messages.pack(
+                "metrics" if record.is_metrics else "output",
+                record.text.encode(errors="replace"),
+                {"number": record.number},
+            )
+        )
+        for record in records
+    )
+
+
+def record_of(payload: bytes) -> Record:
+    """Return the record of a payload.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    message = messages.unpack(payload)
+    if message.kind not in ("metrics", "output"):
+        raise ValueError(f"a record of kind {message.kind!r}")
+    text = message.data.decode(errors="replace")
+    return Record(_number(message), text, is_metrics=message.kind == "metrics")
 
 
 def unpack(data: bytes) -> Iterator[Record]:
     """Yield the records of `pack`."""
-    at = 0
-    while at < len(data):
-        number, is_metrics, num_bytes = HEADER.unpack_from(data, at)
-        at += HEADER.size
-        text = data[at : at + num_bytes].decode(errors="replace")
-        yield Record(number, text, is_metrics=is_metrics)
-        at += num_bytes
+    came = bytearray(data)
+    while (payload := messages.take_frame(came)) is not None:
+        yield record_of(payload)
+
+
+def shown(number: int) -> bytes:
+    """Return the bytes of the message that the driver has shown the records up to a number."""
+    return messages.frame_of(messages.pack("shown", b"", {"number": number}))
+
+
+def take_shown(came: bytearray) -> int | None:
+    """Remove the first message of `shown` from received bytes; None if it is incomplete.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    payload = messages.take_frame(came, MAX_RECORD_BYTES)
+    return None if payload is None else _number(messages.unpack(payload))
+
+
+def _number(message: messages.Message) -> int:
+    number = message.values.get("number")
+    if not isinstance(number, int):
+        raise ValueError(f"a message with the number {number!r}")
+    return number

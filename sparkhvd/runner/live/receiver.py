@@ -16,8 +16,16 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read, send, sleep
 from sparkhvd.rendezvous.handshake import HELLO, answer
+from sparkhvd.rendezvous.messages import receive_frame
 from sparkhvd.runner.driver_port import FIRST, listen, proof_between
-from sparkhvd.runner.live.frames import ACK, HEADER, MAX_RECORD_BYTES, PURPOSE, Record, left_out
+from sparkhvd.runner.live.frames import (
+    MAX_RECORD_BYTES,
+    PURPOSE,
+    Record,
+    left_out,
+    record_of,
+    shown,
+)
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
@@ -150,7 +158,7 @@ class Receiver:
     def _receive(self, sock: socket.socket) -> Task:
         rank = -1
         try:
-            with sock, contextlib.suppress(OSError):  # not a rank, or it is gone
+            with sock, contextlib.suppress(OSError, ValueError):  # not a rank, or it is gone
                 sock.setblocking(False)
                 until = time.monotonic() + _HANDSHAKE_S
                 hello = yield from read(sock, HELLO.size, until)
@@ -174,14 +182,11 @@ class Receiver:
                 self._of_rank[rank].shutdown(socket.SHUT_RDWR)
         self._of_rank[rank] = sock
         while True:
-            header = yield from read(sock, HEADER.size, time.monotonic() + _FOREVER_S)
-            number, is_metrics, num_bytes = HEADER.unpack(header)
-            if num_bytes > MAX_RECORD_BYTES:
-                return
-            text = yield from read(sock, num_bytes, time.monotonic() + _RECORD_S)
-            record = Record(number, text.decode(errors="replace"), is_metrics=is_metrics)
-            self._display.take(rank, record)
-            send(sock, ACK.pack(self._display.last(rank)))
+            yield Wait(sock, selectors.EVENT_READ, time.monotonic() + _FOREVER_S)
+            until = time.monotonic() + _RECORD_S
+            payload = yield from receive_frame(sock, until, MAX_RECORD_BYTES)
+            self._display.take(rank, record_of(payload))
+            send(sock, shown(self._display.last(rank)))
 
 
 # ----------------------------------------------------------------------------------------------------
