@@ -14,15 +14,73 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from sparkhvd.rendezvous.messages import parse
 
 _MESSAGE_BYTES = 1 << 16
 # How long a zygote may take to report the end of a trainer: longer than its imports.
 _REPORT_S = 30.0
+# How long a zygote may be stopped, as by SIGSTOP, before its answer is given up, and how often that is checked.
+_STOPPED_S, _POLL_S = 2.0, 0.25
+
+
+class ProcessStat(NamedTuple):
+    """Facts about a process from /proc/<pid>/stat.
+
+    Attributes:
+        state: one letter: "T" or "t" for a stopped process, "Z" or "X" for an ended one.
+        parent: pid of its parent.
+        started: start in clock ticks since boot, because pids are reused.
+    """
+
+    state: str
+    parent: int
+    started: str
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """Return facts about a process; None if it does not exist or is invisible."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[
+        2
+    ].split()  # the name before the last ")" may contain any character
+    return ProcessStat(fields[0], int(fields[1]), fields[19])
+
+
+def wait_for_answer(sock: socket.socket, pid: int, timeout_s: float) -> None:
+    """Wait until a process has sent something.
+
+    Args:
+        sock: socket to it.
+        pid: of the process; 0 if unknown.
+        timeout_s: longest wait.
+
+    Raises:
+        TimeoutError: nothing came in time, or the process has been stopped for 2 s.
+    """
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    deadline = time.monotonic() + timeout_s
+    stopped_at: float | None = None
+    while not poller.poll(1000 * _POLL_S):
+        now = time.monotonic()
+        stat = stat_of(pid) if pid else None
+        if stat is None or stat.state not in "Tt":
+            stopped_at = None
+        else:
+            stopped_at = stopped_at or now
+            if now - stopped_at > _STOPPED_S:
+                raise TimeoutError(f"process {pid} is stopped")
+        if now > deadline:
+            raise TimeoutError(f"process {pid} gave no answer in {timeout_s:g} s")
 
 
 @dataclass(frozen=True)
@@ -119,10 +177,12 @@ class ForkedProcess:
     Args:
         pid: its number.
         channel: to the zygote; owned by this object.
+        zygote: number of the zygote.
     """
 
-    def __init__(self, pid: int, channel: socket.socket) -> None:
+    def __init__(self, pid: int, channel: socket.socket, zygote: int) -> None:
         self.pid = pid
+        self._zygote = zygote
         self._channel = channel
         self._pidfd = os.pidfd_open(pid)  # signals the end also if the zygote does not
 
@@ -136,10 +196,9 @@ class ForkedProcess:
         """Have the zygote kill the rest of its group and release its pid."""
         answer = None
         with contextlib.suppress(OSError):
-            self._channel.settimeout(_REPORT_S)
-            if receive(self._channel) is not None:
+            if self._receive() is not None:
                 send(self._channel, {})
-                answer = receive(self._channel)
+                answer = self._receive()
         self._channel.close()
         os.close(self._pidfd)
         # The zygote is gone or stopped, and the pid may belong to another process. The group dies with its pipe.
@@ -148,6 +207,10 @@ class ForkedProcess:
             if answer is None
             else ProcessExit(answer["status"], answer["peak_rss_bytes"])
         )
+
+    def _receive(self) -> dict[str, Any] | None:
+        wait_for_answer(self._channel, self._zygote, _REPORT_S)
+        return receive(self._channel)
 
 
 def python_of(module: str) -> list[str]:

@@ -282,6 +282,7 @@ def main(listener_fd: int, lifetime: int, family: str) -> None:
     child.hold_threads()
     lazy_compiler.install()  # a trainer that shall not have it takes it away
     with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
+        listener.listen()  # from now on it has this process's pid for those that connect
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)
         _Server(listener, lifetime, family).serve()

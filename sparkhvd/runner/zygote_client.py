@@ -25,6 +25,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -33,7 +34,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkhvd.rendezvous.event_loop import is_same_user
-from sparkhvd.runner.processes import ForkedProcess, InheritedPipes, python_of, receive
+from sparkhvd.runner.processes import (
+    ForkedProcess,
+    InheritedPipes,
+    python_of,
+    receive,
+    stat_of,
+    wait_for_answer,
+)
 from sparkhvd.runner.protocol import USEFUL_MODULES
 
 # Read at the start of a process, or during its imports.
@@ -166,20 +174,25 @@ class ZygoteClient:
     def _forked(
         self, modules: Sequence[str], fds: list[int], ours: socket.socket, theirs: socket.socket
     ) -> ForkedProcess | None:
-        ours.settimeout(_FORK_S)
         try:
             with self._lock:
                 self._ask(modules, fds)
             theirs.close()  # so that the end of the zygote ends the channel
+            wait_for_answer(ours, self.pid or _pid_of_peer(self.socket), _FORK_S)
             answer = receive(ours)
             if answer is None:
                 return None
             self.has_threads = not answer["pid"]
             self.pid = answer["zygote"]
-            ours.settimeout(None)
-            return ForkedProcess(answer["pid"], ours) if answer["pid"] else None
-        except TimeoutError:
+            return ForkedProcess(answer["pid"], ours, self.pid) if answer["pid"] else None
+        except TimeoutError as e:
             self.is_silent = True
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # a closed stream ends no launch
+                sys.stderr.write(
+                    f"sparkhvd: the zygote of ranks does not answer ({e}). A new process is started in place of a fork.\n"
+                )
             return None
         except OSError:  # it has just ended
             return None
@@ -376,5 +389,18 @@ def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
 
 
 def _started_at(pid: int) -> str:
-    """Return the start of a process in clock ticks since boot, because pids are reused."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    """Return the start of a process.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    stat = stat_of(pid)
+    if stat is None:
+        raise ProcessLookupError(pid)
+    return stat.started
+
+
+def _pid_of_peer(sock: socket.socket) -> int:
+    """Return the pid of the process that listens at the other end."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", data)[0])

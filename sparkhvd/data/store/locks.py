@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.processes import stat_of
 
 LEASE_NAME = "_lease.json"
 # A fit renews its lease every hour, so an owner silent for a day is gone.
@@ -154,12 +155,10 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """Return the start of a process; "" if invisible, "ended" for a zombie."""
-    try:
-        # The name before the last ")" may contain any character.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    stat = stat_of(pid)
+    if stat is None:
         return ""
-    return "ended" if fields[0] in "ZX" else fields[19]
+    return "ended" if stat.state in "ZX" else stat.started
 
 
 # ----------------------------------------------------------------------------------------------------

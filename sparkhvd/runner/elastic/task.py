@@ -34,6 +34,7 @@ from sparkhvd.runner.local_processes import member_variables
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, chunks
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.prewarm import task_prologue
+from sparkhvd.runner.processes import stat_of
 from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.task import TaskSpec, output_of
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -221,6 +222,6 @@ def executor_option(name: str) -> str:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             if name in words:
                 return words[words.index(name) + 1]
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])
+            stat = stat_of(pid)
+            pid = 0 if stat is None else stat.parent
     return ""
