@@ -1,7 +1,7 @@
 """Messages between processes of a job: a length, then a payload of so many bytes.
 
 A payload is bytes, a JSON object, or a `Message`: a kind, a JSON object and bytes. JSON of another process is bounded by its frame, and
-`parse` refuses what is no object, nests too deeply or has numbers outside JSON. Each kind's fields are checked where it is received.
+refused if it is no object, nests too deeply or has numbers outside JSON. Each kind's fields are checked where it is received.
 
 Trust: only for peers that have proved their key, for pipes and for sockets of the same user; a handshake has fixed sizes (`handshake`).
 """
@@ -97,13 +97,17 @@ def parse(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is no object, nests too deeply, or has NaN or infinity, which are outside JSON.
     """
-    try:
-        values = json.loads(text, parse_constant=_refuse)
-    except RecursionError as e:
-        raise ValueError("a message that nests too deeply") from e
+    values = _loads(text)
     if not isinstance(values, dict):
         raise ValueError("a message that is no object")
     return values
+
+
+def _loads(text: bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as e:
+        raise ValueError("a message that nests too deeply") from e
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -127,7 +131,7 @@ class Message:
 
 def pack(kind: str, data: bytes, values: Mapping[str, object]) -> bytes:
     """Return the payload of a message."""
-    return json.dumps({"kind": kind, **values}).encode() + b"\n" + data
+    return json.dumps([kind, values]).encode() + b"\n" + data
 
 
 def unpack(payload: bytes) -> Message:
@@ -137,8 +141,8 @@ def unpack(payload: bytes) -> Message:
         ValueError: it is invalid.
     """
     header, _, data = payload.partition(b"\n")
-    values = parse(header)
-    kind = values.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ValueError("a message without a kind")
-    return Message(kind, values, data)
+    match _loads(header):
+        case [str(kind), dict(values)]:
+            return Message(kind, values, data)
+        case _:
+            raise ValueError("a message without kind and values")

@@ -53,7 +53,7 @@ def test_frames_pass_through_pipes(size: int) -> None:
 
 @given(
     st.text(),
-    st.dictionaries(st.text().filter(lambda k: k != "kind"), JSON, max_size=4),
+    st.dictionaries(st.text(), JSON, max_size=4),
     st.binary(),
 )
 def test_messages_are_rebuilt(kind: str, values: dict[str, object], data: bytes) -> None:
@@ -66,12 +66,13 @@ HOSTILE = [
     b"\xff",
     b"[]",
     b"1",
-    b'{"kind": 1}',
-    b'{"kind": null}',
     b"{}",
-    b'{"kind": "a", "n": NaN}',
-    b'{"kind": "a", "n": -Infinity}',
-    b'{"kind": ' * 100_000,
+    b"[1, {}]",
+    b'["a", []]',
+    b'["a", {}, 1]',
+    b'["a", {"n": NaN}]',
+    b'["a", {"n": -Infinity}]',
+    b'["a", {"n":' * 100_000,
     b"[" * 200_000,
 ]
 

@@ -31,7 +31,7 @@ RESULT = AttemptResult(
     {0: Outcome(0, OutcomeKind.OK, exit="ok", log_tail=("a",)), 1: Outcome(1, OutcomeKind.CRASH)},
     {0: b"one\n\x00", 2: b""},
     "refused",
-    ((3, "a line", 1),),
+    ((3, "a line", 1, False),),
     (RankChange(2, 3, 2, 0.5, "process 1 was lost", 1e9),),
 )
 

@@ -199,11 +199,11 @@ def test_a_rank_ends_in_time_while_its_lines_vanish_and_the_driver_shows_them_th
             assert time.monotonic() - began < sender.FLUSH_S + 0.5
         assert screen.lines == ["[0] line 0"]
         proxy.swallows = False
-        ended = Outcome(0, OutcomeKind.OK, unsent=((1, "[0] line 0", 1), *unsent))
+        ended = Outcome(0, OutcomeKind.OK, unsent=((1, "[0] line 0", 1, False), *unsent))
     again = Outcome.from_json(ended.to_json())
     assert not driver.is_stuck
     driver._display.show_rest(
-        [again, Outcome(1, OutcomeKind.OK, unsent=((1, "[1] of another", 1),))]
+        [again, Outcome(1, OutcomeKind.OK, unsent=((1, "[1] of another", 1, False),))]
     )
     assert screen.lines == [*texts(0, 5), "[1] of another"]
 
