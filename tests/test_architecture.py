@@ -18,6 +18,7 @@ import pytest
 
 from sparkhvd.settings import markdown_table
 from tools import errors as errors_page
+from tools import waits as waits_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparkhvd"
@@ -398,6 +399,12 @@ def test_page_of_settings_has_the_table_that_the_code_prints() -> None:
 def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
     assert errors_page.FILE.read_text() == errors_page.page(), (
         "Regenerate it: python -m tools.errors"
+    )
+
+
+def test_page_of_waits_is_the_one_that_the_sources_give() -> None:
+    assert waits_page.FILE.read_text() == waits_page.page(), (
+        "Regenerate it: python -m tools.waits"
     )
 
 

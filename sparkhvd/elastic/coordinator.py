@@ -273,6 +273,7 @@ class Coordinator:
 # ----------------------------------------------------------------------------------------------------
 # Thread that serves connections and runs calls of other threads.
 
+# Longest sleep of a loop that posted calls wake up.
 _IDLE_S = 3600.0
 # Longest wait for the end of the thread, whose steps never block.
 _END_S = 10.0
@@ -430,6 +431,7 @@ def take(came: bytearray) -> Message | None:
 # Connection of a member to the coordinator of its elastic job.
 # **Threads**: one at a time, the one that calls `init()` and commits.
 
+# Pause before another attempt to reach the coordinator.
 _RETRY_S = 0.1
 # A live coordinator answers at once, but its host may be busy.
 _DIAL_S = 30.0

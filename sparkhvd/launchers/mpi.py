@@ -41,6 +41,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.topology import RankContext, context, install_rank_context, topology
 
 _LOOPBACK = "127.0.0.1"
+# Between two tests of a message of MPI.
 _PAUSE_S = 0.001
 # Room for a rank's text, whose size MPI needs beforehand; addresses and failures are cut to fit.
 _TEXT_BYTES = 8192

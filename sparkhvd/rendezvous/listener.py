@@ -167,6 +167,7 @@ def tcp_place(endpoint: Endpoint) -> tuple[int, Address]:
 # Incoming connections: accepted, authenticated and passed on, or closed.
 
 MAX_UNAUTHENTICATED = 64
+# Pause before accepting again after a failure, such as a lack of descriptors.
 _RETRY_S = 0.1
 
 

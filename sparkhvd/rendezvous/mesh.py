@@ -50,6 +50,7 @@ from sparkhvd.settings import Settings
 
 # Polling interval for the listener of a missing rank.
 PROBE_S = 0.5
+# Pause before another attempt to connect to a rank.
 RETRY_S = 0.1
 
 Proof = Callable[[socket.socket, float], Generator[Wait, None, bool]]
@@ -627,6 +628,7 @@ class RendezvousErrors:
 # ----------------------------------------------------------------------------------------------------
 # Suspects: peers that seem to be gone, with a grace before they are blamed.
 
+# Between two turns that read what a leaving peer has sent.
 _STAGE_S = 0.1
 # A peer may be gone because of another rank, and its notice is then in this rank's backlog. This many
 # turns of the event loop, _STAGE_S apart, are enough to read it, also for a process that was stopped meanwhile.

@@ -28,6 +28,7 @@ from sparkhvd.runner.gpu.probe import count_beside
 from sparkhvd.settings import ISAS, Settings
 
 _JAVA_MINIMUM = 17
+# How long `java -version` may take.
 _JAVA_S = 20.0
 _MIB = 1 << 20
 # Each rank's pipeline in shared memory, with room for small things.

@@ -191,6 +191,7 @@ def _say(why: str) -> None:
 _PROPERTY = "mdc.sparkhvd"
 # Spark kills the Python worker of a cancelled task after 2 s, polls again after 2 s, and then logs the task.
 _LINGER_S = 6.0
+# Between two looks for running tasks.
 _POLL_S = 0.25
 
 

@@ -24,7 +24,9 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import launching
 from sparkhvd.runner.output import Tail
 
+# How long the other ranks may take to end by themselves, once one has failed.
 GRACE_S = 2.5
+# Between SIGTERM and SIGKILL.
 KILL_S = 0.5
 # After a forwarded signal: time to save.
 SIGNAL_S = 3.0

@@ -54,8 +54,9 @@ _READ_EARLY = (
 )  # fmt: skip
 # Longest wait for a zygote that imports, before a fresh process is started.
 _FORK_S = 120.0
-# Longest wait until a zygote that another process starts listens, and the polling interval.
+# Longest wait until a zygote that another process starts listens.
 _LISTEN_S = 5.0
+# Between two attempts to connect to it.
 _PAUSE_S = 0.02
 # With a GPU, forks are not tested.
 _GPU = Path("/dev/nvidiactl")

@@ -570,6 +570,7 @@ LOOK_S = 1.0
 _DIGEST = "sha256"
 _PROOF_BYTES = 32
 _ADDRESS, _INTERRUPT, _RESULT = "coordinator", "interrupt", "result"
+# Between two looks for a file.
 _POLL_S = 0.25
 # How late the file of another host may be visible.
 _LATE_S = 3.0
@@ -687,6 +688,7 @@ class CoordinatorFiles:
 
 # How long the coordinator may take to answer.
 _CONNECT_S = 30.0
+# Pause before another attempt to reach the coordinator.
 _PAUSE_S = 0.5
 
 

@@ -265,6 +265,7 @@ class _Attempt:
 
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
+# Between two looks for the end of a cancelled stage.
 _LOOK_S = 1.0
 
 Future = concurrent.futures.Future[list[Any]]
@@ -539,6 +540,7 @@ class CoordinatorInTask:
 # ----------------------------------------------------------------------------------------------------
 # Store of an elastic function, for a client of Spark Connect that executors may not reach.
 
+# Between two looks for the ranks' output.
 _POLL_S = 0.25
 # How long the final deletion may take, if it is a Spark task.
 _DELETE_S = 10.0

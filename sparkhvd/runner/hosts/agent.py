@@ -54,9 +54,11 @@ BOOTSTRAP = (
 )
 # How long another host may take to answer.
 REACH_S = 5.0
-# Interval of the launcher's heartbeats; after this much silence the agent checks the launcher's host.
+# Interval of the launcher's heartbeats.
 BEAT_S = 5.0
+# Silence of the launcher after which the agent checks the launcher's host.
 SILENCE_S = 15.0
+# Between two looks for functions that outlive an interrupt.
 _POLL_S = 1.0
 
 

@@ -35,6 +35,7 @@ from sparkhvd.settings import JobSettings, Settings, check_seconds
 
 R = TypeVar("R")
 
+# How long the hosts may take to start their agents, without `start_timeout`.
 _START_S = 30.0
 # How long ranks may take, beyond their grace, to be killed and reported.
 _MARGIN_S = 1.0

@@ -22,6 +22,7 @@ from sparkhvd.runner.live.sender import Backlog
 
 # How long lines are gathered in a file.
 _GATHER_S = 0.7
+# Pause after a file that could not be written.
 _PAUSE_S = 1.0
 # Most undeleted files of a rank.
 _MOST_FILES = 32

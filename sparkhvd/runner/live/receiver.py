@@ -29,11 +29,13 @@ from sparkhvd.runner.live.frames import (
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 
-# Timeouts for the handshake of a connection, and for the rest of a record.
+# How long the handshake of a connection may take.
 _HANDSHAKE_S = 5.0
+# How long the rest of a record may take.
 _RECORD_S = 30.0
 # How long to read the connections of ended ranks to their end.
 _DRAIN_S = 0.5
+# How long the thread may take to end after that.
 _JOIN_S = 2.0
 # Longest wait of a selector, in whole days.
 _FOREVER_S = 24.0 * 86400

@@ -15,6 +15,7 @@ from sparkhvd.runner.live.frames import Record, left_out
 
 # How long the end of a rank may be delayed for its last lines.
 FLUSH_S = 2.0
+# The part of it for the end of the thread.
 _ABORT_S = 0.2
 
 
