@@ -403,9 +403,7 @@ def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
 
 
 def test_page_of_waits_is_the_one_that_the_sources_give() -> None:
-    assert waits_page.FILE.read_text() == waits_page.page(), (
-        "Regenerate it: python -m tools.waits"
-    )
+    assert waits_page.FILE.read_text() == waits_page.page(), "Regenerate it: python -m tools.waits"
 
 
 def test_contributing_names_every_top_level_folder() -> None:
