@@ -15,6 +15,7 @@ Each module imports only those above it:
     interfaces     addresses of this host
     rank_messages  messages of a rank to the driver
     settings       every setting of engine and launch
+    wire           frames and messages between processes of a job
     topology       local and cross ranks from hosts
     engine         compiled collectives: the only ctypes
     spark          a session, classic or Connect, behind one interface

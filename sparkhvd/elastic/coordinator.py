@@ -49,7 +49,7 @@ from sparkhvd.rendezvous.event_loop import (
 )
 from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
-from sparkhvd.rendezvous.messages import MOST_BYTES, frame_of, parse, take_frame
+from sparkhvd.wire import MOST_BYTES, frame_of, parse, take_frame
 
 _READ_BYTES = 1 << 16
 

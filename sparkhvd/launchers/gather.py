@@ -40,13 +40,14 @@ from sparkhvd.rendezvous.event_loop import (
     Wait,
     is_same_user,
     open_connection,
+    receive_frame,
     send,
     sleep,
 )
 from sparkhvd.rendezvous.handshake import KEY_BYTES, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor
-from sparkhvd.rendezvous.messages import frame_of, receive_frame
 from sparkhvd.settings import Settings
+from sparkhvd.wire import frame_of
 
 _FIRST = ConnectionPhase(0, 0)
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days

@@ -24,7 +24,6 @@ open for the next generation until `Listener.close()` or the end of the process.
 Each module imports only those above it:
 
     event_loop  event loop and socket operations of its tasks
-    messages    frames and messages between processes of a job
     handshake   messages before a peer is authenticated: hellos, proofs, notices
     listener    listening sockets of a rank, and the acceptor
     mesh        connects one rank to the others of a generation

@@ -16,6 +16,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 
+from sparkhvd import wire
+
 # Unauthenticated connections are closed after this long.
 UNAUTHENTICATED_S = 5.0
 
@@ -112,6 +114,22 @@ def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, 
                 raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
             data += part
     return data
+
+
+def receive_frame(
+    sock: socket.socket, until: float, most_bytes: int = wire.MOST_BYTES
+) -> Generator[Wait, None, bytes]:
+    """Receive a payload, as a task of an event loop.
+
+    Raises:
+        ConnectionResetError: the peer closed the connection.
+        TimeoutError: it has not arrived in time.
+        ValueError: it has more than `most_bytes`.
+    """
+    header = yield from read(sock, wire.LENGTH.size, until)
+    return (
+        yield from read(sock, wire.checked_size(wire.LENGTH.unpack(header)[0], most_bytes), until)
+    )
 
 
 def send(sock: socket.socket, data: bytes) -> None:

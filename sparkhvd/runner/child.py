@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 from sparkhvd import as_horovod, lazy_compiler, rank_messages
 from sparkhvd.launchers.bootstrap import Handover
 from sparkhvd.launchers.rank_claim import hold
-from sparkhvd.rendezvous.messages import read_frame, write_frame
 from sparkhvd.runner import allocator
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.protocol import (
@@ -53,6 +52,7 @@ from sparkhvd.runner.protocol import (
 from sparkhvd.runner.reports import dump_result, peak_rss, report_of, report_of_exit, traceback_of
 from sparkhvd.settings import setting_variables
 from sparkhvd.topology import HOROVOD_NAMES
+from sparkhvd.wire import read_frame, write_frame
 
 _PR_SET_NAME = 15
 

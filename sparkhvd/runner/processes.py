@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sparkhvd.rendezvous.messages import parse
+from sparkhvd.wire import parse
 
 _MESSAGE_BYTES = 1 << 16
 # How long a zygote may take to report the end of a trainer: longer than its imports.

@@ -18,7 +18,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd import lazy_compiler
-from sparkhvd.rendezvous.messages import LENGTH, read_frame
+from sparkhvd.wire import LENGTH, read_frame
 
 # Modules that a zygote preloads for a fit. They are slow to import and start no thread, unlike pyarrow.
 FIT_MODULES = ("numpy", "torch", "sparkhvd.torch", "pyspark.cloudpickle")

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.rendezvous.messages import read_frame, write_frame
 from sparkhvd.runner import allocator, orphans, zygote_client
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, exit_text
 from sparkhvd.runner.output import LineReader, Tail
@@ -35,6 +34,7 @@ from sparkhvd.runner.processes import (
     kill_group,
 )
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_report
+from sparkhvd.wire import read_frame, write_frame
 
 LOG_TAIL_LINES = 100
 # Longer lines are passed on in pieces.

@@ -31,10 +31,10 @@ from typing import NoReturn
 
 from sparkhvd import lazy_compiler
 from sparkhvd.rendezvous.event_loop import is_same_user
-from sparkhvd.rendezvous.messages import read_frame
 from sparkhvd.runner import child
 from sparkhvd.runner.processes import InheritedPipes, kill_group, receive, send
 from sparkhvd.runner.protocol import dumps
+from sparkhvd.wire import read_frame
 
 # How long a zygote waits for work.
 IDLE_S = 60.0

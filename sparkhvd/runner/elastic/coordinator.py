@@ -32,7 +32,6 @@ from sparkhvd.errors import ElasticError, SparkhvdError, StoreError
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.event_loop import Task, Wait, send, sleep
 from sparkhvd.rendezvous.listener import Acceptor, bind_tcp
-from sparkhvd.rendezvous.messages import Message, frame_of, pack, take_frame, unpack
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.driver_port import FIRST, connect, keep_alive, proof_between
 from sparkhvd.runner.elastic.launcher import (
@@ -55,6 +54,7 @@ from sparkhvd.runner.supervisor import RankEnded, SignalReceived
 from sparkhvd.runner.task import TaskSpec, files_of, output_of
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
+from sparkhvd.wire import Message, frame_of, pack, take_frame, unpack
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sparkhvd.elastic import JoinToken
-from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner.elastic.slots import Slot
 from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
@@ -22,6 +21,7 @@ from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.supervisor import HostLost, RankEnded
+from sparkhvd.wire import Message
 
 
 class ElasticProcesses(Protocol):

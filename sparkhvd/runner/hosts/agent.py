@@ -26,7 +26,6 @@ from sparkhvd.interfaces import address_on, is_loopback, own_address
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.rendezvous.event_loop import EventLoop, Task, open_connection
 from sparkhvd.rendezvous.listener import tcp_place
-from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement
 from sparkhvd.runner.hosts.protocol import Channel, StartRequest
@@ -42,6 +41,7 @@ from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.protocol import JobFrame
 from sparkhvd.runner.trainer import Trainer, interrupt
 from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.wire import Message
 
 # One line for `python -c`: prints the version of this Python before any import, and takes the module path from the
 # first line. Leaves out the working directory, a login's home, whose `json.py` is not Python's.

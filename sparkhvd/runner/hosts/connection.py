@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import IO
 
 from sparkhvd import __version__
-from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner.host_names import PLAIN_SSH, HostSlots, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.protocol import Channel
 from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.wire import Message
 
 # How long a host may take to answer by ssh and start a Python: all failures are reported within 10 s.
 CONNECT_S = 9.5

@@ -16,13 +16,13 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.interfaces import is_loopback
 from sparkhvd.launchers import gather
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
 from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
 from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.settings import JobSettings
+from sparkhvd.wire import Message
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from sparkhvd.rendezvous.messages import Message, pack, take_frame, unpack, write_frame
+from sparkhvd.wire import Message, pack, take_frame, unpack, write_frame
 
 _READ_BYTES = 1 << 20
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rendezvous.messages import Message
 from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.host_names import (
@@ -32,6 +31,7 @@ from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import Events, HostLost, Output, RankEnded, Screen, signals, watch
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings, Settings, check_seconds
+from sparkhvd.wire import Message
 
 R = TypeVar("R")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from sparkhvd.rendezvous import messages
+from sparkhvd import wire as messages
 
 # The driver refuses longer records.
 MAX_RECORD_BYTES = 1 << 20

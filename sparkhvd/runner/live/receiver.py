@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read, send, sleep
+from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read, receive_frame, send, sleep
 from sparkhvd.rendezvous.handshake import HELLO, answer
-from sparkhvd.rendezvous.messages import receive_frame
 from sparkhvd.runner.driver_port import FIRST, listen, proof_between
 from sparkhvd.runner.live.frames import (
     MAX_RECORD_BYTES,

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-
-from sparkhvd.rendezvous.event_loop import Wait, read
 
 LENGTH = struct.Struct("!Q")
 # Of a message from a process on another host.
@@ -37,7 +34,7 @@ def take_frame(came: bytearray, most_bytes: int | None = None) -> bytes | None:
     """
     if len(came) < LENGTH.size:
         return None
-    end = LENGTH.size + _checked(LENGTH.unpack_from(came)[0], most_bytes)
+    end = LENGTH.size + checked_size(LENGTH.unpack_from(came)[0], most_bytes)
     if len(came) < end:
         return None
     with memoryview(came) as view:
@@ -60,21 +57,8 @@ def read_frame(fd: int) -> bytes | None:
     return None if header is None else _read_exactly(fd, LENGTH.unpack(header)[0])
 
 
-def receive_frame(
-    sock: socket.socket, until: float, most_bytes: int = MOST_BYTES
-) -> Generator[Wait, None, bytes]:
-    """Receive a payload, as a task of an event loop.
-
-    Raises:
-        ConnectionResetError: the peer closed the connection.
-        TimeoutError: it has not arrived in time.
-        ValueError: it has more than `most_bytes`.
-    """
-    header = yield from read(sock, LENGTH.size, until)
-    return (yield from read(sock, _checked(LENGTH.unpack(header)[0], most_bytes), until))
-
-
-def _checked(size: int, most_bytes: int | None) -> int:
+def checked_size(size: int, most_bytes: int | None) -> int:
+    """Return the size of a payload; raises ValueError if it is more than `most_bytes`."""
     if most_bytes is not None and size > most_bytes:
         raise ValueError(f"a message of {size} bytes")
     return size

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkhvd import wire as messages
 from sparkhvd.elastic import coordinator
-from sparkhvd.rendezvous import messages
 from sparkhvd.runner.live import frames
 from sparkhvd.runner.live.frames import Record
 
