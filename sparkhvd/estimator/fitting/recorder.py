@@ -127,10 +127,12 @@ class Recorder:
         ranks = [dict(rank) for rank in result.profile.get("ranks", ())]
         own = ranks[0]["phases"] if ranks else {}
         of_ranks = {**own, "train": own.get("train", 0.0) - own.get("first step", 0.0)}
-        lost = max(0.0, whole - report.launch_s - report.run_s)
+        # The launch ends with the start of the last rank, and the slowest rank may have started before.
+        run_s = min(report.run_s, max(0.0, whole - report.launch_s))
+        lost = max(0.0, whole - report.launch_s - run_s)
         order = ("connect", "load", "first step", "train", "validate", "checkpoint")
         phases = [(name, of_ranks.get(name, 0.0)) for name in order]
-        rest = max(0.0, report.run_s - sum(seconds for _, seconds in phases))
+        rest = max(0.0, run_s - sum(seconds for _, seconds in phases))
         name = "lost launches" if self._relaunches else "end of launch"
         self._phases += [("launch", report.launch_s), *phases, ("end of ranks", rest)]
         self._phases.append((name, lost))
