@@ -19,7 +19,7 @@ from sparkhvd.errors import InvalidArgumentError
 _MAX_BYTES = 64 << 10
 
 
-class Sender(Protocol):
+class DriverChannel(Protocol):
     """Sends data of this process to the driver, from any thread; each method returns False once that is impossible."""
 
     def message(self, text: bytes) -> bool:
@@ -35,8 +35,8 @@ class Sender(Protocol):
         ...
 
 
-# At most one entry: the pid and its sender.
-_installed: list[tuple[int, Sender]] = []
+# At most one entry: the pid and its channel.
+_installed: list[tuple[int, DriverChannel]] = []
 
 
 def log_to_driver(message: object) -> None:
@@ -53,8 +53,8 @@ def log_to_driver(message: object) -> None:
     if len(data) > _MAX_BYTES:
         left_out = len(data) - _MAX_BYTES
         data = data[:_MAX_BYTES] + f"... ({left_out:,} bytes left out)".encode()
-    sender = _sender()
-    if sender is None or not sender.message(data):
+    channel = _channel()
+    if channel is None or not channel.message(data):
         _print(data.decode(errors="replace"))
 
 
@@ -85,25 +85,25 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], step: int) -> None:
             f"log_metrics: {len(values):,} numbers take {len(text):,} bytes with their names; a call may have {_MAX_BYTES:,}. Log them in "
             "several calls."
         )
-    sender = _sender()
-    if sender is None or not sender.metrics(text.encode()):
+    channel = _channel()
+    if channel is None or not channel.metrics(text.encode()):
         _print(f"metrics {text}")
 
 
 def report_progress(text: str) -> None:
     """Report the training's progress to the driver in one line; only the newest counts. Does nothing in other processes."""
-    if (sender := _sender()) is not None:
-        sender.progress(text.encode(errors="replace"))
+    if (channel := _channel()) is not None:
+        channel.progress(text.encode(errors="replace"))
 
 
-def install(sender: Sender) -> None:
-    """Set the sender of this process; called by the trainer process."""
-    _installed[:] = [(os.getpid(), sender)]
+def install(channel: DriverChannel) -> None:
+    """Set the channel of this process; called by the trainer process."""
+    _installed[:] = [(os.getpid(), channel)]
 
 
-def _sender() -> Sender | None:
-    """Return the sender of this process; None in a fork, and in a process that the runner did not start."""
-    return next((sender for pid, sender in _installed if pid == os.getpid()), None)
+def _channel() -> DriverChannel | None:
+    """Return the channel of this process; None in a fork, and in a process that the runner did not start."""
+    return next((channel for pid, channel in _installed if pid == os.getpid()), None)
 
 
 def _print(text: str) -> None:

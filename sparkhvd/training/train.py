@@ -22,9 +22,6 @@ import warnings
 from dataclasses import replace
 
 import torch
-
-# The first optimizer of a process imports it, which takes as long as torch itself. It loads here while the ranks
-# wait for each other.
 from torch import nn
 
 import sparkhvd.torch as hvd

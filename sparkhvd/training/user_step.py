@@ -76,19 +76,20 @@ class StepContext(Context):
         self.logs.add(name, value, float(self.num_rows))
 
 
-def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: object) -> Tensor:
+def model_loss(
+    names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: StepContext
+) -> Tensor:
     """Return the loss that a model computes from labels among its arguments.
 
     Args:
         names: of the arguments.
         model: its `forward` returns the loss: as `loss` of an object or dict, or as first or only number of a tuple.
         batch: of this rank.
-        ctx: unused.
+        ctx: has the number of rows.
 
     Raises:
         InvalidArgumentError: there is no loss.
     """
-    del ctx
     keywords: dict[str, Any] = {}
     for name in names:
         made: Any = batch[name]
@@ -97,13 +98,10 @@ def model_loss(names: Sequence[str], model: nn.Module, batch: TensorBatch, ctx: 
     result = model(**keywords)
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(result, tuple) and loss is None:
-        loss = result[0]
-        numbers = [each for each in result if isinstance(each, Tensor) and not each.dim()]
-        if len(numbers) == 1:
-            loss = numbers[0]
+        loss = _loss_in(result, ctx.num_rows)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InvalidArgumentError(
-            f"loss is not given, so the model computes it from its argument {', '.join(map(repr, label_arguments(model, names)))}, but its "
+            f"loss is not given, so the model computes it from its argument {', '.join(map(repr, label_arguments(model, names) or names))}, but its "
             f"forward returned {_kind(result)} without a loss. Give loss, or train_step."
         )
     return loss
@@ -296,9 +294,21 @@ def _first_call(
         ) from e
 
 
+def _loss_in(result: tuple[Any, ...], num_rows: int) -> object:
+    """Return the first entry if it is a number, else the only number: (logits, loss)."""
+    first = result[0]
+    # One entry is a number of any shape, unless it is the output of the only row.
+    if isinstance(first, Tensor) and first.numel() == 1 and (not first.dim() or num_rows > 1):
+        return first
+    numbers = [each for each in result if isinstance(each, Tensor) and not each.dim()]
+    return numbers[0] if len(numbers) == 1 else first
+
+
 def _floating_labels(model: nn.Module, batch: TensorBatch) -> str:
     names = label_arguments(model, batch)
-    return ", ".join(repr(n) for n in names if batch[n].is_floating_point())
+    return ", ".join(
+        repr(n) for n in names if isinstance(batch[n], Tensor) and batch[n].is_floating_point()
+    )
 
 
 def _kind(value: object) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkhvd import wire as messages
+from sparkhvd import wire
 from sparkhvd.elastic import coordinator
 from sparkhvd.runner.live import frames
 from sparkhvd.runner.live.frames import Record
@@ -27,11 +27,11 @@ JSON = st.recursive(
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 50))
 def test_frames_arrive_whole_however_they_are_cut(payloads: list[bytes], size: int) -> None:
-    sent = b"".join(map(messages.frame_of, payloads))
+    sent = b"".join(map(wire.frame_of, payloads))
     came, found = bytearray(), []
     for start in range(0, len(sent), size):
         came += sent[start : start + size]
-        while (payload := messages.take_frame(came)) is not None:
+        while (payload := wire.take_frame(came)) is not None:
             found.append(payload)
     assert found == payloads
     assert not came
@@ -41,13 +41,13 @@ def test_frames_arrive_whole_however_they_are_cut(payloads: list[bytes], size: i
 def test_frames_pass_through_pipes(size: int) -> None:
     reader, writer = os.pipe()
     payload = os.urandom(size)
-    thread = threading.Thread(target=messages.write_frame, args=(writer, payload))
+    thread = threading.Thread(target=wire.write_frame, args=(writer, payload))
     thread.start()
-    assert messages.read_frame(reader) == payload
+    assert wire.read_frame(reader) == payload
     thread.join(10)
-    os.write(writer, messages.LENGTH.pack(5) + b"cut")
+    os.write(writer, wire.LENGTH.pack(5) + b"cut")
     os.close(writer)
-    assert messages.read_frame(reader) is None
+    assert wire.read_frame(reader) is None
     os.close(reader)
 
 
@@ -57,7 +57,7 @@ def test_frames_pass_through_pipes(size: int) -> None:
     st.binary(),
 )
 def test_messages_are_rebuilt(kind: str, values: dict[str, object], data: bytes) -> None:
-    message = messages.unpack(messages.pack(kind, data, values))
+    message = wire.unpack(wire.pack(kind, data, values))
     assert (message.kind, message.values, message.data) == (kind, values, data)
 
 
@@ -80,11 +80,11 @@ HOSTILE = [
 @pytest.mark.parametrize("payload", HOSTILE)
 def test_what_is_no_message_is_refused(payload: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - also of json
-        messages.unpack(payload)
+        wire.unpack(payload)
     with pytest.raises(ValueError):  # noqa: PT011
         frames.record_of(payload)
     with pytest.raises(ValueError):  # noqa: PT011
-        coordinator.take(bytearray(messages.frame_of(payload)))
+        coordinator.take(bytearray(wire.frame_of(payload)))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
 )
 def test_a_member_cannot_raise_another_error_in_the_coordinator(text: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        coordinator.take(bytearray(messages.frame_of(text)))
+        coordinator.take(bytearray(wire.frame_of(text)))
 
 
 def test_larger_frames_are_refused_before_they_have_come() -> None:
     with pytest.raises(ValueError, match="a message of 11 bytes"):
-        messages.take_frame(bytearray(messages.LENGTH.pack(11)), 10)
+        wire.take_frame(bytearray(wire.LENGTH.pack(11)), 10)
     with pytest.raises(ValueError, match="a message of 18446744073709551615 bytes"):
         coordinator.take(bytearray(b"\xff" * 8))
 
@@ -127,6 +127,6 @@ def test_what_was_shown_is_a_number() -> None:
     came = bytearray(frames.shown(7) + frames.shown(8)[:-1])
     assert (frames.take_shown(came), frames.take_shown(came)) == (7, None)
     for number in ("7", None, 1.5):
-        came = bytearray(messages.frame_of(messages.pack("shown", b"", {"number": number})))
+        came = bytearray(wire.frame_of(wire.pack("shown", b"", {"number": number})))
         with pytest.raises(ValueError, match="number"):
             frames.take_shown(came)

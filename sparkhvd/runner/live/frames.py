@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from sparkhvd import wire as messages
+from sparkhvd import wire
 
 # The driver refuses longer records.
 MAX_RECORD_BYTES = 1 << 20
@@ -38,8 +38,8 @@ def left_out(rank: int, lines: int, elsewhere: str) -> str:
 def pack(records: Iterable[Record]) -> bytes:
     """Return the bytes of records on a connection."""
     return b"".join(
-        messages.frame_of(
-            messages.pack(
+        wire.frame_of(
+            wire.pack(
                 "metrics" if record.is_metrics else "output",
                 record.text.encode(errors="replace"),
                 {"number": record.number},
@@ -55,7 +55,7 @@ def record_of(payload: bytes) -> Record:
     Raises:
         ValueError: it is invalid.
     """
-    message = messages.unpack(payload)
+    message = wire.unpack(payload)
     if message.kind not in ("metrics", "output"):
         raise ValueError(f"a record of kind {message.kind!r}")
     text = message.data.decode(errors="replace")
@@ -65,13 +65,13 @@ def record_of(payload: bytes) -> Record:
 def unpack(data: bytes) -> Iterator[Record]:
     """Yield the records of `pack`."""
     came = bytearray(data)
-    while (payload := messages.take_frame(came)) is not None:
+    while (payload := wire.take_frame(came)) is not None:
         yield record_of(payload)
 
 
 def shown(number: int) -> bytes:
     """Return the bytes of the message that the driver has shown the records up to a number."""
-    return messages.frame_of(messages.pack("shown", b"", {"number": number}))
+    return wire.frame_of(wire.pack("shown", b"", {"number": number}))
 
 
 def take_shown(came: bytearray) -> int | None:
@@ -80,11 +80,11 @@ def take_shown(came: bytearray) -> int | None:
     Raises:
         ValueError: it is invalid.
     """
-    payload = messages.take_frame(came, MAX_RECORD_BYTES)
-    return None if payload is None else _number(messages.unpack(payload))
+    payload = wire.take_frame(came, MAX_RECORD_BYTES)
+    return None if payload is None else _number(wire.unpack(payload))
 
 
-def _number(message: messages.Message) -> int:
+def _number(message: wire.Message) -> int:
     number = message.values.get("number")
     if not isinstance(number, int):
         raise ValueError(f"a message with the number {number!r}")

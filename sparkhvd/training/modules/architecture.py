@@ -366,10 +366,13 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
 
 def _context_global(value: object) -> str | None:
-    """Return the name of a global with a ContextVar; hooks of models in transformers refer to it, and it cannot be pickled by value."""
+    """Return the name of a global of transformers with a ContextVar, to which hooks of its models refer; by value it cannot be pickled."""
+    module = type(value).__module__
+    if not module.startswith("transformers.") or module not in sys.modules:
+        return None
     if not any(isinstance(each, ContextVar) for each in getattr(value, "__dict__", {}).values()):
         return None
-    places = vars(sys.modules[type(value).__module__])
+    places = vars(sys.modules[module])
     return next((name for name, each in places.items() if each is value), None)
 
 
