@@ -106,9 +106,17 @@ def main() -> None:
         rounds.append([])
         for checkout in checkouts:
             command = [sys.executable, __file__, "--one"]
-            environ = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
+            # Python workers find the package in their working directory.
+            place = checkout.resolve()
+            environ = {**os.environ, "PYTHONPATH": str(place)}
             done = subprocess.run(
-                command, env=environ, stdout=subprocess.PIPE, text=True, timeout=ROUND_S, check=True
+                command,
+                env=environ,
+                cwd=place,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=ROUND_S,
+                check=True,
             )
             rounds[-1].append(json.loads(done.stdout.splitlines()[-1]))
     print("| what | now |" + "".join(f" x {each.name} |" for each in arguments.others))
