@@ -28,7 +28,7 @@ extern "C" {
 /* Raised by one whenever this header changes incompatibly for older callers. */
 #define SPARKHVD_ABI_VERSION 12
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 14
+#define SPARKHVD_WIRE_VERSION 15
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0

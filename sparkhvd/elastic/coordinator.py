@@ -47,7 +47,7 @@ from sparkhvd.rendezvous.event_loop import (
     send,
     sleep,
 )
-from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
+from sparkhvd.rendezvous.handshake import SERVICE_STAGE, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor, host_key, tcp_place, unix_address
 from sparkhvd.wire import MOST_BYTES, frame_of, parse, take_frame
 
@@ -121,7 +121,7 @@ class Coordinator:
             self._side,
             listener.sockets(),
             self._loop,
-            current_stage=lambda: FIRST_STAGE,
+            current_stage=lambda: SERVICE_STAGE,
             on_peer=self._receive_member,
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
@@ -359,7 +359,6 @@ class CoordinatorThread:
 # A connection starts with the handshake of ranks (`rendezvous.handshake`), under its own key, derived from the job's.
 # Then each message is a length-prefixed JSON object.
 
-FIRST_STAGE = ConnectionPhase(0, 0)
 # Above any member's number, as the handshake requires.
 _SIZE = 1 << 31
 
@@ -403,7 +402,7 @@ def dial(
     else:
         sock = yield from open_connection(*tcp_place(endpoint), until)
     try:
-        if (yield from introduce(side, 0, FIRST_STAGE, sock, until)):
+        if (yield from introduce(side, 0, SERVICE_STAGE, sock, until)):
             return sock
     except BaseException:
         sock.close()

@@ -32,7 +32,7 @@ from sparkhvd.errors import (
 )
 
 ABI_VERSION = 12
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 
 
 class Status(IntEnum):

@@ -44,12 +44,11 @@ from sparkhvd.rendezvous.event_loop import (
     send,
     sleep,
 )
-from sparkhvd.rendezvous.handshake import KEY_BYTES, ConnectionPhase, introduce
+from sparkhvd.rendezvous.handshake import KEY_BYTES, SERVICE_STAGE, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor
 from sparkhvd.settings import Settings
 from sparkhvd.wire import frame_of
 
-_FIRST = ConnectionPhase(0, 0)
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
 # Between two attempts to reach rank 0.
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
@@ -229,7 +228,7 @@ class _Root(_Gathering):
             self.job,
             [self._listening],
             self.loop,
-            current_stage=lambda: _FIRST,
+            current_stage=lambda: SERVICE_STAGE,
             on_peer=self._receive_peer,
             on_notice=lambda _: None,
             on_shortage=lambda _: None,
@@ -315,7 +314,7 @@ class _Peer(_Gathering):
             if family == socket.AF_UNIX and not is_same_user(sock):
                 raise PermissionError(f"{self.point} belongs to another user")
             try:
-                is_known = yield from introduce(self.job, 0, _FIRST, sock, until)
+                is_known = yield from introduce(self.job, 0, SERVICE_STAGE, sock, until)
             except OSError as error:  # not rank 0, or not of this job
                 self._error = error
                 return

@@ -23,7 +23,7 @@ from sparkhvd.settings import Settings
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
 ABI_VERSION = 12
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
@@ -42,8 +42,10 @@ NEWS_LATE = 2
 PHASE_MESH = 0
 PHASE_TCP = 1  # replaces Unix links inside a host whose ranks do not share memory after all
 PHASE_STREAM = 2  # the first connection for tensors of every pair; each later phase is one more
-# Ends the handshake of a stream, where no later message would show that the proofs were right. The accepting
-# side sends it first; the connecting side retries until it has received it, and sends it back.
+PHASE_SERVICE = 255  # a connection to a coordinator or driver, which is no mesh of ranks
+# Tells the connecting side that its proof has been read; until then the accepting side may close the connection to
+# make room for others, and the connecting side tries again. On a stream, where no later message would show the
+# accepting side that it has arrived, it is sent back.
 WELCOME = b"\1"
 
 
@@ -53,6 +55,9 @@ class ConnectionPhase:
 
     generation: int
     phase: int
+
+
+SERVICE_STAGE = ConnectionPhase(0, PHASE_SERVICE)
 
 
 def proof_of(
@@ -156,7 +161,8 @@ def introduce(
     send(sock, mac(b"C"))
     if stage.phase >= PHASE_STREAM:
         yield from read(sock, len(WELCOME), until)
-        send(sock, WELCOME)
+        if stage.phase != PHASE_SERVICE:
+            send(sock, WELCOME)
     return True
 
 

@@ -10,10 +10,9 @@ from collections.abc import Generator
 
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.rendezvous.event_loop import EventLoop, Wait
-from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
+from sparkhvd.rendezvous.handshake import SERVICE_STAGE, introduce
 from sparkhvd.spark import SparkShim
 
-FIRST = ConnectionPhase(0, 0)
 # Linux has these options; elsewhere the system's defaults apply.
 _KEEPALIVE = {
     getattr(socket, name): value
@@ -65,7 +64,7 @@ def connect(address: tuple[str, int], job: Job, timeout_s: float) -> socket.sock
 
     def prove() -> Generator[Wait, None, None]:
         nonlocal is_proved
-        is_proved = yield from introduce(job, 0, FIRST, sock, until)
+        is_proved = yield from introduce(job, 0, SERVICE_STAGE, sock, until)
 
     loop = EventLoop()
     try:

@@ -20,8 +20,8 @@ from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
 from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read
-from sparkhvd.rendezvous.handshake import HELLO, answer, introduce
-from sparkhvd.runner.driver_port import FIRST, listen, proof_between
+from sparkhvd.rendezvous.handshake import HELLO, SERVICE_STAGE, answer, introduce
+from sparkhvd.runner.driver_port import listen, proof_between
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
 from sparkhvd.spark import SparkShim
 
@@ -97,7 +97,7 @@ class Interrupter:
         with contextlib.suppress(OSError):  # not a task, or it is gone
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
-            if (yield from answer(self._job, FIRST, hello, sock, known_until)) is None:
+            if (yield from answer(self._job, SERVICE_STAGE, hello, sock, known_until)) is None:
                 sock.close()
                 return
             with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class InterruptWatch:
                 self._interrupt(sock)
 
     def _introduce(self, sock: socket.socket) -> Generator[Wait, None, None]:
-        if (yield from introduce(self._job, 0, FIRST, sock, time.monotonic() + _FOREVER_S)):
+        if (yield from introduce(self._job, 0, SERVICE_STAGE, sock, time.monotonic() + _FOREVER_S)):
             self._is_interrupted.set()
 
     def _interrupt(self, sock: socket.socket) -> None:

@@ -31,9 +31,10 @@ from sparkhvd.elastic.membership import STATE_IS_GONE
 from sparkhvd.errors import ElasticError, SparkhvdError, StoreError
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.event_loop import Task, Wait, send, sleep
+from sparkhvd.rendezvous.handshake import SERVICE_STAGE
 from sparkhvd.rendezvous.listener import Acceptor, bind_tcp
 from sparkhvd.runner import launching, preflight
-from sparkhvd.runner.driver_port import FIRST, connect, keep_alive, proof_between
+from sparkhvd.runner.driver_port import connect, keep_alive, proof_between
 from sparkhvd.runner.elastic.launcher import (
     ElasticLauncher,
     Event,
@@ -133,7 +134,7 @@ class Tasks:
             job,
             [listening],
             self._service.loop,
-            current_stage=lambda: FIRST,
+            current_stage=lambda: SERVICE_STAGE,
             on_peer=lambda _, __, sock: self._service.loop.start(self._serve(sock)),
             on_notice=lambda _: None,
             on_shortage=lambda _: None,

@@ -11,8 +11,7 @@ from collections.abc import Generator
 
 from sparkhvd.rendezvous import Job
 from sparkhvd.rendezvous.event_loop import EventLoop, Wait
-from sparkhvd.rendezvous.handshake import introduce
-from sparkhvd.runner.driver_port import FIRST
+from sparkhvd.rendezvous.handshake import SERVICE_STAGE, introduce
 from sparkhvd.runner.live.frames import pack, take_shown
 from sparkhvd.runner.live.sender import Backlog
 
@@ -93,7 +92,7 @@ class LiveConnection:
         def prove() -> Generator[Wait, None, None]:
             nonlocal is_proved
             is_proved = yield from introduce(
-                self._job, 0, FIRST, sock, time.monotonic() + _CONNECT_S
+                self._job, 0, SERVICE_STAGE, sock, time.monotonic() + _CONNECT_S
             )
 
         loop = EventLoop()

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 from sparkhvd.rendezvous.event_loop import EventLoop, Task, Wait, read, receive_frame, send, sleep
-from sparkhvd.rendezvous.handshake import HELLO, answer
-from sparkhvd.runner.driver_port import FIRST, listen, proof_between
+from sparkhvd.rendezvous.handshake import HELLO, SERVICE_STAGE, answer
+from sparkhvd.runner.driver_port import listen, proof_between
 from sparkhvd.runner.live.frames import (
     MAX_RECORD_BYTES,
     PURPOSE,
@@ -163,7 +163,7 @@ class Receiver:
                 sock.setblocking(False)
                 until = time.monotonic() + _HANDSHAKE_S
                 hello = yield from read(sock, HELLO.size, until)
-                known = yield from answer(self._job, FIRST, hello, sock, until)
+                known = yield from answer(self._job, SERVICE_STAGE, hello, sock, until)
                 if known is None:
                     return
                 rank = known[1] - 1

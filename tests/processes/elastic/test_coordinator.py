@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -45,6 +48,35 @@ def test_connections_without_the_key_disturb_nobody(join_token: JoinToken, garba
     finally:
         for sock in others:
             sock.close()
+
+
+def test_members_try_again_when_the_coordinator_drops_them_for_newer_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparkhvd.rendezvous.listener.MAX_UNAUTHENTICATED", 1)
+    over = threading.Event()
+    key = secrets.token_bytes(32)
+    listener = Listener.bind("127.0.0.1", Settings())
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Coordinator(key, "job", listener, Limits(first=20, least=1, most=20)) as coordinator,
+    ):
+        place = (coordinator.endpoint.address, coordinator.endpoint.port)
+
+        def connect_again_and_again() -> None:
+            while not over.is_set():
+                socket.create_connection(place).close()
+                time.sleep(0.002 * random.random())
+
+        pool.submit(connect_again_and_again)
+        try:
+            for number in range(20):
+                coordinator.expect(number)
+                link = MemberLink(JoinToken(key, "job", number, coordinator.endpoint, 20.0, 20.0))
+                assert link.arrive() == 0
+                link.close()
+        finally:
+            over.set()
 
 
 @pytest.mark.parametrize("other", [{"key": bytes(32)}, {"job_id": "another"}, {"number": 1}])

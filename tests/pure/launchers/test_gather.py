@@ -14,7 +14,7 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.launchers import gather as gathering
 from sparkhvd.launchers.gather import MeetingPoint, gather, name_of, on_this_host
 from sparkhvd.rendezvous.event_loop import EventLoop, Task
-from sparkhvd.rendezvous.handshake import ConnectionPhase, introduce
+from sparkhvd.rendezvous.handshake import SERVICE_STAGE, introduce
 
 
 def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:
@@ -83,7 +83,7 @@ def arrive(point: MeetingPoint, rank: int, size: int) -> socket.socket:
         time.sleep(0.01)
 
     def knock() -> Task:
-        assert (yield from introduce(point.job(rank, size), 0, ConnectionPhase(0, 0), sock, until))
+        assert (yield from introduce(point.job(rank, size), 0, SERVICE_STAGE, sock, until))
 
     loop = EventLoop()
     loop.start(knock())
