@@ -41,9 +41,9 @@ Each module imports only those above it:
     driver_port        a port of the driver for its tasks, authenticated on both sides
     host_names         hosts, their slots, and the placement of ranks
     loggers            loggers of `run(fn)`, and the load of its ranks
-    orphans            kills processes that ranks left behind, also in sessions of their own
+    orphans            kills processes that a launch leaves behind, also if its launcher is killed
     output             lines of a rank's output
-    processes          trainer processes: fresh or forked
+    processes          processes of a launch, fresh or forked: start, signals, end
     protocol           frames between a task and its trainer, pickled functions, broadcast payloads
     slots              task slots of a launch, assigned in call order
     tracebacks         tracebacks of ranks as the driver shows them

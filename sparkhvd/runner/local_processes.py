@@ -1,7 +1,7 @@
 """Ranks of this host that run the user's command: their start, output and end.
 
 **Ownership**: each rank leads its own session and process group. Both end with it, and so do all processes that have
-its mark in their environment. A `ParentDeathReaper` ends them if this process is killed.
+its mark in their environment. An `OrphanReaper` ends them if this process is killed.
 
 **Threads**: per rank two for its output streams, one that waits for its end, and one for its claim.
 """
@@ -12,13 +12,11 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,21 +28,18 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.bootstrap import Handover
 from sparkhvd.launchers.rank_claim import RankClaim
 from sparkhvd.rendezvous import Job, Listener
-from sparkhvd.runner.orphans import ParentDeathReaper, kill, marked
+from sparkhvd.runner.orphans import OrphanReaper, kill, marked
 from sparkhvd.runner.output import LineReader
+from sparkhvd.runner.processes import FreshProcess, ProcessExit, ProcessGroup
 from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topology
 
 # Longer lines are passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long to read the rest of a rank's output, once no process can write to it.
-_DRAIN_S = 1.0
-# The same if no other process holds the pipes.
-_CLOSED_S = 0.1
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
 class LocalProcesses:
-    """Processes of ranks; a context manager that kills the remaining ones. Created before the process has threads.
+    """Processes of ranks; a context manager that kills the remaining ones.
 
     Args:
         on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
@@ -56,12 +51,10 @@ class LocalProcesses:
     ) -> None:
         self._on_line = on_line
         self._on_end = on_end
-        self._mark = secrets.token_hex(8)
-        self._reaper = ParentDeathReaper(self._mark)
-        # Guards the processes: no signal may go to a pid that has been reused.
+        self._reaper = OrphanReaper()
+        # Guards the dict.
         self._lock = threading.Lock()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._waiting: list[threading.Thread] = []
+        self._groups: dict[int, ProcessGroup] = {}
 
     def start(self, given: HandedOver, command: Sequence[str]) -> None:
         """Start a rank; its claim is closed after its end.
@@ -77,88 +70,73 @@ class LocalProcesses:
 
     def _start(self, given: HandedOver, command: Sequence[str]) -> None:
         rank = given.rank
-        # The command starts after the guard has its group: if this process is killed before, its standard input ends
+        mark = f"{self._reaper.mark}.{rank}"
+        # The command starts after the reaper has its group: if this process is killed before, its standard input ends
         # without a line.
-        process = subprocess.Popen(
+        started = FreshProcess(
             [*_GATE, *command],
-            env=marked(given.variables, f"{self._mark}.{rank}"),
+            env=marked(given.variables, mark),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=given.descriptors,
-            start_new_session=True,
         )
-        self._reaper.add(process.pid)
+        self._reaper.add(started.pid)
+        process = started.process
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(b"\n")
-        with self._lock:
-            self._running[rank] = process
         readers = [
-            _thread(self._read, rank, name, pipe)
+            self._read(rank, name, pipe)
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
         ]
-        self._waiting.append(_thread(self._wait, given, process, readers))
+        group = ProcessGroup(started, mark, f"sparkhvd-wait-{rank}")
+        with self._lock:
+            self._groups[rank] = group
+
+        def at_exit() -> None:
+            given.place.close()  # the other ranks see that this one is gone
+            self._reaper.remove(started.pid)
+
+        def end(ended: ProcessExit) -> None:
+            self._on_end(rank, ended.status or 0)
+            with self._lock:
+                del self._groups[rank]
+
+        group.watch(readers, end, at_exit)
 
     def send(self, number: int, rank: int | None = None) -> None:
         """Signal the groups of all running ranks, or of one; SIGKILL also kills all processes that they started."""
         with self._lock:
-            for each, process in self._running.items():
-                if rank in (None, each):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-        if number == signal.SIGKILL:  # the guard may have been killed
-            kill(self._mark if rank is None else f"{self._mark}.{rank}")
+            groups = [group for each, group in self._groups.items() if rank in (None, each)]
+        for group in groups:
+            group.signal(number)
+        if number == signal.SIGKILL:  # the reaper may have been killed
+            kill(self._reaper.mark if rank is None else f"{self._reaper.mark}.{rank}")
 
-    def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
-        with pipe:
-            LineReader(
-                pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
-            ).run()
+    def _read(self, rank: int, stream: str, pipe: IO[bytes] | None) -> threading.Thread:
+        assert pipe is not None
 
-    def _wait(
-        self,
-        given: HandedOver,
-        process: subprocess.Popen[bytes],
-        readers: Sequence[threading.Thread],
-    ) -> None:
-        rank = given.rank
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        given.place.close()  # the other ranks see that this one is gone
-        with self._lock:
-            del self._running[rank]
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # orphans of its group
-            self._reaper.remove(process.pid)
-            status = process.wait()
-        if not _join(readers, _CLOSED_S):
-            # An orphan in another session holds the pipes. Orphans that closed them end with the launch.
-            kill(f"{self._mark}.{rank}")
-            _join(readers, _DRAIN_S)
-        self._on_end(rank, status)
+        def read() -> None:
+            with pipe:
+                LineReader(
+                    pipe.fileno(), _LINE_BYTES, functools.partial(self._on_line, rank, stream)
+                ).run()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
 
     def __enter__(self) -> LocalProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.send(signal.SIGKILL)
-        for thread in self._waiting:
-            thread.join()
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            group.join()
         self._reaper.__exit__()
-
-
-def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Wait for the end of threads; return True if all have ended in time."""
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
-
-
-def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True)
-    thread.start()
-    return thread
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -18,36 +18,65 @@ from collections.abc import Iterator, Mapping
 _VARIABLE = "SPARKHVD_LAUNCHED_BY"
 # Give up on a process that forks faster than it is found.
 _LIMIT_S = 1.0
-# A shell starts fast, and becomes a Python only if the launcher ends without notice.
-_REAPER = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
+# Reads the process groups of a launch until its pipe ends, kills the remaining ones, and becomes a Python that kills the
+# marked processes. A shell starts in 2 ms.
+_REAPER = """
+trap '' INT TERM HUP
+groups=' '
+while read -r sign group; do
+  case $sign in
+    +) groups="$groups$group " ;;
+    -) case $groups in *" $group "*) groups="${groups%% $group *} ${groups#* $group }" ;; esac ;;
+    *) exit 0 ;;
+  esac
+done
+for group in $groups; do kill -KILL -- "-$group"; done
+exec "$@"
+"""
 # Leave out the working directory: a `secrets.py` there is not Python's.
 _KILL = "import sys; sys.path = [p for p in sys.path if p]; from sparkhvd.runner.orphans import kill; kill(sys.argv[1])"
 
 
 class OrphanReaper:
-    """Kills the orphans of a launch at its end, also if this process is killed; a context manager.
+    """Kills what a launch leaves behind when it ends, also if this process is killed; a context manager.
 
-    `ParentDeathReaper` does the same for launchers without threads, which may fork.
+    Attributes:
+        mark: for `marked`, which marks the launch's processes.
     """
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        python = os.path.abspath(sys.executable)
         self._reaper = subprocess.Popen(
-            [*_REAPER, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
+            ["/bin/sh", "-c", _REAPER, "sparkhvd-reaper", python, "-c", _KILL, self.mark],
             env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # it ignores Ctrl-C and hang-ups of a terminal
         )
+
+    def add(self, group: int) -> None:
+        """Kill a process group if this process ends before `remove`."""
+        self._notify(f"+ {group}")
+
+    def remove(self, group: int) -> None:
+        """Remove a process group that has ended, before its number can be reused."""
+        self._notify(f"- {group}")
+
+    def _notify(self, line: str) -> None:
+        assert self._reaper.stdin is not None
+        # The reaper may have been killed; this process still ends the groups itself.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._reaper.stdin.fileno(), f"{line}\n".encode())
 
     def __enter__(self) -> OrphanReaper:
         return self
 
     def __exit__(self, *_: object) -> None:
         kill(self.mark)
-        # The guard may have been killed or stopped.
+        # The reaper may have been killed or stopped.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._reaper.communicate(b"done\n", _LIMIT_S)
         self._reaper.kill()
@@ -107,66 +136,3 @@ def _has(number: int, mark: str) -> bool:
         each == mark or each.startswith(f"{mark}.")
         for each in found[len(name) :].decode(errors="replace").split(":")
     )
-
-
-# ----------------------------------------------------------------------------------------------------
-# Kills what a launcher has started, however the launcher ends.
-# **Lifetime**: a fork of the launcher that only waits for the end of a pipe. It ends with the launcher.
-
-
-class ParentDeathReaper:
-    """Kills the remaining process groups when this process has ended; a context manager.
-
-    Must be created before the process has threads.
-
-    Args:
-        mark: also kill processes with this mark; "" for no mark.
-    """
-
-    def __init__(self, mark: str = "") -> None:
-        reader, self._writer = os.pipe()  # child processes inherit neither end
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._writer)
-            _reaper(reader, mark)
-        os.close(reader)
-
-    def add(self, group: int) -> None:
-        """Kill a process group at the end, unless it is removed before."""
-        self._notify(f"+{group}")
-
-    def remove(self, group: int) -> None:
-        """Remove a process group that has ended, before its number can be reused."""
-        self._notify(f"-{group}")
-
-    def _notify(self, line: str) -> None:
-        # The guard may have been killed; this process still ends the groups itself.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._writer, f"{line}\n".encode())
-
-    def __enter__(self) -> ParentDeathReaper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._writer)
-        os.waitpid(self._pid, 0)
-
-
-def _reaper(reader: int, mark: str) -> None:
-    """Wait for the end of the launcher, in the fork; never returns."""
-    try:
-        os.setsid()  # ignore Ctrl-C and hang-ups of a terminal
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        groups: set[int] = set()
-        with open(reader) as lines:
-            for line in lines:
-                group = int(line[1:])
-                (groups.add if line[0] == "+" else groups.discard)(group)
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        if mark:
-            kill(mark)
-    finally:
-        os._exit(0)

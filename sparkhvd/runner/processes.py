@@ -1,7 +1,7 @@
-"""Trainer processes: fresh interpreters, or forks of a zygote.
+"""Processes that a launch starts: fresh ones, or forks of a zygote; each ends with everything that it has started.
 
-**Ownership**: a process takes over the descriptors of `InheritedPipes`, and the parent closes its copies. Its pid stays
-reserved until `reap`, so no signal can reach another process.
+**Ownership**: a trainer takes over the descriptors of `InheritedPipes`, and the parent closes its copies. The pid of a
+process stays reserved until `reap`, so no signal can reach another process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from sparkhvd.runner import orphans
 from sparkhvd.wire import parse
 
 _MESSAGE_BYTES = 1 << 16
@@ -27,6 +29,8 @@ _MESSAGE_BYTES = 1 << 16
 _REPORT_S = 30.0
 # How long a zygote may be stopped, as by SIGSTOP, before its answer is given up, and how often that is checked.
 _STOPPED_S, _POLL_S = 2.0, 0.25
+# How long the pipes of an ended process may take to end if other processes hold them, and if they do not.
+_DRAIN_S, _CLOSED_S = 5.0, 0.1
 
 
 class ProcessStat(NamedTuple):
@@ -122,8 +126,8 @@ class ProcessExit:
     peak_rss_bytes: int = 0
 
 
-class TrainerProcess(Protocol):
-    """Process of a trainer; leader of its own session and group."""
+class Process(Protocol):
+    """Leader of its own session and process group."""
 
     pid: int
 
@@ -135,28 +139,18 @@ class TrainerProcess(Protocol):
 
 
 class FreshProcess:
-    """Trainer in a new interpreter.
+    """Process of a command.
 
     Args:
-        environ: its environment.
-        ends: descriptors that it takes over.
+        command: program and arguments.
+        options: of `subprocess.Popen`.
     """
 
-    def __init__(self, environ: Mapping[str, str], ends: InheritedPipes) -> None:
-        self._process = subprocess.Popen(
-            [
-                *python_of("sparkhvd.runner.child"),
-                *(str(ends.spec), str(ends.result)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=ends.log,
-            stderr=ends.log,
-            env=environ,
-            close_fds=True,
-            pass_fds=[fd for fd in ends.all() if fd != ends.log],
-            start_new_session=True,
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, start_new_session=True, **options
         )
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def wait_for_end(self) -> None:
         """Wait until the process has ended; its pid stays reserved."""
@@ -165,10 +159,26 @@ class FreshProcess:
 
     def reap(self) -> ProcessExit:
         """Kill the rest of its group and release its pid."""
-        kill_group(self.pid)
-        _, status, usage = os.wait4(self.pid, 0)
-        self._process.returncode = os.waitstatus_to_exitcode(status)
-        return ProcessExit(self._process.returncode, usage.ru_maxrss * 1024)
+        ended = reap(self.pid)
+        self.process.returncode = ended.status
+        return ended
+
+
+def fresh_trainer(environ: Mapping[str, str], ends: InheritedPipes) -> FreshProcess:
+    """Start a trainer in a new interpreter.
+
+    Args:
+        environ: its environment.
+        ends: descriptors that it takes over.
+    """
+    return FreshProcess(
+        [*python_of("sparkhvd.runner.child"), str(ends.spec), str(ends.result)],
+        stdin=subprocess.DEVNULL,
+        stdout=ends.log,
+        stderr=ends.log,
+        env=environ,
+        pass_fds=[fd for fd in ends.all() if fd != ends.log],
+    )
 
 
 class ForkedProcess:
@@ -220,10 +230,78 @@ def python_of(module: str) -> list[str]:
     return [os.path.abspath(sys.executable), *safe, "-m", module]
 
 
-def kill_group(pid: int) -> None:
-    """Kill all processes of a group."""
+class ProcessGroup:
+    """Process with everything that it has started: its group, and the processes with its mark in other sessions.
+
+    Args:
+        process: leads the group.
+        mark: of the processes, see `orphans`; "" for no mark.
+        name: of its thread.
+    """
+
+    def __init__(self, process: Process, mark: str, name: str) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._mark = mark
+        # Guards _is_reaped: no signal may go to a pid that has been reused.
+        self._lock = threading.Lock()
+        self._is_reaped = False
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+
+    def watch(
+        self,
+        readers: Sequence[threading.Thread],
+        on_end: Callable[[ProcessExit], None],
+        at_exit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait in a thread for the end of the process, and end what it has started.
+
+        Args:
+            readers: threads that end with the pipes of the process and its children.
+            on_end: called when the readers have ended.
+            at_exit: called while the pid is still reserved.
+        """
+        self._readers, self._on_end, self._at_exit = readers, on_end, at_exit
+        self._thread.start()
+
+    def _watch(self) -> None:
+        self._process.wait_for_end()
+        self._at_exit()
+        with self._lock:
+            ended = self._process.reap()
+            self._is_reaped = True
+        if not _join(self._readers, _CLOSED_S if self._mark else _DRAIN_S) and self._mark:
+            # An orphan in another session holds the pipes. Orphans that have closed them end with the launch.
+            orphans.kill(self._mark)
+            _join(self._readers, _DRAIN_S)
+        self._on_end(ended)
+
+    def signal(self, number: int, *, whole: bool = True) -> None:
+        """Send a signal to the group, or only to its leader; nothing happens after the leader's end."""
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._is_reaped:
+                (os.killpg if whole else os.kill)(self.pid, number)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until `on_end` has been called; return True if it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for the end of threads; return True if all have ended in time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def reap(pid: int) -> ProcessExit:
+    """Kill the rest of an ended child's group, and release its pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    return ProcessExit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
 
 
 def send(channel: socket.socket, message: Mapping[str, object]) -> None:

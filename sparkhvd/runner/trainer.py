@@ -27,11 +27,11 @@ from sparkhvd.runner import allocator, orphans, zygote_client
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, exit_text
 from sparkhvd.runner.output import LineReader, Tail
 from sparkhvd.runner.processes import (
-    FreshProcess,
     InheritedPipes,
+    Process,
     ProcessExit,
-    TrainerProcess,
-    kill_group,
+    ProcessGroup,
+    fresh_trainer,
 )
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_report
 from sparkhvd.wire import read_frame, write_frame
@@ -47,8 +47,6 @@ INTERRUPT_GRACE_S = 5.0
 _BLOCKED_S = 1.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it initializes each of them.
 GPU_ANSWER_S = 120.0
-# How long the pipes may take to end after the whole process group was killed, and if no other process holds them.
-_DRAIN_S, _CLOSED_S = 5.0, 0.1
 
 
 def inherited(name: str) -> str | None:
@@ -100,17 +98,12 @@ class Trainer:
         self._gpus: list[dict[str, Any]] | None = None
         self._has_gpus = threading.Event()
         self._ended = threading.Event()
-        # Guards _is_reaped: no signal may go to a pid that has been reused.
-        self._reap_lock = threading.Lock()
-        self._is_reaped = False
         self._holder: subprocess.Popen[bytes] | None = None
         self._grace_until: float | None = None
         self._is_forced = False
         self._on_end = on_end
         self._mark = mark
-        self._process: TrainerProcess | None = None
-        self._reaper: threading.Thread | None = None
-        self._pumps: list[threading.Thread] = []
+        self._group: ProcessGroup | None = None
         # Guards the delayed start, and whether it may still happen.
         self._start_lock = threading.Lock()
         self._is_given_up = False
@@ -136,11 +129,11 @@ class Trainer:
         frames = [start.prologue.to_bytes(), start.program]
         environ = orphans.marked(start.environ, self._mark)  # the zygote has no mark
         try:
-            process: TrainerProcess | None = None
+            process: Process | None = None
             if start.is_late:
                 process = zygote_client.fork(start.prologue.preload, start.variables(), start.ends)
             if process is None:
-                process = FreshProcess(environ, start.ends)
+                process = fresh_trainer(environ, start.ends)
             else:
                 frames.insert(0, json.dumps(environ).encode())
         except BaseException:
@@ -151,16 +144,16 @@ class Trainer:
             raise
         finally:
             start.ends.close()
-        with self._reap_lock:
-            self._process, self.pid = process, process.pid
-            if self._is_given_up:
-                kill_group(self.pid)
+        self.pid = process.pid
+        self._group = ProcessGroup(process, self._mark, f"sparkhvd-wait-{self.rank}")
+        if self._is_given_up:
+            self._group.signal(signal.SIGKILL)
         reader = LineReader(start.log, _LINE_BYTES, self._pass_line)
-        self._pumps = [
+        readers = [
             self._thread("log", self._relay, start.log, reader),
             self._thread("result", self._receive, start.result, reader),
         ]
-        self._reaper = self._thread("wait", self._reap, process)
+        self._group.watch(readers, self._end)
         with contextlib.suppress(BrokenPipeError):  # it died at once; its outcome has the reason
             for frame in frames:
                 write_frame(self._spec, frame)
@@ -219,15 +212,13 @@ class Trainer:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the function, or kill a trainer that has no job yet; returns at once."""
-        with self._reap_lock:
-            if self._is_reaped or self._reported.is_set():
-                return
-            if self._has_job:
-                self._hold_pipe()
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGINT)
-                return
-        self.kill()
+        if self._ended.is_set() or self._reported.is_set():
+            return
+        if self._group is not None and self._has_job:
+            self._hold_pipe()
+            self._group.signal(signal.SIGINT, whole=False)
+        else:
+            self.kill()
 
     def _hold_pipe(self) -> None:
         """Keep the trainer's time to save even if this process is killed, as by a JVM that ends.
@@ -259,9 +250,8 @@ class Trainer:
             late.abandon()
             self._end(ProcessExit(-signal.SIGKILL))
             return
-        with self._reap_lock:
-            if self._process is not None and not self._is_reaped:
-                kill_group(self.pid)
+        if self._group is not None:
+            self._group.signal(signal.SIGKILL)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
         """Return the outcome; requires that `wait` has returned True."""
@@ -296,8 +286,8 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         if not self._ended.is_set():
             self.kill()
-        if self._reaper is not None:
-            self._reaper.join()
+        if self._group is not None:
+            self._group.join()
         os.close(self._spec)
         if self._holder is not None:
             self._holder.kill()
@@ -353,28 +343,10 @@ class Trainer:
             zygote_client.of_this_process.remember(self._report.pop("modules", ()))
             self._reported.set()
 
-    def _reap(self, process: TrainerProcess) -> None:
-        process.wait_for_end()
-        with self._reap_lock:
-            ended = process.reap()
-            self._is_reaped = True
-        self._end(ended)
-
     def _end(self, ended: ProcessExit) -> None:
         self._status, self._rss = ended.status, ended.peak_rss_bytes
-        _drain(self._pumps, self._mark)
         self._ended.set()
         self._on_end()
-
-
-def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:
-    """Wait for the end of pipes, which a process outside the group may still hold."""
-    for pump in pumps:
-        pump.join(_CLOSED_S if mark else _DRAIN_S)
-    if mark and any(pump.is_alive() for pump in pumps):
-        orphans.kill(mark)
-        for pump in pumps:
-            pump.join(_DRAIN_S)
 
 
 def interrupt(trainers: Sequence[Trainer]) -> None:

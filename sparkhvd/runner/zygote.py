@@ -27,12 +27,13 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
 from sparkhvd import lazy_compiler
 from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner import child
-from sparkhvd.runner.processes import InheritedPipes, kill_group, receive, send
+from sparkhvd.runner.processes import InheritedPipes, reap, receive, send
 from sparkhvd.runner.protocol import dumps
 from sparkhvd.wire import read_frame
 
@@ -62,15 +63,13 @@ class _Forked:
 
     def reap(self) -> None:
         """Kill the rest of the group, release the pid, and report the status."""
-        kill_group(self.pid)
-        _, status, usage = os.wait4(self.pid, 0)
+        ended = reap(self.pid)
         os.close(self.pidfd)
-        code = os.waitstatus_to_exitcode(status)
-        self._notify({"status": code, "peak_rss_bytes": usage.ru_maxrss * 1024})
+        self._notify(vars(ended))
         if self.channel is not None:
             self.channel.close()
 
-    def _notify(self, message: dict[str, int]) -> None:
+    def _notify(self, message: Mapping[str, object]) -> None:
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 send(self.channel, message)

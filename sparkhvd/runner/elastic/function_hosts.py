@@ -236,7 +236,6 @@ class _Job:
             return stack.enter_context(
                 ElasticProcessesOnHosts(
                     group.reach,
-                    None,
                     lambda host: group.order(host, sys_path=sys.path, use_gpu=self.use_gpu),
                     lambda _, __, line: self.log(line.decode(errors="replace")),
                     self._record_loss,

@@ -18,7 +18,7 @@ from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, FunctionMembers, Members
 from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
 from sparkhvd.runner.hosts.protocol import StartRequest
-from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.runner.orphans import OrphanReaper
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.runner.supervisor import HostLost, RankEnded
 from sparkhvd.wire import Message
@@ -60,7 +60,6 @@ class ElasticProcessesOnHosts:
 
     Args:
         reach: how hosts are reached.
-        reaper: ends ssh with this process; None if it has threads.
         order: the request for an agent, by its host.
         show: called with a process's number, stream and line.
         notify: called with its end, or the loss of its host.
@@ -72,7 +71,6 @@ class ElasticProcessesOnHosts:
     def __init__(
         self,
         reach: Reach,
-        reaper: ParentDeathReaper | None,
         order: Callable[[str], StartRequest],
         show: Callable[[int, str, bytes], None],
         notify: Callable[[RankEnded | HostLost], None],
@@ -80,7 +78,7 @@ class ElasticProcessesOnHosts:
         on_outcome: Callable[[Outcome, bytes], None] = lambda _, __: None,
     ) -> None:
         self._reach = reach
-        self._reaper = reaper
+        self._reaper = OrphanReaper()
         self._order = order
         self._show = show
         self._notify = notify
@@ -170,6 +168,7 @@ class ElasticProcessesOnHosts:
                 agent.end()
         for thread in self._threads:
             thread.join()
+        self._reaper.__exit__()
 
 
 class _Agent:

@@ -24,7 +24,6 @@ from sparkhvd.runner.hosts.agent import Members
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.protocol import StartRequest
 from sparkhvd.runner.local_processes import LocalProcesses
-from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.supervisor import Output, RankEnded, Screen, first_cause, notify, signals
 from sparkhvd.settings import JobSettings, Settings
 
@@ -123,15 +122,14 @@ def _processes(
     events: queue.SimpleQueue[Event],
     address: str,
 ) -> ElasticProcesses:
-    """Prepare for processes, before this process has threads; they end with the stack."""
+    """Prepare for processes, which end with the stack."""
     if group.others:
-        reaper = stack.enter_context(ParentDeathReaper())
 
         def order(host: str) -> StartRequest:
             return group.order(host, command=command)
 
         return stack.enter_context(
-            ElasticProcessesOnHosts(group.reach, reaper, order, screen.show, events.put)
+            ElasticProcessesOnHosts(group.reach, order, screen.show, events.put)
         )
     local = LocalProcesses(
         screen.show, lambda number, status: events.put(RankEnded(number, status))

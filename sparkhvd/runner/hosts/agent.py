@@ -292,7 +292,7 @@ class _ScriptRanks:
         self._env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
         self._command = order.command or []
         check_command(self._command, self._env)
-        self._processes = LocalProcesses(self._show, self._end)  # before there are threads
+        self._processes = LocalProcesses(self._show, self._end)
         self._listeners = [Listener.bind(address, settings) for _ in range(order.count)]
 
     def endpoints(self) -> list[Endpoint]:

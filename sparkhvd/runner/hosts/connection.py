@@ -19,7 +19,8 @@ from sparkhvd import __version__
 from sparkhvd.runner.host_names import PLAIN_SSH, HostSlots, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.protocol import Channel
-from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.runner.orphans import OrphanReaper
+from sparkhvd.runner.processes import FreshProcess, ProcessGroup
 from sparkhvd.wire import Message
 
 # How long a host may take to answer by ssh and start a Python: all failures are reported within 10 s.
@@ -93,32 +94,27 @@ class HostConnection:
     Args:
         place: host and its ranks.
         reach: how it is reached.
-        reaper: ends ssh with this process; None without one.
+        reaper: ends ssh with this process.
 
     Raises:
         HostError: ssh is missing here.
     """
 
-    def __init__(self, place: HostSlots, reach: Reach, reaper: ParentDeathReaper | None) -> None:
+    def __init__(self, place: HostSlots, reach: Reach, reaper: OrphanReaper) -> None:
         self.place = place
         self.host = place.host
         command = reach.command(place.host)
         try:
             # This process forwards a terminal's Ctrl-C.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
+            started = FreshProcess(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except OSError as error:
             raise HostError(
                 f"{command[0]!r} cannot be started: {error}. Install OpenSSH's client, or set SPARKHVD_SSH."
             ) from error
-        if reaper is not None:
-            reaper.add(self._process.pid)
-        self._reaper = reaper
+        reaper.add(started.pid)
+        self._process = started.process
         self._has_agent = False
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -131,6 +127,8 @@ class HostConnection:
             target=self._listen, args=(self._process.stderr,), daemon=True
         )
         self._listener.start()
+        self._group = ProcessGroup(started, "", f"sparkhvd-ssh-{self.host}")
+        self._group.watch([self._listener], lambda _: None, lambda: reaper.remove(started.pid))
 
     def _listen(self, pipe: IO[bytes]) -> None:
         for line in pipe:
@@ -228,14 +226,9 @@ class HostConnection:
     def kill(self, deadline: float) -> None:
         """Wait for the end of the agent, or kill ssh; after `end`."""
         left = deadline - time.monotonic() if self._has_agent else 0.0
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, left))
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._reaper is not None:
-            self._reaper.remove(self._process.pid)
-        self._process.wait()
+        if not self._group.join(max(0.0, left)):
+            self._group.signal(signal.SIGKILL)
+            self._group.join()
 
     def close(self) -> None:
         """Close the pipes; after `kill`."""

@@ -20,7 +20,7 @@ from sparkhvd.runner.host_names import HostSlots
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
 from sparkhvd.runner.hosts.connection import END_S, HostConnection, HostError, Reach
 from sparkhvd.runner.hosts.protocol import StartRequest
-from sparkhvd.runner.orphans import ParentDeathReaper
+from sparkhvd.runner.orphans import OrphanReaper
 from sparkhvd.settings import JobSettings
 from sparkhvd.wire import Message
 
@@ -33,25 +33,23 @@ class Hosts:
     Args:
         places: hosts and their ranks.
         reach: how the hosts are reached.
-        reaper: ends ssh with this process; None if it has threads.
 
     Raises:
         PreflightError: some hosts do not answer in time, or run other versions; all of them are listed.
     """
 
-    def __init__(
-        self, places: Sequence[HostSlots], reach: Reach, reaper: ParentDeathReaper | None = None
-    ) -> None:
+    def __init__(self, places: Sequence[HostSlots], reach: Reach) -> None:
         self.places = places
         self._reach = reach
         self._all: list[HostConnection] = []
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
+        self._reaper = OrphanReaper()
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:
                 for place in places:
-                    self._all.append(HostConnection(place, reach, reaper))
+                    self._all.append(HostConnection(place, reach, self._reaper))
             except HostError as error:
                 raise PreflightError(str(error)) from error
             self._each(lambda each: each.greet(reach.start_timeout_s))
@@ -157,6 +155,7 @@ class Hosts:
         for each in self._all:
             each.close()
         self._all.clear()
+        self._reaper.__exit__()
 
     def _beat(self) -> None:
         """Send heartbeats to the agents."""

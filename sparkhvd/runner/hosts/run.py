@@ -26,7 +26,6 @@ from sparkhvd.runner.host_names import (
 from sparkhvd.runner.hosts.connection import Reach
 from sparkhvd.runner.hosts.launch import Hosts
 from sparkhvd.runner.local import check_num_proc, collect, results_of
-from sparkhvd.runner.orphans import ParentDeathReaper
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind
 from sparkhvd.runner.supervisor import Events, HostLost, Output, RankEnded, Screen, signals, watch
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
@@ -211,9 +210,8 @@ def run_script_on_hosts(
     size = sum(place.count for place in places)
     running = {place.host: set(place.ranks) for place in places}
     with contextlib.ExitStack() as stack:
-        reaper = stack.enter_context(ParentDeathReaper())
         screen = stack.enter_context(Screen(output, size))
-        hosts = stack.enter_context(Hosts(places, reach, reaper))
+        hosts = stack.enter_context(Hosts(places, reach))
         hosts.start(env, JobSettings(settings), command=list(command))
 
         def receive(place: HostSlots, message: Message) -> None:
