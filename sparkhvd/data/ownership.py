@@ -146,7 +146,7 @@ def renew_leases(now: float | None = None) -> None:
     for (store, data_dir), lease in due:
         try:
             if store.exists(data_dir):
-                own(store, data_dir, Lease(lease.app_id, now, lease.keep))
+                own(store, data_dir, Lease(lease.owner, now, lease.keep))
         except Exception:  # noqa: BLE001 - of any file system: the other leases must still be renewed
             with _owned.lock:
                 _owned.retries[store, data_dir] = now + _RETRY_S
@@ -182,7 +182,7 @@ def release(app_id: str | None = None) -> list[str]:
         ending = [
             (store, data_dir)
             for (store, data_dir), lease in _owned.directories.items()
-            if not lease.keep and app_id in (None, lease.app_id)
+            if not lease.keep and app_id in (None, lease.owner)
         ]
         for key in ending:
             del _owned.directories[key]

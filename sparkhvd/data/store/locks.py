@@ -38,61 +38,6 @@ class _Store(Protocol):
     def delete_if_empty(self, path: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Lease:
-    """Owner of a data directory, which no other process may delete before the lease expires.
-
-    Attributes:
-        app_id: the application that materialized the data.
-        renewed: time of the last renewal, in s since 1970.
-        keep: True if the data are kept after the application has ended.
-    """
-
-    app_id: str
-    renewed: float
-    keep: bool = False
-
-    def is_expired(self, now: float) -> bool:
-        """Return True if the owner must be gone, because it has not renewed the lease for a day."""
-        return not self.keep and now - self.renewed > LEASE_S
-
-    @classmethod
-    def parse(cls, content: bytes) -> Lease | None:
-        """Parse a lease file, ignoring fields of other versions; None if invalid."""
-        try:
-            fields = json.loads(content)
-            return cls(str(fields["app_id"]), float(fields["renewed"]), bool(fields.get("keep")))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
-
-
-def lease_of(store: _Store, data_dir: str) -> Lease | None:
-    """Return the lease of a data directory, or None."""
-    try:
-        return Lease.parse(store.read_bytes(f"{data_dir}/{LEASE_NAME}"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
-    """Write the lease of a data directory."""
-    store.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
-
-
-def is_owners(data_dir: str) -> bool:
-    """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
-    return data_dir.count("/") == 2
-
-
-def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
-    """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
-    lease = lease_of(store, data_dir)
-    if lease is not None:
-        return lease.is_expired(now)
-    changed = store.last_change(data_dir)
-    return changed is not None and now - changed > LEASE_S
-
-
 # ----------------------------------------------------------------------------------------------------
 # Identity of the processes that own files, across pid reuse and reboots.
 
@@ -120,13 +65,9 @@ class ProcessIdentity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ProcessIdentity:
-        """Return the process that `to_dict` described."""
+        """Return the process with these attributes."""
         names = ("host", "machine", "started")
         return cls(pid=int(str(values["pid"])), **{n: str(values[n]) for n in names})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return this as JSON-able data."""
-        return asdict(self)
 
     def is_alive(self) -> bool | None:
         """Return True if the process is alive; None if this process cannot see it."""
@@ -183,7 +124,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
     """
     try:
         values = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
     if not isinstance(values, dict):
         return None
@@ -195,6 +136,101 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
 
 def _digest(values: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Leases of folders.
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Claim on a folder of a store, which its owner renews: data of an application, or a run that a fit writes.
+
+    Attributes:
+        owner: id of the application, or a token of the fit.
+        renewed: time of the last renewal, in s since 1970 by the owner's clock.
+        keep: True if the data are kept after the application has ended.
+        process: the driver of the fit; None for data, which outlive the process that wrote them.
+        since: start of the fit, by the same clock; 0 for data.
+    """
+
+    owner: str
+    renewed: float
+    keep: bool = False
+    process: ProcessIdentity | None = None
+    since: float = 0.0
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the application must be gone, because it has not renewed its lease for a day."""
+        return not self.keep and now - self.renewed > LEASE_S
+
+    def is_alive(self) -> bool | None:
+        """Return True if the fit is alive; None if only the age of its lease can decide."""
+        if self.process is None:
+            return None
+        if self.process == ProcessIdentity.current():
+            return self.owner in _held
+        return self.process.is_alive()
+
+    def to_bytes(self) -> bytes:
+        """Return the content of its file."""
+        values = asdict(self)
+        if self.process is None:
+            del values["process"], values["since"]
+        return dump_sealed(values)
+
+    @classmethod
+    def parse(cls, content: bytes) -> Lease | None:
+        """Parse a file, also of versions before 29 November 2026; None if it is damaged."""
+        values = load_sealed(content, required=False)
+        if values is None:
+            return None
+        try:
+            process = values.get("process")
+            return cls(
+                str(next(values[name] for name in ("owner", "app_id", "token") if name in values)),
+                float(values["renewed"]),
+                bool(values.get("keep")),
+                None if process is None else ProcessIdentity.from_dict(process),
+                float(values.get("since", 0.0)),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
+            return None
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"{self.process}, since {since}"
+
+
+def _lease_at(store: _Store, path: str) -> Lease | None:
+    try:
+        return Lease.parse(store.read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def lease_of(store: _Store, data_dir: str) -> Lease | None:
+    """Return the lease of a data directory; None without a lease, or if its file is damaged."""
+    return _lease_at(store, f"{data_dir}/{LEASE_NAME}")
+
+
+def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
+    """Write the lease of a data directory."""
+    store.write_bytes(f"{data_dir}/{LEASE_NAME}", lease.to_bytes())
+
+
+def is_owners(data_dir: str) -> bool:
+    """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
+    return data_dir.count("/") == 2
+
+
+def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:
+    """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
+    lease = lease_of(store, data_dir)
+    if lease is not None:
+        return lease.is_expired(now)
+    changed = store.last_change(data_dir)
+    return changed is not None and now - changed > LEASE_S
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -214,33 +250,6 @@ EXPIRES_S = 40.0
 _POLL_S = 1.0
 # Longest wait for a store when a fit has ended.
 _LAST_S = 10.0
-
-
-@dataclass(frozen=True)
-class LockOwner:
-    """Fit that owns the lock of a run.
-
-    Attributes:
-        process: the driver of the fit.
-        token: of the fit.
-        since: its start, in s since 1970 by its own clock.
-        renewed: its last renewal, by that clock.
-    """
-
-    process: ProcessIdentity
-    token: str
-    since: float
-    renewed: float
-
-    def is_alive(self) -> bool | None:
-        """Return True if the fit is alive; None if only the age of its file can decide."""
-        if self.process == ProcessIdentity.current():
-            return self.token in _held
-        return self.process.is_alive()
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        return f"{self.process}, since {since}"
 
 
 # Tokens of the runs locked by this process.
@@ -273,7 +282,7 @@ class RunLock:
         """
         if self._thread is not None:
             holder = lock_owner(self._store, self._run_id)
-            if holder is not None and holder.token != self._token:
+            if holder is not None and holder.owner != self._token:
                 raise _refusal(self._store, self._run_id, holder)
 
     def release(self) -> None:
@@ -291,7 +300,7 @@ class RunLock:
 
     def _is_own(self) -> bool:
         holder = lock_owner(self._store, self._run_id)
-        return holder is not None and holder.token == self._token
+        return holder is not None and holder.owner == self._token
 
     def _renew(self) -> None:
         is_over = False
@@ -307,9 +316,9 @@ class RunLock:
                     self._store.delete_if_empty(self._path.rpartition("/")[0])
 
     def _write(self) -> None:
-        values: dict[str, object] = {"token": self._token, "since": self._since}
-        values |= {"renewed": time.time(), "process": ProcessIdentity.current().to_dict()}
-        self._store.write_bytes(self._path, dump_sealed(values))
+        process = ProcessIdentity.current()
+        lease = Lease(self._token, time.time(), process=process, since=self._since)
+        self._store.write_bytes(self._path, lease.to_bytes())
 
 
 def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
@@ -332,19 +341,12 @@ def acquire(store: _Store, run_id: str, *, verbose: int = 1) -> RunLock:
     return RunLock(store, run_id)
 
 
-def lock_owner(store: _Store, run_id: str) -> LockOwner | None:
-    """Return the lock owner of a run, alive or not; None without a lock, or if its file is damaged."""
-    try:
-        values = load_sealed(store.read_bytes(_path(run_id)))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if values is None:
-        return None
-    process = ProcessIdentity.from_dict(values["process"])
-    return LockOwner(process, values["token"], values["since"], values["renewed"])
+def lock_owner(store: _Store, run_id: str) -> Lease | None:
+    """Return the lease of a run, of a living fit or not; None without a lease, or if its file is damaged."""
+    return _lease_at(store, _path(run_id))
 
 
-def is_running(holder: LockOwner) -> bool:
+def is_running(holder: Lease) -> bool:
     """Return True if a fit is alive, without waiting: on another machine by the time in its file."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
@@ -354,7 +356,7 @@ def _path(run_id: str) -> str:
     return f"runs/{run_id}/{HOLDER_NAME}"
 
 
-def _changes(store: _Store, run_id: str, holder: LockOwner, verbose: int) -> bool:
+def _changes(store: _Store, run_id: str, holder: Lease, verbose: int) -> bool:
     """Watch a lock owner on another machine; return True if it renews its file."""
     if verbose:
         sys.stdout.write(
@@ -372,7 +374,7 @@ def _changes(store: _Store, run_id: str, holder: LockOwner, verbose: int) -> boo
     return False
 
 
-def _refusal(store: _Store, run_id: str, holder: LockOwner) -> InvalidArgumentError:
+def _refusal(store: _Store, run_id: str, holder: Lease) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"The run {run_id!r} in {store.url} is held by another fit: {holder}. Wait until it has ended, or end it; or give "
         "this fit another run_id."

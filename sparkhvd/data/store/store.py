@@ -885,7 +885,7 @@ def list_data(store: Store) -> tuple[StoredData, ...]:
         elif is_abandoned(store, path, now):
             state = "abandoned"
         size = sum(f.size for f in files)
-        app_id = "" if lease is None else lease.app_id
+        app_id = "" if lease is None else lease.owner
         entries.append(StoredData(path, state, size, _changed(files), app_id))
     return tuple(entries)
 
@@ -903,7 +903,7 @@ def delete_data(store: Store, path: str) -> None:
         )
     lease = lease_of(store, path)
     if not (lease is not None and lease.keep) and not is_abandoned(store, path, time.time()):
-        owner = "another process" if lease is None else f"the application {lease.app_id}"
+        owner = "another process" if lease is None else f"the application {lease.owner}"
         raise InvalidArgumentError(
             f"{store.full_url(path)} belongs to {owner}, which deletes it when it ends. If that is lost, the data count as "
             "abandoned after a day."

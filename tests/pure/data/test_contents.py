@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def save(store: Store, run_dir: str, epochs: int, **options: Any) -> None:
 def held_elsewhere(store: Store, run_id: str, **changes: Any) -> None:
     """Write that a process of another machine holds a run."""
     process = replace(ProcessIdentity.current(), host="far", machine="another", **changes)
-    values = {"token": "x", "since": 0.0, "renewed": time.time(), "process": process.to_dict()}
+    values = {"token": "x", "since": 0.0, "renewed": time.time(), "process": asdict(process)}
     store.write_bytes(f"runs/{run_id}/holder.json", dump_sealed(values))
 
 
@@ -167,7 +167,7 @@ def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, sto
         other.communicate()
 
 
-def holder(store: Store) -> locks.LockOwner:
+def holder(store: Store) -> locks.Lease:
     found = lock_owner(store, "r")
     assert found is not None
     return found
