@@ -216,7 +216,7 @@ def test_a_process_is_told_from_a_later_one_of_the_same_number() -> None:
     assert replace(here, started="1").is_alive() is False
     assert replace(here, machine="another").is_alive() is None
     assert replace(here, machine="").is_alive() is None
-    assert ProcessIdentity.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+    assert ProcessIdentity.from_dict(json.loads(json.dumps(asdict(here)))) == here
 
 
 # --- checksums ------------------------------------------------------------------------------------------------------
