@@ -208,10 +208,12 @@ def bars(names: Sequence[str], parts: Sequence[str], rows: Sequence[Sequence[flo
             for i, (part, value) in enumerate(zip(parts, row, strict=True))
             if value > 0
         )
-        drawn.append(
-            f'<div class="row"><b>{escape(name)}</b><div class="bar">{cells}</div><span>{format_seconds(sum(row))}</span></div>'
-        )
+        drawn.append(_row(name, cells, format_seconds(sum(row))))
     return legend(parts) + "".join(drawn)
+
+
+def _row(name: str, cells: str, text: str) -> str:
+    return f'<div class="row"><b>{escape(name)}</b><div class="bar">{cells}</div><span>{text}</span></div>'
 
 
 def waterfall(parts: Sequence[tuple[str, float]]) -> str:
@@ -222,9 +224,7 @@ def waterfall(parts: Sequence[tuple[str, float]]) -> str:
     drawn, before = [], 0.0
     for name, seconds in parts:
         left, width = 100 * before / whole, 100 * seconds / whole
-        drawn.append(
-            f'<div class="row"><b>{escape(name)}</b><div class="bar"><i class="b0" style="margin-left:{left:.2f}%;width:{width:.2f}%"></i></div>'
-            f"<span>{format_seconds(seconds)}, {seconds / whole:.0%}</span></div>"
-        )
+        cell = f'<i class="b0" style="margin-left:{left:.2f}%;width:{width:.2f}%"></i>'
+        drawn.append(_row(name, cell, f"{format_seconds(seconds)}, {seconds / whole:.0%}"))
         before += seconds
     return "".join(drawn)
