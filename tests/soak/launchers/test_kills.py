@@ -41,7 +41,7 @@ def kinds(launcher: int, tag: str) -> dict[str, list[int]]:
     for pid in own:
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            (guards if b"sparkhvd.runner.command" in command else ranks).append(pid)
+            (guards if b"sparkhvd-reaper" in command else ranks).append(pid)
     helpers = find("sleep", tag) - own
     return {"launcher": [launcher], "guard": guards, "rank": ranks, "helper": list(helpers)}
 
