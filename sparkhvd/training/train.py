@@ -259,11 +259,11 @@ def train_epochs(
         schedule.after_epoch(record)
         history.append(record)
         hooks.end_epoch(history)
-        saver.after_epoch(history)
+        stopped = asked or reason_to_stop(history, spec.early_stopping)
+        saver.after_epoch(history, is_last=bool(stopped) or len(history) >= spec.epochs)
         callbacks.checkpoint(saver)
         hooks.after_checkpoint()
         position = ResumePoint(history)
-        stopped = asked or reason_to_stop(history, spec.early_stopping)
     callbacks.train_end(history, saver)
     return stopped if len(history) < spec.epochs else ""
 

@@ -31,7 +31,6 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.checkpoint import broadcast_module_state, load_rng
-from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.frozen import Sums, weight_sums
 from sparkhvd.training.checkpoints.resume import ResumePoint, TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
@@ -162,7 +161,7 @@ class TrainFnContext(Context):
         history = position.history
         moment.epoch = len(history)
         self._spec = spec
-        self._checkpoints = Checkpoints(spec.store, spec.run_dir)
+        self._checkpoints = saver.checkpoints
         self._saver = saver
         self._kept, self._known = state.kept, kept
         self._profile = state.profile
@@ -269,7 +268,7 @@ class TrainFnContext(Context):
         the number of records, so a second one without a new record replaces the first.
         """
         broadcast_module_state(self.model)
-        self._saver.after_epoch(self.history)
+        self._saver.save(self.history)
         self._is_saved = True
         if self.rank == 0:
             self._saved_sums = weight_sums(self.model)

@@ -15,7 +15,7 @@ from tests.harness.rank_process import rank_processes
 from tests.harness.soak import SOAK, amount
 
 # Over all layouts.
-ENGINE_SECONDS = amount(6, 180)
+ENGINE_SECONDS = amount(4, 180)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.status_line import of_this_process
 from sparkhvd.observe.loggers.fanout import LoggerFanout
 from sparkhvd.observe.report.charts import format_seconds
-from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.files import Checkpoints, epoch_of
 from sparkhvd.training.metrics import RESERVED
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
@@ -173,7 +173,7 @@ class EpochReporter:
             name: prefix in brackets while another fit of this process trains.
             label: constant prefix that distinguishes this fit from others of its estimator.
         """
-        self._checkpoints = checkpoints
+        self._checkpoints, self._reader = checkpoints, checkpoints.reader()
         self._epochs = epochs
         self._verbose = verbose
         self._fanout = fanout
@@ -194,8 +194,12 @@ class EpochReporter:
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
-        # Epochs of a resumed run were reported before.
-        self._reported = self._checkpoints.latest_epoch()
+        # Epochs of a resumed run were reported before, also those behind its last checkpoint, which it repeats.
+        try:
+            known = self._reader.after(0)
+            self._reported = epoch_of(known[-1]) if known else 0
+        except ValueError:  # a damaged file, which the run replaces
+            self._reported = self._checkpoints.latest_epoch()
         with _training_lock:
             _training.append(self)
             if len(_training) > 1:
@@ -302,14 +306,14 @@ class EpochReporter:
     def _read(self) -> None:
         self._reading_since = time.monotonic()
         try:
-            history = self._checkpoints.history()
+            records = self._reader.after(self._reported)
         except (OSError, ValueError):
             return  # a temporary read error costs a line, not the training
         finally:
             self._reading_since = None
-        for record in history[self._reported :]:
+        for record in records:
             self._report(record)
-        self._reported = max(self._reported, len(history))
+            self._reported = epoch_of(record)
         if self._fanout is not None and self._fanout.is_behind:
             with contextlib.suppress(OSError, ValueError):
                 self._fanout.load(self._checkpoints.profile())

@@ -462,7 +462,7 @@ class TrainingParams(TorchParams):
     )
     checkpoint_interval_s = training_param(
         to_float,
-        "at most so many seconds of steps are repeated after a loss; also saved after each epoch",
+        "at most so many seconds of steps are repeated after a loss; also saved after each epoch of a second or more",
         default=300.0,
         check=above(0),
         to_ranks=True,

@@ -4,7 +4,7 @@
     runs/<run_id>/checkpoints/epoch-<k>-step-<s>.pt    after k epochs and s steps of the next
     runs/<run_id>/checkpoints/frozen-<sha256>.pt       parameters that no step changes, shared by all of these
     runs/<run_id>/checkpoints/latest.json              pointer to the newest checkpoint
-    runs/<run_id>/metrics.jsonl                        one JSON line per epoch
+    runs/<run_id>/metrics.jsonl                        one JSON line per epoch, also of epochs without a checkpoint
     runs/<run_id>/profile.json                         times of the epochs
     runs/<run_id>/attempts/writer                      the newest attempt, which alone may write
 
@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +67,12 @@ class Checkpoints:
         self._previous: Position | None = None
         # Position returned by `latest`.
         self._resumed: Position | None = None
+        # Guards what follows: the ranks' loop adds records while a thread writes a checkpoint.
+        self._lock = threading.Lock()
+        # Records in the metrics file; None until the first write, which replaces the file.
+        self._num_written: int | None = None
+        # Whether records are added to the end of the file; object stores and some mounts cannot.
+        self.is_appended = store.local_path(self._metrics) is not None
         # Files skipped by `latest` and the training repeated therefore, or "".
         self.warning = ""
 
@@ -89,8 +96,7 @@ class Checkpoints:
         Raises:
             InvalidArgumentError: another fit with the same run_id has begun to write checkpoints of this run.
         """
-        if self._files is None:
-            self._take_over()
+        self._begin()
         assert self._files is not None
         self._check_writer()
         with self._store.open_output(self.path(*checkpoint.position)) as sink:
@@ -99,7 +105,7 @@ class Checkpoints:
         self._files.add(checkpoint.position)
         pointer = dump_sealed({"epoch": checkpoint.epoch, "step": checkpoint.step})
         self._store.write_bytes(f"{self._folder}/latest.json", pointer)
-        if not checkpoint.step:
+        if not checkpoint.step and len(checkpoint.history) > (self._num_written or -1):
             self.write_history(checkpoint.history)
         # Keep two: a reader of the old pointer must still find its file.
         stay = {checkpoint.position, self._previous}
@@ -121,6 +127,11 @@ class Checkpoints:
         for position in [p for p in self._files if p not in stay]:
             self._store.delete(self.path(*position))
             self._files.remove(position)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._files is None:
+                self._take_over()
 
     def _take_over(self) -> None:
         """Take over from earlier attempts: claim the folder, and delete their unfinished files.
@@ -160,9 +171,23 @@ class Checkpoints:
         return sha256
 
     def write_history(self, history: Sequence[Mapping[str, Value]]) -> None:
-        """Write the metrics file."""
-        lines = "".join(json.dumps(record) + "\n" for record in history)
-        self._store.write_bytes(self._metrics, lines.encode())
+        """Write the metrics file: add the new records to a local file, and write any other as a whole.
+
+        Raises:
+            InvalidArgumentError: another fit with the same run_id has begun to write.
+        """
+        self._begin()
+        self._check_writer()
+        with self._lock:
+            known, self._num_written = self._num_written, len(history)
+            if self.is_appended and known is not None and known < len(history):
+                try:
+                    with open(self._store.local_path(self._metrics) or "", "ab") as file:
+                        file.write(_lines(history[known:]))
+                    return
+                except OSError:  # a mount that cannot, or a full disk, which the next write reports
+                    self.is_appended = False
+            self._store.write_bytes(self._metrics, _lines(history))
 
     def write_profile(self, state: Mapping[str, Any]) -> None:
         """Write the times of the epochs."""
@@ -299,11 +324,11 @@ class Checkpoints:
 
     def history(self) -> History:
         """Return the records of the finished epochs from the metrics file."""
-        try:
-            text = self._store.read_bytes(self._metrics).decode()
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [json.loads(line) for line in text.splitlines()]
+        return self.reader().after(0)
+
+    def reader(self) -> HistoryReader:
+        """Return a reader of the metrics file from its start."""
+        return HistoryReader(self._store, self._metrics)
 
     def _pointer(self) -> Position | None:
         """Return the position in the pointer; None if missing or damaged.
@@ -328,6 +353,82 @@ class Checkpoints:
     def _positions(self) -> set[Position]:
         matches = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
         return {(int(m[1]), int(m[2] or 0)) for m in matches if m}
+
+
+class HistoryReader:
+    """Reader of a metrics file that grows: reads only what has been added since its last read.
+
+    Args:
+        store: of the run.
+        path: of the file there.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path = store, path
+        self._read_to = 0
+
+    def after(self, reported: int) -> History:
+        """Return the records of later epochs than `reported`.
+
+        Raises:
+            ValueError: a line is no record.
+        """
+        records = self._added(reported)
+        if records is None:  # a resumed run has replaced the file
+            self._read_to = 0
+            records = self._added(reported)
+        return records or []
+
+    def _added(self, reported: int) -> History | None:
+        """Return the new records; None if this is another file, or some are missing."""
+        data = self._bytes_from(self._read_to)
+        if data is None:
+            return None
+        try:
+            records = [each for each in _records(data) if epoch_of(each) > reported]
+        except ValueError:
+            if not self._read_to:
+                raise
+            return None
+        if records and self._read_to and epoch_of(records[0]) > reported + 1:
+            return None
+        self._read_to += data.rfind(b"\n") + 1
+        return records
+
+    def _bytes_from(self, start: int) -> bytes | None:
+        """Return the file from a byte on; b"" if there is no file, None if it is shorter."""
+        try:
+            if not start or not self._store.is_seen:
+                data = self._store.read_bytes(self._path)
+                return data[start:] if len(data) >= start else None
+            with self._store.open_input(self._path) as file:
+                if file.size() < start:
+                    return None
+                file.seek(start)
+                return bytes(file.read())
+        except (FileNotFoundError, NotADirectoryError):
+            return None if start else b""
+
+
+def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in history).encode()
+
+
+def _records(lines: bytes) -> History:
+    """Parse whole lines; the last one may be incomplete, because a writer adds to the file."""
+    whole = lines.rpartition(b"\n")[0]
+    records: list[Any] = [json.loads(line) for line in whole.splitlines()]
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError("a line that is no record")
+    return records
+
+
+def epoch_of(record: Mapping[str, Value]) -> int:
+    """Return the epoch of a record; raises ValueError without one."""
+    epoch: Any = record.get("epoch")
+    if not isinstance(epoch, int):
+        raise ValueError(f"a record of epoch {epoch!r:.100}")
+    return epoch
 
 
 def _frozen_path(folder: str, sha256: str) -> str:

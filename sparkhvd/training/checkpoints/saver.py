@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from sparkhvd.training.modules.attributes import is_same
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.types import History, State
 
+# Between two writes of the profile, once the first epochs are over.
+_PROFILE_S = 10.0
 # The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
 
@@ -49,15 +52,22 @@ class Saver:
     def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
         """Prepare to save `state`; nothing is written yet."""
         self._spec = spec
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._state = state
         self._cadence = Cadence(spec.checkpoint_interval_s, time.monotonic())
         self._until_asked = 1
         self._is_writer = hvd.rank() == 0
         self._path = ""
-        self._taken_at = 0.0
+        self._taken_at = time.monotonic()
         self._writing: Future[None] | None = None
         self._frozen = FrozenParameters()
+        self._budget = Budget(spec.checkpoint_interval_s, self._taken_at)
+        # The best epoch if it is not written yet, on rank 0; its value, and the records compared for it, on every rank.
+        self._best: tuple[Checkpoint, list[str]] | None = None
+        self._best_value: float | None = None
+        self._num_compared = 0
+        self._records: History = []  # copies
+        self._profiled_at = -math.inf
 
     def after_step(
         self, history: History, step: int, totals: Totals | None, seconds: float
@@ -83,10 +93,53 @@ class Saver:
         )
         self._take(history, step=step, ranks=ranks)
 
-    def after_epoch(self, history: History) -> None:
+    def after_epoch(self, history: History, *, is_last: bool) -> None:
+        """Record the end of an epoch, and take its checkpoint if it is the last or one is due. All ranks must call it.
+
+        Not every short epoch has one, see `Budget`. Where `fit` returns the best epoch, a copy of the best one is written with the
+        next checkpoint.
+        """
+        with self._state.profile.phase("checkpoint"):
+            if self._is_writer and self.checkpoints.is_appended:
+                self.checkpoints.write_history(history)
+            is_best = self._is_best(history)
+            # Ranks of an elastic fit continue without rank 0, which has the copy.
+            must_write = is_last or (is_best and self._spec.least_ranks > 0)
+            if must_write or self._is_epoch_due():
+                if is_best:
+                    self._best = None
+                self._take(history)
+            elif is_best:
+                self._best = self._taken(history)
+
+    def save(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
             self._take(history)
+
+    def _is_epoch_due(self) -> bool:
+        """Return rank 0's decision whether this epoch has a checkpoint."""
+        callbacks = self._state.callbacks
+        if self._spec.num_checkpoints > 1 or (callbacks is not None and callbacks.see_checkpoints):
+            return True
+        answer = torch.zeros(1, dtype=torch.int64)
+        if self._is_writer:
+            answer[0] = self._budget.spend(time.monotonic())
+        return bool(hvd.broadcast(answer, 0, name="checkpoint.epoch").item())
+
+    def _is_best(self, history: History) -> bool:
+        """Return True if the last epoch is the best one and `fit` returns that; equal on all ranks."""
+        if not self._spec.return_best:
+            return False
+        if len(history) <= self._num_compared:  # ranks were lost, and an epoch is repeated
+            self._best_value, self._num_compared = None, 0
+        is_best, monitor = False, self._spec.monitor
+        for record in history[self._num_compared :]:
+            value = monitor.value(record)
+            if is_best := monitor.is_better(value, self._best_value):
+                self._best_value = value
+        self._num_compared = len(history)
+        return is_best
 
     @contextlib.contextmanager
     def around_train_end(self, history: History) -> Iterator[None]:
@@ -101,7 +154,7 @@ class Saver:
         checkpoint, left_out = taken
         weights = self._changed(checkpoint.model, left_out)
         if weights and self._spec.return_best:
-            self._checkpoints.note(
+            self.checkpoints.note(
                 "A callback has changed the model's weights in on_train_end, and return_model='best' returns those of the best epoch, "
                 "without the change. Change them in on_epoch_end, or set return_model='last'."
             )
@@ -111,7 +164,7 @@ class Saver:
         before = {name: getattr(checkpoint, name) for name in final}
         before["changes"] = of_rank_0(checkpoint.changes)
         if weights or not is_same(before, {**final, "model": checkpoint.model}):
-            self._save(replace(checkpoint, final=final), left_out)
+            self._save((replace(checkpoint, final=final), left_out))
 
     def _changed(self, before: State, left_out: list[str]) -> State:
         """Return the changed entries of the model's state dict; {} with a note if its names differ."""
@@ -122,7 +175,7 @@ class Saver:
         ]
         names = [shapes[0].keys() | set(left_out), shapes[1].keys() | set(still_left_out)]
         if names[0] != names[1] or any(shapes[1].get(n, s) != s for n, s in shapes[0].items()):
-            self._checkpoints.note(
+            self.checkpoints.note(
                 "A callback has changed the names or shapes of the model's weights in on_train_end, so the model has those of the last epoch. "
                 "Make such changes to what getModel() returns."
             )
@@ -131,7 +184,8 @@ class Saver:
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         if (taken := self._taken(history, step=step, ranks=ranks)) is not None:
-            self._save(*taken)
+            best, self._best = self._best, None
+            self._save(*([] if best is None else [best]), taken)
 
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
@@ -157,11 +211,15 @@ class Saver:
             kept=kept,
             attributes=attributes,
         )
-        self.wait()
-        self._taken_at = time.monotonic()
-        self._cadence.taken(self._taken_at)
+        values = {name: value for name, value in vars(checkpoint).items() if name != "history"}
         # The gathered compression state is used only here and needs no copy.
-        return Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression}), left_out
+        copied = {**snapshot(values), "history": self._copied(history), "compression": compression}
+        return Checkpoint(**copied), left_out
+
+    def _copied(self, history: History) -> History:
+        """Copy the records; only those since the last call, because a run may have thousands."""
+        self._records += snapshot(history[len(self._records) :])
+        return list(self._records)
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -175,15 +233,20 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, copied: Checkpoint, left_out: list[str]) -> None:
-        """Write the copy of a checkpoint in the background, after the previous one."""
-        keep: Choice | None = None
-        if self._spec.return_best:
-            keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
-        self._path = self._checkpoints.path(*copied.position)
+    def _save(self, *copies: tuple[Checkpoint, list[str]]) -> None:
+        """Write copies of checkpoints in the background, after those before; the last one is the newest."""
+        self.wait()
+        self._taken_at = time.monotonic()
+        self._cadence.taken(self._taken_at)
+        newest = copies[-1][0]
+        self._path = self.checkpoints.path(*newest.position)
         self._writing = Future()
-        profile = self._state.profile.state()
-        arguments = (self._writing, copied, left_out, keep, self._taken_at, profile)
+        profile = None
+        is_early = newest.epoch <= Budget.BURST or newest.epoch >= self._spec.epochs
+        if not newest.step and (is_early or self._taken_at > self._profiled_at + _PROFILE_S):
+            self._profiled_at = self._taken_at
+            profile = self._state.profile.state()
+        arguments = (self._writing, copies, self._taken_at, profile)
         threading.Thread(
             target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
         ).start()
@@ -191,21 +254,22 @@ class Saver:
     def _write(
         self,
         done: Future[None],
-        checkpoint: Checkpoint,
-        left_out: list[str],
-        keep: Choice | None,
+        copies: Sequence[tuple[Checkpoint, list[str]]],
         taken: float,
-        profile: Mapping[str, Any],
+        profile: Mapping[str, Any] | None,
     ) -> None:
         try:
-            frozen = self._frozen.record(left_out, self._checkpoints.write_frozen)
-            checkpoint = replace(checkpoint, frozen=frozen)
-            num_epochs = self._spec.num_checkpoints
-            self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
+            for copied, left_out in copies:
+                frozen = self._frozen.record(left_out, self.checkpoints.write_frozen)
+                checkpoint = replace(copied, frozen=frozen)
+                keep: Choice | None = None
+                if self._spec.return_best:
+                    keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
+                self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
             self._cadence.written(time.monotonic() - taken)
-            if not checkpoint.step:
+            if profile is not None:
                 with contextlib.suppress(StoreError):  # only the report lacks it
-                    self._checkpoints.write_profile(profile)
+                    self.checkpoints.write_profile(profile)
         except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)
         else:
@@ -315,3 +379,28 @@ class Cadence:
         # Steps may become slower: at most four times the measured number.
         self._num_steps = max(1, min(int(pause / step_s), 4 * self._num_steps))
         return is_due, self._num_steps
+
+
+class Budget:
+    """Rank 0's decisions about checkpoints of epochs: each epoch of a second or more, and of shorter ones the first 16 and one per 5 s.
+
+    Args:
+        interval_s: at most so many seconds may be lost.
+        now: the time, on rank 0's clock.
+    """
+
+    BURST = 16
+    _LONG_S, _SECONDS = 1.0, 5.0
+
+    def __init__(self, interval_s: float, now: float) -> None:
+        self._seconds = min(self._SECONDS, _START * interval_s)  # per checkpoint
+        self._left, self._at = float(self.BURST), now
+
+    def spend(self, now: float) -> bool:
+        """Return True if the epoch that has ended now has a checkpoint."""
+        seconds, self._at = now - self._at, now
+        self._left = min(self.BURST, self._left + seconds / self._seconds)
+        if seconds < self._LONG_S and self._left < 1:
+            return False
+        self._left = max(0.0, self._left - 1)
+        return True

@@ -311,9 +311,14 @@ class Callbacks:
         if self.has("on_step_end"):  # reading the loss waits for the accelerator
             self.call("on_step_end", float(loss_sum) / weight if weight else None)
 
+    @property
+    def see_checkpoints(self) -> bool:
+        """Whether a callback of any rank overrides `on_checkpoint`, so that every epoch has a checkpoint."""
+        return _overrides("on_checkpoint", self._all)
+
     def checkpoint(self, saver: Writer) -> None:
         """Call `on_checkpoint` after the checkpoint of an epoch; every rank must call it."""
-        if _overrides("on_checkpoint", self._all):
+        if self.see_checkpoints:
             path = saver.wait()  # on rank 0, which writes it in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 

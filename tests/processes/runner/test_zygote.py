@@ -280,18 +280,12 @@ def end(how: str) -> None:
         raise ValueError(how)
 
 
-@pytest.mark.parametrize(
-    ("how", "text"), [("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")]
-)
-def test_ends_of_forks_are_told(own_zygote: None, how: str, text: str) -> None:
+def test_ends_of_forks_are_told_and_what_they_have_started_ends_with_them(own_zygote: None) -> None:
     launch(1)
-    with pytest.raises(RankError) as caught:
-        run_local(end, (how,), num_proc=1, verbose=0)
-    assert caught.value.exit == text
-
-
-def test_processes_that_a_fork_has_started_end_with_it(own_zygote: None) -> None:
-    launch(1)
+    for how, text in (("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")):
+        with pytest.raises(RankError) as caught:
+            run_local(end, (how,), num_proc=1, verbose=0)
+        assert caught.value.exit == text
     run_local(end, ("child",), num_proc=1, verbose=0)
     assert wait_until_gone(find("sleep 300")) == set()
 

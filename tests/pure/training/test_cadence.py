@@ -1,10 +1,10 @@
-"""Times of checkpoints inside an epoch, on a fake clock."""
+"""Times of checkpoints inside an epoch and of short epochs, on a fake clock."""
 
 from __future__ import annotations
 
 import pytest
 
-from sparkhvd.training.checkpoints.saver import Cadence
+from sparkhvd.training.checkpoints.saver import Budget, Cadence
 
 
 def simulate(
@@ -65,3 +65,23 @@ def test_the_first_steps_are_slow_and_the_interval_holds_nevertheless() -> None:
         if is_due:
             return
     pytest.fail("no checkpoint within the interval")
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "interval_s", "epochs", "expected"),
+    [
+        (1.0, 300.0, 50, 50),  # long ones have one each
+        (0.01, 300.0, 10, 10),  # and so have the first ones
+        (0.01, 300.0, 5000, 16 + 10),  # then one per 5 s
+        (0.01, 1.0, 5000, 16 + 66),  # or as often as a shorter interval asks
+        (0.5, 300.0, 1000, 16 + 100),
+    ],
+)
+def test_short_epochs_share_checkpoints(
+    epoch_s: float, interval_s: float, epochs: int, expected: int
+) -> None:
+    budget = Budget(interval_s, 0.0)
+    due = [n for n in range(1, epochs + 1) if budget.spend(n * epoch_s)]
+    assert abs(len(due) - expected) <= 2
+    longest = max(b - a for a, b in zip(due, due[1:], strict=False)) * epoch_s
+    assert longest <= max(epoch_s, min(5.0, 0.75 * interval_s)) + 2 * epoch_s

@@ -380,3 +380,60 @@ def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(
     found = Checkpoints(store, "runs/r").latest()
     assert found is not None
     assert torch.equal(found.model["w"], torch.full((3,), value))
+
+
+def record(epoch: int, text: str = "") -> dict[str, Any]:
+    return {"epoch": epoch, "loss": 0.5, "text": text}
+
+
+@pytest.mark.parametrize("url", ["{}/store", "memory://records{}"])
+def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
+    store = Store.create(url.format(tmp_path))
+    checkpoints = Checkpoints(store, RUN)
+    assert checkpoints.is_appended == (not url.startswith("memory"))
+    reader, path, seen = checkpoints.reader(), f"{RUN}/metrics.jsonl", []
+    history: list[Any] = []
+    for epoch in range(1, 8):
+        history.append(record(epoch, "x" * epoch))
+        checkpoints.write_history(history)
+        if epoch % 3:
+            seen += reader.after(len(seen))
+    seen += reader.after(len(seen))
+    assert seen == history == checkpoints.history()
+    assert reader.after(7) == []
+
+    whole = store.read_bytes(path)
+    store.write_bytes(path, whole + b'{"epoch": 8, "lo')  # a writer is adding it
+    assert reader.after(7) == []
+    assert checkpoints.history() == history
+
+    # A resumed run repeats epochs, with lines of other lengths.
+    other = Checkpoints(store, RUN)
+    repeated = [*history[:4], *(record(epoch, "longer" * 9) for epoch in range(5, 10))]
+    other.write_history(repeated[:6])
+    other.write_history(repeated)
+    assert reader.after(7) == repeated[7:]
+    assert other.history() == repeated
+    other.write_history(repeated[:3])  # ranks were lost
+    assert other.history() == repeated[:3]
+    with pytest.raises(InvalidArgumentError, match="Another fit with the same run_id"):
+        checkpoints.write_history(history)
+
+    for bad in (b"[]\n", b'{"epoch": "1"}\n', b"{}\n", b"nonsense\n"):
+        store.write_bytes(path, bad)
+        with pytest.raises(ValueError, match="record|Expecting"):
+            reader.after(0)
+
+
+def test_records_of_a_mount_that_cannot_add_are_written_as_a_whole(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, mode: str) -> Any:
+        raise OSError(95, "Operation not supported")
+
+    checkpoints = Checkpoints(store, RUN)
+    monkeypatch.setattr("sparkhvd.training.checkpoints.files.open", refuse, raising=False)
+    for count in (1, 2, 3):
+        checkpoints.write_history([record(epoch + 1) for epoch in range(count)])
+    assert [each["epoch"] for each in checkpoints.history()] == [1, 2, 3]
+    assert not checkpoints.is_appended

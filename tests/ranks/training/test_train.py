@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import sparkhvd.torch as hvd
+from sparkhvd import Callback
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.training import program
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.saver import Budget
 from sparkhvd.training.early_stopping import Monitor, best_epoch
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
@@ -309,6 +311,56 @@ def test_checkpoints_are_read_without_unpickling_and_old_ones_go(store: Store) -
     assert result.epoch == best_epoch(result.history, monitor)
     saved = torch.load(store.local_path(f"{RUN_DIR}/checkpoints/epoch-5.pt"), weights_only=True)
     assert saved["epoch"] == 5
+    assert Checkpoints(store, RUN_DIR).history() == result.history
+
+
+@pytest.mark.parametrize("stops_after", [None, 6])
+def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int | None
+) -> None:
+    """Only the first epoch of this run has a checkpoint of its own; it is killed, or not, and is the run of all checkpoints."""
+
+    class Stops(Callback):
+        def on_epoch_begin(self, ctx: Any) -> None:
+            if ctx.epoch == stops_after and not (tmp_path / "stopped").exists():
+                (tmp_path / "stopped").touch()
+                raise ValueError("a loss")
+
+    def case(store: Store, user: dict[str, Any]) -> Case:
+        model = linear()
+        options = {
+            **{"epochs": 9, "batch_size": 8, "has_validation": True, "validation": 0.2},
+            **{"return_best": True, "monitor": Monitor("val_loss")},
+        }
+        # Too large a rate: the best epoch is none of the last ones.
+        return Case(
+            store,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.55),
+            60,
+            options=options,
+            user=user,
+        )
+
+    every = case(Store.create(tmp_path / "every"), {})
+    expected = every.train(2)
+    monkeypatch.setattr(Budget, "BURST", 1)
+    few = case(store, {"callbacks": [Stops()]})
+    if stops_after is not None:
+        with pytest.raises(RanksFailed):
+            few.train(2)
+        saved = Checkpoints(store, RUN_DIR).saved_epochs()
+        assert saved == {1}, saved
+        assert len(Checkpoints(store, RUN_DIR).history()) == stops_after - 1
+    result = few.train(2)
+    assert result.epoch == expected.epoch == best_epoch(expected.history, Monitor("val_loss"))
+    assert 1 < result.epoch < 9
+    for record, other in zip(result.history, expected.history, strict=True):
+        assert (record["loss"], record["val_loss"]) == (other["loss"], other["val_loss"])
+    for epoch in (result.epoch, 9):
+        for name, value in few.weights(epoch).items():
+            assert torch.equal(value, every.weights(epoch)[name])
+    assert Checkpoints(store, RUN_DIR).saved_epochs() <= {1, result.epoch, 9}
     assert Checkpoints(store, RUN_DIR).history() == result.history
 
 
