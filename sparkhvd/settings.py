@@ -161,6 +161,8 @@ CONF_PREFIX = "spark.sparkhvd."
 _EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
 LIVE_OUTPUT = ("auto", "messages", "0")
+# As long as the application.
+ZYGOTE_STAYS_S = 1e8
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
 
@@ -245,9 +247,17 @@ class Settings:
         "auto",
         env="SPARKHVD_NURSERY",
         unit="auto, 0 or 1",
-        doc="Fork the ranks of later launches from a zygote, a process per executor that has imported torch; it ends after an idle minute. "
+        doc="Fork the ranks of later launches from a zygote, a process per executor that has imported torch. "
         "auto = not on YARN and Kubernetes, where it is not tested.",
         limit=(lambda value: value in ("auto", "0", "1"), "auto, 0 or 1"),
+    )
+    nursery_idle_s: float = knob(
+        0.0,
+        env="SPARKHVD_NURSERY_IDLE_S",
+        unit="s",
+        doc="An idle zygote, which holds about 220 MiB, ends after so long. 0 = with its application on a local master and without Spark, "
+        "elsewhere after 60 s.",
+        limit=(lambda value: 0 <= value <= ZYGOTE_STAYS_S, "from 0 to 1e8"),
     )
     streams: int = knob(
         1,
@@ -568,6 +578,7 @@ class RankSettings:
         "keep_freed_memory",
         "lazy_compiler",
         "nursery",
+        "nursery_idle_s",
         "port_range",
         "start_timeout_s",
     )

@@ -51,7 +51,7 @@ from sparkhvd.runner.slots import (
     launch_ticket,
     local_slots,
 )
-from sparkhvd.settings import JobSettings, Settings, conf_keys
+from sparkhvd.settings import ZYGOTE_STAYS_S, JobSettings, Settings, conf_keys
 from sparkhvd.spark import SparkShim, running_tasks
 
 if TYPE_CHECKING:
@@ -415,6 +415,13 @@ def _settings(
     if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
         # Its memory would count against the container, and its shutdown is not tested there.
         chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
+    if (
+        not chosen.values.nursery_idle_s
+        and master.startswith("local")
+        and not master.startswith("local-cluster")
+    ):
+        # It ends with the driver's JVM, which a notebook leaves idle for longer than a cluster's executors.
+        chosen = replace(chosen, values=replace(chosen.values, nursery_idle_s=ZYGOTE_STAYS_S))
     return chosen
 
 

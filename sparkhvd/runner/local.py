@@ -25,7 +25,7 @@ from sparkhvd.runner.orphans import OrphanReaper
 from sparkhvd.runner.outcomes import Outcome, OutcomeKind, error_of, root_cause
 from sparkhvd.runner.protocol import Prologue, own_threads
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
-from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.settings import ZYGOTE_STAYS_S, JobSettings, Settings
 
 R = TypeVar("R")
 
@@ -208,6 +208,9 @@ class Trainers:
         num_bytes = settings.slots * settings.slot_bytes * len(ranks)
         needed = preflight.address_space_needed(modules, num_bytes)
         preflight.check_address_space(preflight.rank_facts((), needed_bytes=needed))
+        is_forked = plan.may_fork and settings.nursery != "0"
+        # It ends with this process.
+        idle_s = (settings.nursery_idle_s or ZYGOTE_STAYS_S) if is_forked else 0.0
         prologue = Prologue(
             env=self._env,
             sys_path=list(plan.sys_path),
@@ -217,7 +220,7 @@ class Trainers:
             or max(1, int(cpus.allowed() / len(ranks))),
             keep_freed_memory=settings.keep_freed_memory,
             lazy_compiler=settings.lazy_compiler,
-            zygote=plan.may_fork and settings.nursery != "0",
+            zygote_idle_s=idle_s,
             preload=modules,
             gpu_views=decide.views(self.gpu_plan.mode, None),
             cuda_library=settings.cuda_library,

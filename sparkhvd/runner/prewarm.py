@@ -14,7 +14,7 @@ from sparkhvd.runner.gpu import task
 from sparkhvd.runner.protocol import FIT_MODULES, Prologue, own_threads
 from sparkhvd.runner.trainer import may_fork, prepare_zygote
 from sparkhvd.runner.zygote_client import of_this_process
-from sparkhvd.settings import JobSettings
+from sparkhvd.settings import JobSettings, Settings
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
@@ -58,6 +58,15 @@ def share_zygote() -> None:
     of_this_process.share(os.getppid())
 
 
+# Of a zygote on a cluster, whose memory others may need.
+_IDLE_S = 60.0
+
+
+def zygote_idle_s(settings: Settings) -> float:
+    """Return how long an idle zygote of an executor stays; 0 for no zygote."""
+    return 0.0 if settings.nursery == "0" else settings.nursery_idle_s or _IDLE_S
+
+
 def task_prologue(
     context: TaskContext,
     chosen: JobSettings,
@@ -86,7 +95,7 @@ def task_prologue(
         or slots.threads_per_rank(context.cpus(), cpus.allowed(), fixed_threads),
         keep_freed_memory=chosen.values.keep_freed_memory,
         lazy_compiler=chosen.values.lazy_compiler,
-        zygote=chosen.values.nursery != "0",
+        zygote_idle_s=zygote_idle_s(chosen.values),
         preload=list(preload),
         gpu_views=task.views(gpu_mode),
         cuda_library=chosen.values.cuda_library,

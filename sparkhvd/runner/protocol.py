@@ -54,7 +54,7 @@ class Prologue:
         cuda_library: path of CUDA's driver library; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
-        zygote: whether a zygote may fork the process.
+        zygote_idle_s: how long an idle zygote that forks the process stays; 0 if no zygote may.
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
     """
 
@@ -69,7 +69,7 @@ class Prologue:
     cuda_library: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
-    zygote: bool = False
+    zygote_idle_s: float = 0.0
     endpoint: dict[str, str | int] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:

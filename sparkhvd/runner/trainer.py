@@ -131,7 +131,12 @@ class Trainer:
         try:
             process: Process | None = None
             if start.is_late:
-                process = zygote_client.fork(start.prologue.preload, start.variables(), start.ends)
+                process = zygote_client.fork(
+                    start.prologue.preload,
+                    start.variables(),
+                    start.ends,
+                    start.prologue.zygote_idle_s,
+                )
             if process is None:
                 process = fresh_trainer(environ, start.ends)
             else:
@@ -437,12 +442,13 @@ def prepare(prologue: Prologue, program: bytes) -> tuple[int, TrainerStart]:
 
 def prepare_zygote(prologue: Prologue) -> None:
     """Preload in this process's zygote what a trainer with this prologue needs; returns at once."""
-    zygote_client.prepare(prologue.preload, {**_environment(prologue), **prologue.variables()})
+    environ = {**_environment(prologue), **prologue.variables()}
+    zygote_client.prepare(prologue.preload, environ, prologue.zygote_idle_s)
 
 
 def may_fork(prologue: Prologue) -> bool:
     """Return True if a zygote may fork the process: never if CUDA's driver is queried, or may have been."""
-    return prologue.zygote and not prologue.gpu_views and zygote_client.is_possible()
+    return bool(prologue.zygote_idle_s) and not prologue.gpu_views and zygote_client.is_possible()
 
 
 def _environment(prologue: Prologue) -> dict[str, str]:

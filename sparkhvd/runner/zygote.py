@@ -1,6 +1,6 @@
 """Zygote process: preloads what trainers import first, and forks a trainer per request.
 
-`zygote_client.ZygoteClient` starts it as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY`. It serves owners,
+`zygote_client.ZygoteClient` starts it as `python -m sparkhvd.runner.zygote LISTENER_FD PIDFD FAMILY IDLE_S`. It serves owners,
 which launch ranks: a single process, or the Python workers of a Spark executor.
 
     owner -> zygote    {"modules": [...]} + descriptors of a channel, a gate and `InheritedPipes`   fork a trainer
@@ -12,7 +12,7 @@ which launch ranks: a single process, or the Python workers of a Spark executor.
 **Threads**: a fork with threads would be unsafe, so it checks after each import and stops forking if there are any.
 **Trust**: owners run as the same user. Their code runs in forks only; the zygote imports the modules that an owner
 names. **Failure**: a trainer survives its zygote, and dies with the pipe of its owner. **Shutdown**: after its last
-trainer, once the process of the pidfd, or the only owner of a private zygote, is gone; and after a minute without a
+trainer, once the process of the pidfd, or the only owner of a private zygote, is gone; and after IDLE_S without a
 request, or 5 s if two newer zygotes have started since the last one: alternating launches keep theirs, and unused
 zygotes do not accumulate.
 """
@@ -37,9 +37,7 @@ from sparkhvd.runner.processes import InheritedPipes, reap, receive, send
 from sparkhvd.runner.protocol import dumps
 from sparkhvd.wire import read_frame
 
-# How long a zygote waits for work.
-IDLE_S = 60.0
-# The same if two newer zygotes exist.
+# How long a zygote waits for work if two newer zygotes exist.
 _OLD_S = 5.0
 # Zygotes of a family that can notify each other.
 _MOST = 16
@@ -82,12 +80,14 @@ class _Server:
         listener: accepts owners.
         lifetime: pidfd of the process with which this one ends.
         family: name shared by all zygotes of that process; "" for a private zygote, which ends with its only owner.
+        idle_s: how long it waits for work.
     """
 
-    def __init__(self, listener: socket.socket, lifetime: int, family: str) -> None:
+    def __init__(self, listener: socket.socket, lifetime: int, family: str, idle_s: float) -> None:
         self._listener = listener
         self._lifetime = lifetime
         self._is_private = not family
+        self._idle_s = idle_s
         self._news = _announced(family) if family else None
         self._num_newer = 0
         self._is_over = False
@@ -102,7 +102,7 @@ class _Server:
             channels = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
             asked = [] if self._is_over else [self._lifetime, self._listener.fileno()]
             news = [] if self._news is None else [self._news.fileno()]
-            timeout = None if self._trainers else IDLE_S if self._num_newer < 2 else _OLD_S
+            timeout = None if self._trainers else self._idle_s if self._num_newer < 2 else _OLD_S
             if self._wanted and not self._trainers:
                 timeout = 0
             ready, _, _ = select.select(
@@ -272,7 +272,7 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def main(listener_fd: int, lifetime: int, family: str) -> None:
+def main(listener_fd: int, lifetime: int, family: str, idle_s: float) -> None:
     """Serve the processes that connect to a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner forwards a terminal's Ctrl-C
     # Trainers have the working directory in their path only if the owner has; Python 3.10 cannot leave it out.
@@ -284,10 +284,10 @@ def main(listener_fd: int, lifetime: int, family: str) -> None:
         listener.listen()  # from now on it has this process's pid for those that connect
         for fd in (listener_fd, lifetime):
             os.set_inheritable(fd, False)
-        _Server(listener, lifetime, family).serve()
+        _Server(listener, lifetime, family, idle_s).serve()
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
     child.pickle_main_by_value(dumps)
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

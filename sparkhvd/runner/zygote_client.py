@@ -8,7 +8,7 @@ previous one ends with its last trainer.
 **Threads**: requests of several threads are serialized. **Ownership**: an ordinary process has its own zygote, which
 ends with it. The short-lived Python workers of a Spark executor share the zygote of their parent process. Its socket
 has an abstract name, and both sides reject a peer of another user. **Shutdown**: with the process that it belongs to,
-or after an idle minute; after a few seconds if two newer zygotes of the same executor exist. **Failure**: a fresh
+or after `idle_s` without work; after a few seconds if two newer zygotes of the same executor exist. **Failure**: a fresh
 process replaces a fork.
 """
 
@@ -43,6 +43,7 @@ from sparkhvd.runner.processes import (
     wait_for_answer,
 )
 from sparkhvd.runner.protocol import USEFUL_MODULES
+from sparkhvd.settings import ZYGOTE_STAYS_S
 
 # Read at the start of a process, or during its imports.
 _READ_EARLY = (
@@ -80,13 +81,19 @@ class ZygoteClient:
         environ: environment of the process.
         belongs_to: pid of the process with which it ends.
         name: of its socket, for processes that share it; "" for a private zygote, which ends with this connection.
+        idle_s: how long it stays without a request.
 
     Raises:
         OSError: no process could be started or reached.
     """
 
     def __init__(
-        self, key: Key, environ: Mapping[str, str], belongs_to: int, name: str = ""
+        self,
+        key: Key,
+        environ: Mapping[str, str],
+        belongs_to: int,
+        name: str = "",
+        idle_s: float = ZYGOTE_STAYS_S,
     ) -> None:
         self.key = key
         self.pid = 0  # unknown until the first answer if another process has started it
@@ -97,6 +104,7 @@ class ZygoteClient:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: _LeftRunning | None = None
+        self._idle_s = idle_s
         self.socket = self._connect(
             f"\0sparkhvd-zygote-{name or secrets.token_hex(16)}", not name, belongs_to, environ
         )
@@ -116,7 +124,7 @@ class ZygoteClient:
                 else:
                     listener.listen()
                     family = "" if is_private else f"{belongs_to}-{_started_at(belongs_to)}"
-                    self._process = _start(listener, family, belongs_to, environ)
+                    self._process = _start(listener, family, belongs_to, environ, self._idle_s)
                     self.pid = self._process.pid
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -224,11 +232,15 @@ class ZygoteClient:
 
 
 def _start(
-    listener: socket.socket, family: str, belongs_to: int, environ: Mapping[str, str]
+    listener: socket.socket,
+    family: str,
+    belongs_to: int,
+    environ: Mapping[str, str],
+    idle_s: float,
 ) -> _LeftRunning:
     lifetime = os.pidfd_open(belongs_to)
     fds = (listener.fileno(), lifetime)
-    program = [*python_of("sparkhvd.runner.zygote"), *map(str, fds), family]
+    program = [*python_of("sparkhvd.runner.zygote"), *map(str, fds), family, f"{idle_s:g}"]
     try:
         return _LeftRunning(
             program,
@@ -259,7 +271,7 @@ class _Kept:
         with self._lock:
             self._shared_by = belongs_to
 
-    def find(self, environ: Mapping[str, str]) -> ZygoteClient | None:
+    def find(self, environ: Mapping[str, str], idle_s: float) -> ZygoteClient | None:
         """Return a zygote that fits an environment, started if necessary; None if that is impossible."""
         with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
@@ -273,7 +285,7 @@ class _Kept:
                 self._close()
                 facts = repr((key, self._silent)).encode()
                 name = hashlib.sha256(facts).hexdigest() if self._shared_by else ""
-                self._zygote = ZygoteClient(key, environ, belongs_to, name)
+                self._zygote = ZygoteClient(key, environ, belongs_to, name, idle_s)
             return self._zygote
         return None
 
@@ -323,7 +335,7 @@ of_this_process = _Kept()
 
 
 def fork(
-    modules: Sequence[str], environ: Mapping[str, str], ends: InheritedPipes
+    modules: Sequence[str], environ: Mapping[str, str], ends: InheritedPipes, idle_s: float
 ) -> ForkedProcess | None:
     """Fork a trainer from this process's zygote; None if the caller must start a fresh process.
 
@@ -331,19 +343,21 @@ def fork(
         modules: that the trainer imports early.
         environ: environment with which it imports them.
         ends: descriptors for it; they stay open here.
+        idle_s: how long a zygote that is started for it stays without a request.
     """
-    zygote = of_this_process.find(environ)
+    zygote = of_this_process.find(environ, idle_s)
     return None if zygote is None else zygote.fork(of_this_process.useful(modules), ends)
 
 
-def prepare(modules: Sequence[str], environ: Mapping[str, str]) -> None:
+def prepare(modules: Sequence[str], environ: Mapping[str, str], idle_s: float) -> None:
     """Preload modules in this process's zygote for a trainer that is forked soon; returns at once.
 
     Args:
         modules: that the trainer imports early.
         environ: environment with which it imports them.
+        idle_s: see `fork`.
     """
-    zygote = of_this_process.find(environ)
+    zygote = of_this_process.find(environ, idle_s)
     if zygote is not None:
         zygote.prepare(of_this_process.useful(modules))
 

@@ -112,6 +112,14 @@ def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: A
     return {parent for _, parent in ranks}
 
 
+def test_an_idle_zygote_stays_as_long_as_its_process_or_as_it_is_set(own_zygote: None) -> None:
+    (pid,) = launch(1)
+    assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2] == b"1e+08"
+    of_this_process.forget()
+    (pid,) = launch(1, settings=Settings(nursery_idle_s=0.3))
+    assert wait_until_gone({pid}) == set()
+
+
 def test_later_launches_are_forked_by_the_zygote_of_the_first(own_zygote: None) -> None:
     assert launch(settings=FRESH) == {os.getpid()}
     first = launch()
@@ -323,8 +331,8 @@ def test_a_zygote_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
 
 def test_a_zygote_ends_when_it_is_not_used() -> None:
     program = (
-        "import os, sys; from sparkhvd.runner import zygote; zygote.IDLE_S = 0.2; "
-        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '')"
+        "import os, sys; from sparkhvd.runner import zygote; "
+        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), '', 0.2)"
     )
     with ZygoteClient(("key",), dict(os.environ), os.getpid()) as kept:
         assert is_alive(kept.pid)
@@ -341,7 +349,7 @@ def test_a_zygote_ends_when_it_is_not_used() -> None:
 def test_of_ever_other_zygotes_of_a_family_the_newest_two_and_those_in_use_stay() -> None:
     program = (
         "import os, sys; from sparkhvd.runner import zygote; zygote._OLD_S = 0.5; "
-        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2])"
+        "zygote.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), sys.argv[2], 60.0)"
     )
     family = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
