@@ -10,6 +10,7 @@ Each module imports only those above it:
     arrow_buffers  Arrow arrays of plain values
     cpus           CPUs that a process may use
     errors         every exception
+    python_daemon  daemon of Spark's Python workers that has imported torch
     as_horovod     the name `horovod` for this package's modules
     lazy_compiler  torch's compiler, imported when something compiles
     interfaces     addresses of this host

@@ -122,7 +122,7 @@ LAZY_PACKAGES = {
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",
     ),
     "pyspark": (
-        22,
+        23,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
     "requests": (1, "optional: comes with MLflow"),
@@ -130,7 +130,10 @@ LAZY_PACKAGES = {
     "sys": (1, "the function of a barrier task, pickled by value"),
     "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
-    "torch": (2, "readers of NumPy arrays start without it, and compilers are slow to load"),
+    "torch": (
+        3,
+        "readers of NumPy arrays start without it, compilers are slow to load, and executors may lack it",
+    ),
 }
 
 

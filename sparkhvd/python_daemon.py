@@ -1,0 +1,28 @@
+"""Daemon of Spark's Python workers that has imported torch: `spark.python.daemon.module=sparkhvd.python_daemon`.
+
+Spark forks its Python workers from a daemon and ends those that are idle for a minute. Behind pyspark's own daemon each worker that
+computes rows for `transform` imports torch, 1.6 s of CPU; behind this one it has torch. Spark reads the setting when a session
+starts. Every executor needs the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def main() -> None:
+    """Import torch, then do what pyspark's daemon does."""
+    with contextlib.suppress(ImportError):  # an executor without torch runs other workers
+        import torch  # noqa: F401 - for the forks
+    # A lock that another thread holds would stay locked in a fork: pyspark imports pyarrow in workers for this reason.
+    if len(os.listdir("/proc/self/task")) > 1:
+        os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])
+    from pyspark.daemon import manager
+
+    manager()
+
+
+if __name__ == "__main__":
+    main()
