@@ -16,6 +16,7 @@ Each module imports only those above it:
     interfaces     addresses of this host
     rank_messages  messages of a rank to the driver
     settings       every setting of engine and launch
+    terminal       text of ranks and files for a terminal
     wire           frames and messages between processes of a job
     topology       local and cross ranks from hosts
     engine         compiled collectives: the only ctypes

@@ -25,7 +25,8 @@ def list_runs(store_url: str) -> None:
         losses = (_shown(history[-1].get(name), ".4g") for name in ("loss", "val_loss"))
         epochs = str(len(document.get("history") or ()) or run.epochs)
         seconds = _shown(document.get("seconds"), ".1f")
-        size, changed = f"{run.num_bytes / 2**20:.1f}", f"{run.changed:%Y-%m-%d %H:%M}"
+        size = f"{run.num_bytes / 2**20:.1f}"
+        changed = "-" if run.changed is None else f"{run.changed:%Y-%m-%d %H:%M}"
         rows.append([run.run_id, run.state, epochs, *losses, seconds, size, changed])
     if not rows:
         sys.stdout.write(

@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from sparkhvd.terminal import visible
+
 # How long text waits for its newline.
 _OPEN_S = 0.5
 # The same for a progress bar, which redraws its line.
@@ -167,4 +169,4 @@ def shown(line: bytes) -> str:
     if "\x1b" in text:
         text = _MOVE.sub("", text)
     drawn = [part for part in text.split("\r") if part.strip()]
-    return drawn[-1] if drawn else ""
+    return visible(drawn[-1]) if drawn else ""

@@ -34,6 +34,7 @@ from sparkhvd.runner.processes import (
     fresh_trainer,
 )
 from sparkhvd.runner.protocol import JobFrame, Prologue, read_report
+from sparkhvd.terminal import visible
 from sparkhvd.wire import read_frame, write_frame
 
 LOG_TAIL_LINES = 100
@@ -314,7 +315,7 @@ class Trainer:
         reader.catch_up(_BLOCKED_S)  # keep the order with lines printed before
         lines = message.decode(errors="replace").split("\n")
         with contextlib.suppress(Exception):  # as above
-            self._notify("\n".join(f"[{self.rank}] {line}" for line in lines))
+            self._notify("\n".join(f"[{self.rank}] {visible(line)}" for line in lines))
 
     def _pass_metrics(self, entry: bytes) -> None:
         with contextlib.suppress(Exception):  # as above

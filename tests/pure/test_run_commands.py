@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.__main__ import main
+from sparkhvd.data.store.locks import dump_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.observe.report.page import dumps
 from tests.pure.observe.documents import document
@@ -41,6 +42,65 @@ def test_runs_lists_the_runs_of_a_store(
         ["b", "report", "3", "0.3333", "0.5", "10.0"],
         ["old", "interrupted", "0", "-", "-", "-"],
     ]
+
+
+DEEP = b"[" * 200_000
+DAMAGED = {
+    "report.json": [
+        b"",
+        b"[]",
+        b'{"format": 1, "history": 5}',
+        b'{"format": 1, "history": [[1]]}',
+        b'{"format": [1]}',
+        DEEP,
+    ],
+    "checkpoints/latest.json": [
+        b"nonsense",
+        DEEP,
+        dump_sealed({"step": 0}),
+        dump_sealed({"epoch": "3", "step": 0}),
+        dump_sealed({"epoch": -1, "step": 0}),
+        dump_sealed({"epoch": None, "step": [1]}),
+    ],
+    "holder.json": [
+        b"",
+        DEEP,
+        dump_sealed({"owner": "x"}),
+        dump_sealed({"owner": "x", "renewed": 10**400}),
+        dump_sealed({"owner": "x", "renewed": 1.0, "since": 1e300}),
+        dump_sealed({"owner": "x", "renewed": 1.0, "process": {"pid": 10**30}}),
+        dump_sealed({"owner": "x", "renewed": 1.0, "process": [1]}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_hides_no_other_run(
+    store: Store, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in DAMAGED[name]:
+        store.write_bytes(f"runs/bad/{name}", content)
+        assert main(["runs", store.url]) == 0
+        rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()[1:]}
+        assert rows.keys() == {"a", "b", "bad", "old"}, content[:80]
+        assert rows["a"].split()[:4] == ["a", "report", "3", "0.3333"]
+        if name != "report.json":
+            assert f"unreadable: {name}" in rows["bad"], (content[:80], rows["bad"])
+        assert {run.run_id for run in store.runs()} == rows.keys()
+    store.clean(runs=True)
+    store.write_bytes("runs/bad/x", b"")
+    store.write_bytes(f"runs/bad/{name}", DAMAGED[name][-1])
+    store.delete_run("bad")
+
+
+def test_names_of_runs_reach_a_terminal_as_text(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.write_bytes("runs/\x1b]0;title\x07/program.pkl", b"")
+    assert main(["runs", store.url]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"\x1b]0;title\x07" in printed
 
 
 def test_a_place_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

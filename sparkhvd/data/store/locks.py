@@ -22,6 +22,8 @@ from sparkhvd.runner.processes import stat_of
 LEASE_NAME = "_lease.json"
 # A fit renews its lease every hour, so an owner silent for a day is gone.
 LEASE_S = 24 * 3600.0
+# Times behind the year 9999 are of a damaged file.
+_LATEST_S = 2.5e11
 
 
 class _Store(Protocol):
@@ -66,8 +68,10 @@ class ProcessIdentity:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ProcessIdentity:
         """Return the process with these attributes."""
-        names = ("host", "machine", "started")
-        return cls(pid=int(str(values["pid"])), **{n: str(values[n]) for n in names})
+        names, pid = ("host", "machine", "started"), int(str(values["pid"]))
+        if not 0 < pid < 1 << 31:
+            raise ValueError(f"a process of number {pid:.3g}")
+        return cls(pid=pid, **{n: str(values[n]) for n in names})
 
     def is_alive(self) -> bool | None:
         """Return True if the process is alive; None if this process cannot see it."""
@@ -134,6 +138,15 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
     return values if seal == _digest(values) else None
 
 
+def position_of(pointer: bytes) -> tuple[int, int] | None:
+    """Return the (epochs, steps) of a run's pointer to its newest checkpoint; None if the file is damaged."""
+    values = load_sealed(pointer) or {}
+    epoch, step = values.get("epoch"), values.get("step")
+    if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and step >= 0):
+        return None
+    return epoch, step
+
+
 def _digest(values: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -187,15 +200,17 @@ class Lease:
             return None
         try:
             process = values.get("process")
-            return cls(
+            lease = cls(
                 str(next(values[name] for name in ("owner", "app_id", "token") if name in values)),
                 float(values["renewed"]),
                 bool(values.get("keep")),
                 None if process is None else ProcessIdentity.from_dict(process),
                 float(values.get("since", 0.0)),
             )
-        except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
+        except (ValueError, TypeError, KeyError, AttributeError, StopIteration, OverflowError):
             return None
+        is_valid = 0 <= lease.since < _LATEST_S and 0 <= lease.renewed < _LATEST_S
+        return lease if is_valid else None
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))

@@ -44,8 +44,8 @@ from sparkhvd.data.store.locks import (
     is_owners,
     is_running,
     lease_of,
-    load_sealed,
     lock_owner,
+    position_of,
 )
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.observe.report.page import HTML_NAME, JSON_NAME
@@ -792,7 +792,7 @@ class StoredRun:
 
     Attributes:
         run_id: its name.
-        state: "finished", "interrupted", "running" as far as known from here, or "report" if only a report is left.
+        state: "finished", "interrupted", "running" as far as known from here, "report" if only a report is left, or "unreadable: <file>".
         epochs: trained epochs of its newest checkpoint.
         num_bytes: of all its files.
         changed: time of the last change; None if unknown.
@@ -837,15 +837,22 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     # Each fit with warm_start has its own folder in that of the run.
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
-    holder = lock_owner(store, run_id) if HOLDER_NAME in names else None
-    is_held = holder is not None and is_running(holder)
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
     if names <= {JSON_NAME, HTML_NAME, TIMELINE_NAME}:
         state = "report"
-    epochs = 0
-    if f"{part}{POINTER_NAME}" in names:
-        pointer = load_sealed(store.read_bytes(f"runs/{run_id}/{part}{POINTER_NAME}"))
-        epochs = 0 if pointer is None else int(pointer["epoch"])
+    holder, epochs = None, 0
+    try:
+        if f"{part}{POINTER_NAME}" in names:
+            pointer = store.read_bytes(f"runs/{run_id}/{part}{POINTER_NAME}")
+            if (position := position_of(pointer)) is None:
+                state = f"unreadable: {part}{POINTER_NAME}"
+            else:
+                epochs = position[0]
+        if HOLDER_NAME in names and (holder := lock_owner(store, run_id)) is None:
+            state = f"unreadable: {HOLDER_NAME}"
+    except OSError as error:  # one run must not hide the others
+        state = f"unreadable: {error}"
+    is_held = holder is not None and is_running(holder)
     return StoredRun(
         run_id,
         "running" if is_held else state,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkhvd.observe.report.charts import format_number, format_seconds
 from sparkhvd.observe.report.page import Document, is_number, measures, number, total
+from sparkhvd.terminal import visible
 
 _MISSING = "-"
 
@@ -71,7 +72,7 @@ def _times(first: Document, second: Document) -> list[list[str]]:
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of aligned columns."""
-    cells = [list(header), *map(list, rows)]
+    cells = [[visible(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -436,8 +436,10 @@ def loads(data: bytes, place: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(data)
-        version = values["format"]
-    except (ValueError, KeyError, TypeError):
+        version, history = values["format"], values.get("history", [])
+        if not all(isinstance(record, dict) for record in [values, *history]):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidArgumentError(
             f"{place} is no report of a fit. Give a run's folder, or its {JSON_NAME}."
         ) from None
@@ -455,7 +457,10 @@ def is_number(value: object) -> TypeGuard[float | str]:
 
 def number(value: object) -> float:
     """Return a number of a document; NaN for a text or None."""
-    return float(value) if is_number(value) else math.nan
+    try:
+        return float(value) if is_number(value) else math.nan
+    except OverflowError:  # hundreds of digits
+        return math.inf
 
 
 def total(values: Sequence[object]) -> float:

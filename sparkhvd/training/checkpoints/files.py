@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from sparkhvd.data.store.locks import dump_sealed, load_sealed
+from sparkhvd.data.store.locks import dump_sealed, position_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.training.checkpoints.checkpoint import (
@@ -336,10 +336,9 @@ class Checkpoints:
         On a file system without atomic rename, a writer may have been killed between two pointers.
         """
         try:
-            pointer = load_sealed(self._store.read_bytes(f"{self._folder}/latest.json"))
+            return position_of(self._store.read_bytes(f"{self._folder}/latest.json"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return None if pointer is None else (pointer["epoch"], pointer["step"])
 
     def _newest_whole(self) -> Position | None:
         """Return the position of the newest complete file."""

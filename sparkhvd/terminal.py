@@ -1,0 +1,14 @@
+"""Text of ranks and files for a terminal: colours stay, and no other control sequence reaches it."""
+
+from __future__ import annotations
+
+import re
+
+# Controls but the tab, and the escape but in front of colours: `\x1b[1;31m`. A terminal may take them as orders: to set its title, its
+# clipboard or a scroll region.
+_CONTROL = re.compile(r"\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    r"""Return a line with control characters as text: a bell as `\x07`."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
