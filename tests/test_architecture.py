@@ -324,6 +324,34 @@ def test_only_listed_files_touch_the_environment() -> None:
     assert uses == []
 
 
+# Names in folders that all users share, which any of them may have made first. Other temporary files have random names.
+SHARED_NAMES = {
+    "sparkhvd/estimator/transform/worker.py": "locks of GPUs, in a folder whose owner and mode are checked",
+    "sparkhvd/data/store/temporary.py": "lists its own random names, and looks at their owner",
+    "sparkhvd/data/store/connect.py": "the prefix of a random name",
+    "sparkhvd/data/store/atomic.py": "the place of a nameless file, for messages",
+    "sparkhvd/runner/doctor.py": "free space there",
+}
+
+
+def test_only_listed_files_use_the_folder_for_temporary_files() -> None:
+    uses = {
+        relative(path)
+        for path in SOURCES
+        for node in nodes(path)
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("gettempdir", "mktemp", "NamedTemporaryFile")
+        )
+        or (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith(("/tmp/", "/var/tmp", "/dev/shm/"))
+        )
+    }
+    assert uses == SHARED_NAMES.keys()
+
+
 def unpickling(tree: Iterator[ast.AST]) -> list[str]:
     """Return the calls that turn bytes into Python objects; of modules by name, or as `cloudpickle()` gives them."""
     unpicklers = re.compile(

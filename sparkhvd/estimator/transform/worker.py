@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import socket
+import stat
 import tempfile
 import time
 import warnings
@@ -256,12 +257,13 @@ def held(
 
     Raises:
         TimeoutError: no slot was released in `wait_s` seconds.
+        InvalidArgumentError: the folder is another user's.
     """
     if device.type == "cpu":
         yield
         return
     folder = folder or Path(tempfile.gettempdir(), f"sparkhvd-gpus-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    _make_private(folder)
     deadline = time.monotonic() + wait_s
     # Lock by UUID: containers with a GPU each may share a folder for temporary files, and each calls its GPU number 0.
     gpu = _uuid(device.index) or str(device.index)
@@ -277,6 +279,20 @@ def held(
         yield
     finally:
         os.close(lock)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user can use; all users may have made its name in the folder for temporary files."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise InvalidArgumentError(
+            f"transform: {folder} belongs to user {found.st_uid}, or is no folder; with it another user could keep this one from the GPU. "
+            "Delete it, or set TMPDIR for the executors."
+        )
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def _lock(paths: Sequence[Path], task: str) -> int | None:

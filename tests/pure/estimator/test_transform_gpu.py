@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import types
@@ -171,3 +172,27 @@ def test_gpus_of_containers_that_share_a_folder_are_apart(
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: other)
         with held(device, limit=1, wait_s=0.1, folder=tmp_path):
             pass
+
+
+def test_a_folder_of_another_user_is_refused_at_once(sees: Any, tmp_path: Path) -> None:
+    """Its owner could hold every lock, which would look like other tasks for a day."""
+    sees(1)
+    cuda = torch.device("cuda", 0)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file").touch()
+    names = ["link", "file"]
+    if os.getuid() == 0:
+        (tmp_path / "foreign").mkdir()
+        os.chown(tmp_path / "foreign", 1234, 1234)
+        names.append("foreign")
+    for name in names:
+        with (
+            pytest.raises(InvalidArgumentError, match=f"{name} belongs to user"),
+            held(cuda, folder=tmp_path / name, wait_s=1),
+        ):
+            pass
+    (tmp_path / "wide").mkdir(mode=0o777)
+    (tmp_path / "wide").chmod(0o777)
+    with held(cuda, folder=tmp_path / "wide", wait_s=1):
+        assert (tmp_path / "wide").stat().st_mode & 0o777 == 0o700
