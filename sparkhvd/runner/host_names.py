@@ -16,6 +16,7 @@ from sparkhvd.topology import HOROVOD_NAMES
 PLAIN_SSH = ("ssh", None, None)
 # A host for ssh, with an optional user; never an option.
 _NAME = re.compile(r"[\w:][\w.@%:-]*")
+_SLOT_DIGITS = 5
 _FORM = "host:slots,host:slots, such as 'localhost:2' or 'a:4,b:4'; an IPv6 address in brackets"
 
 
@@ -71,8 +72,11 @@ def _host(part: str, text: str) -> Host:
     if match := re.fullmatch(r"\[(.*)\](?::(.*))?|([^:]*):(.*)", name):
         name = match[1] or match[3] or ""
         slots = next((text for text in (match[2], match[4]) if text is not None), "1")
-    if not _NAME.fullmatch(name) or not slots.isdecimal() or int(slots) < 1:
-        raise InvalidArgumentError(f"hosts is {text!r}; it must be {_FORM}.")
+    is_number = slots.isdecimal() and len(slots) <= _SLOT_DIGITS and int(slots) > 0
+    if not _NAME.fullmatch(name) or not is_number:
+        raise InvalidArgumentError(
+            f"hosts is {text!r:.200}; it must be {_FORM}; slots from 1 to 99999."
+        )
     return Host(name, int(slots))
 
 

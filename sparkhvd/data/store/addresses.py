@@ -42,7 +42,11 @@ _OPEN_QUERY = frozenset(
         "tls_ca_file_path",
     }
 )
-SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sas|cred|sign|auth|connection_string", re.I)
+SECRET_NAME = re.compile(
+    r"key|secret|token|passw|passphrase|pwd|sas|cred|sign|auth|connection_string", re.I
+)
+# A password in a URL of anything, such as a database: "mysql://user:password@host".
+_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]*://[^\s/:@]*):[^\s/@]+@", re.I)
 # Folders of Databricks: no appending, and no seeking in a file while it is written.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 
@@ -185,6 +189,11 @@ def without_secrets(url: str) -> str:
     pairs = [(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if k in _OPEN_QUERY]
     query = f"?{urlencode(pairs, safe='/:')}" if pairs else ""
     return f"{parts.scheme}://{shown}{parts.path.rstrip('/')}{query}"
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the passwords of URLs in it."""
+    return _PASSWORD.sub(r"\1:***@", text) if "://" in text else text
 
 
 def _is_quoted(url: str) -> bool:

@@ -236,7 +236,8 @@ def write_lease(store: _Store, data_dir: str, lease: Lease) -> None:
 
 def is_owners(data_dir: str) -> bool:
     """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
-    return data_dir.count("/") == 2
+    parts = data_dir.split("/")
+    return len(parts) == 3 and not {"", ".", ".."}.intersection(parts)
 
 
 def is_abandoned(store: _Store, data_dir: str, now: float) -> bool:

@@ -543,11 +543,11 @@ class StoreFilesystem:
         return error
 
     def hide(self, text: str) -> str:
-        """Mask passwords, keys and tokens of the store in a text."""
+        """Mask passwords, keys and tokens of the store in a text, and passwords of any URL."""
         secrets = addresses.secrets_of(self.address.full, self.options)
         for secret in sorted(secrets, key=len, reverse=True):  # one may be a prefix of another
             text = text.replace(secret, "***")
-        return text
+        return addresses.without_passwords(text)
 
 
 # ----------------------------------------------------------------------------------------------------

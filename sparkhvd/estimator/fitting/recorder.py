@@ -245,13 +245,17 @@ def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> d
     return {name: short_repr(_safe(value, hide)) for name, value in params.items()}
 
 
+# No secret, whatever its name: "max_tokens": 5.
+_OPEN = (int, float, type(None))
+
+
 def _safe(value: object, hide: Callable[[str], str]) -> object:
     if isinstance(value, (str, PathLike)):
         return hide(str(value))
     if isinstance(value, Mapping):
         return {
             name: "***"
-            if isinstance(each, str) and addresses.SECRET_NAME.search(str(name))
+            if not isinstance(each, _OPEN) and addresses.SECRET_NAME.search(str(name))
             else _safe(each, hide)
             for name, each in value.items()
         }

@@ -120,7 +120,17 @@ def test_data_are_listed_and_deleted_unless_in_use(store: Store) -> None:
     store.delete_data("data/key/left")
     with pytest.raises(InvalidArgumentError, match="belongs to the application app-2"):
         store.delete_data("data/key/used")
-    for wrong in ("data/key", "data/key/none", "runs/r/x"):
+    # A path that a file system shortens would name all data, or those of a key.
+    wrongs = (
+        "data//",
+        "data/./.",
+        "data//used",
+        "data/key/",
+        "data/key/.",
+        "data/key/..",
+        "data/../data",
+    )
+    for wrong in ("data/key", "data/key/none", "runs/r/x", *wrongs):
         with pytest.raises(InvalidArgumentError, match="Give the path of one of Store.data"):
             store.delete_data(wrong)
     assert [d.path for d in store.data()] == ["data/key/used"]

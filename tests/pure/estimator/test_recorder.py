@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparkhvd.data.store.addresses import without_passwords
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
 from sparkhvd.estimator.fitting.recorder import Recorder, masked_params
@@ -78,6 +79,23 @@ def test_params_are_shown_by_class_and_size() -> None:
         "loss": "'mse'",
         "x": "None",
     }
+
+
+def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
+    given = {
+        "a": {"auth": ("user", "hidden-1")},
+        "b": [{"passphrase": "hidden-2", "deep": {"api_key": ["hidden-3"]}}],
+        "c": {"secret": {"a": {"b": "hidden-4"}}, "token": b"hidden-5"},
+        "d": {"max_tokens": 5},
+        "e": "mysql://me:hidden-6@db/x",
+        "f": ["postgresql+psycopg://:hidden-7@db"],
+    }
+    shown = masked_params(given, without_passwords)
+    assert "hidden" not in str(shown)
+    assert shown["d"] == "{'max_tokens': 5}"
+    assert shown["e"] == "'mysql://me:***@db/x'"
+    plain = "s3://bucket/a:b@c http://host:80/x@y file:///a"
+    assert without_passwords(plain) == plain
 
 
 @pytest.fixture

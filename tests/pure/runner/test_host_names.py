@@ -36,7 +36,21 @@ def test_hosts_and_their_slots(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:0", "-l:2", "a b:1", "a:1,,b:1", "$(x):1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a:",
+        "a:x",
+        "a:0",
+        "-l:2",
+        "a b:1",
+        "a:1,,b:1",
+        "$(x):1",
+        "a:" + "9" * 20,
+        "a:" + "9" * 5000,
+    ],
+)
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="it must be host:slots"):
         parse_hosts(text)
