@@ -439,14 +439,15 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         outputs: tuple[Output, ...],
     ) -> PredictSpec:
         columns = match_columns(fitted, options, dataset.schema)
-        sources = source_names(fitted, options)
+        names = tuple(dataset.columns)  # a list made by each access
+        number_of = {name: number for number, name in reversed([*enumerate(names)])}
         module = self._require_fitted()
         return PredictSpec(
             shell=module.shell,
             weights=_weights(module, dataset.sparkSession, options),
             columns=fitted.inputs.with_casts(columns),
-            sources=tuple(dataset.columns.index(name) for name in sources),
-            names=tuple(dataset.columns),
+            sources=tuple(number_of[name] for name in source_names(fitted, options)),
+            names=names,
             inputs=fitted.inputs,
             links=fitted.output_links,
             outputs=outputs,

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -224,10 +224,18 @@ class DataSchema:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` rebuilds the schema."""
-        values = asdict(self)
-        if self.group is None:  # as written before groups existed
-            del values["group"]
-        return values
+
+        def plain(column: Column | None) -> dict[str, Any] | None:
+            return None if column is None else dict(vars(column))
+
+        return {
+            "features": [plain(column) for column in self.features],
+            "labels": [plain(column) for column in self.labels],
+            "sample_weight": plain(self.sample_weight),
+            "validation": plain(self.validation),
+            # Absent, as before groups existed.
+            **({} if self.group is None else {"group": plain(self.group)}),
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataSchema:
