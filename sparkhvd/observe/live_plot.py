@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import uuid
@@ -54,12 +55,9 @@ class LivePlot:
             figure = draw_curves(self._records, names)
         except ImportError:
             return
-        # An image, because a notebook shows a figure only after importing pyplot.
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
         is_new = not self._display_id
         self._display_id = self._display_id or uuid.uuid4().hex
-        image = shown.Image(picture.getvalue())
+        image = shown.Image(_picture(figure))
         shown.display(image, display_id=self._display_id, update=not is_new)
 
 
@@ -105,4 +103,13 @@ def draw_curves(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> F
             axes.set_yscale("log")
         if axes.get_lines():
             axes.legend()
+    # For a notebook, which shows a figure by itself only after `%matplotlib inline`.
+    figure._repr_png_ = functools.partial(_picture, figure)  # type: ignore[attr-defined]
     return figure
+
+
+def _picture(figure: Figure) -> bytes:
+    """Return a figure as a PNG file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import Any
 
@@ -67,3 +68,14 @@ def test_without_matplotlib_or_a_notebook_it_does_nothing(
     assert published == []
     with pytest.raises(InvalidArgumentError, match=r"names is a list, such as \['loss'\]"):
         LivePlot("loss")
+
+
+def test_a_notebook_shows_the_curves_without_magic(published: list[tuple[Any, str, bool]]) -> None:
+    """As the value of a cell: its formatters ask the figure."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    figure = live_plot.draw_curves([record(1), record(2)], ["loss"])
+    data, _ = InteractiveShell.instance().display_formatter.format(figure)
+    assert data["image/png"].startswith(b"\x89PNG")
+    copy = pickle.loads(pickle.dumps(figure))  # noqa: S301 - its own
+    assert [axes.get_title() for axes in copy.axes] == ["loss"]
