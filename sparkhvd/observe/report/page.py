@@ -142,7 +142,16 @@ def _header(document: Document) -> str:
         shown += f'<pre class="bad">{escape(str(error))}</pre>'
     tiles = [("epochs", format_number(len(history)))]
     last = history[-1] if history else {}
-    tiles += [(name, format_number(number(last.get(name)))) for name in measures(document)[:4]]
+    found = measures(document)
+    # A measure of the validation rows says more than that of the training rows.
+    pairs = list(paired(found).items())[:3]
+    tiles += [
+        (name, format_number(number(last.get(name))))
+        for training, validation in (pair for _, pair in pairs)
+        for name in (training, validation)
+        if name
+    ]
+    tiles += _best(history, found)
     if rows := total([r.get("rows") for r in history]):
         seconds = total([r.get("seconds") for r in history])
         tiles.append(("rows/s in training", format_number(round(rows / max(seconds, 1e-9)))))
@@ -158,6 +167,17 @@ def _header(document: Document) -> str:
         f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for n, v in tiles
     )
     return f'<h1>{escape(str(document.get("run_id") or "fit"))}</h1>{shown}<div class="tiles">{cells}</div>'
+
+
+def _best(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the tile of the epoch with the least loss, of the validation rows if there are any."""
+    name = next((name for name in ("val_loss", "loss") if name in names), None)
+    losses = [(number(r.get(name or "")), number(r.get("epoch"))) for r in history]
+    finite = [(loss, epoch) for loss, epoch in losses if math.isfinite(loss)]
+    if name is None or len(finite) < 2:
+        return []
+    loss, epoch = min(finite)
+    return [(f"least {name}, epoch {format_number(epoch)}", format_number(loss))]
 
 
 def _phases(document: Document) -> str:

@@ -225,3 +225,15 @@ def test_compare_shows_settings_that_differ_and_changes() -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_tiles_show_validation_and_the_best_epoch() -> None:
+    losses = [(0.9, 0.7), (0.5, 0.4), (0.3, 0.6), (0.2, math.nan)]
+    history = [
+        {"epoch": n, "loss": loss, "val_loss": validation}
+        for n, (loss, validation) in enumerate(losses, 1)
+    ]
+    page = render(document(history=history))
+    assert "<b>0.4</b><span>least val_loss, epoch 2</span>" in page
+    assert "<b>0.2</b><span>loss</span>" in page
+    assert "least" not in render(document(history=history[:1]))
