@@ -156,7 +156,7 @@ define BUILD_SANITIZED
 	$(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
 endef
 THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0 frames memory tensors
-COMPUTE_LONG = memory_of_the_callers fits_no_message counts_along
+COMPUTE_LONG = memory_of_the_callers fits_no_message counts_along control_bytes_of_rank_0 device_collectives_give
 
 test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,ON,sparkhvd_tests)
