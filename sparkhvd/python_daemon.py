@@ -14,10 +14,13 @@ import sys
 
 def main() -> None:
     """Import torch, then do what pyspark's daemon does."""
-    with contextlib.suppress(ImportError):  # an executor without torch runs other workers
+    is_imported = False
+    with contextlib.suppress(Exception):  # an executor without a working torch runs other workers
         import torch  # noqa: F401 - for the forks
+
+        is_imported = True
     # A lock that another thread holds would stay locked in a fork: pyspark imports pyarrow in workers for this reason.
-    if len(os.listdir("/proc/self/task")) > 1:
+    if not is_imported or len(os.listdir("/proc/self/task")) > 1:
         os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])
     from pyspark.daemon import manager
 

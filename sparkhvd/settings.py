@@ -161,7 +161,7 @@ CONF_PREFIX = "spark.sparkhvd."
 _EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
 LIVE_OUTPUT = ("auto", "messages", "0")
-# As long as the application.
+# Three years: as long as any application.
 ZYGOTE_STAYS_S = 1e8
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
@@ -255,8 +255,8 @@ class Settings:
         0.0,
         env="SPARKHVD_NURSERY_IDLE_S",
         unit="s",
-        doc="An idle zygote, which holds about 220 MiB, ends after so long. 0 = with its application on a local master and without Spark, "
-        "elsewhere after 60 s.",
+        doc="Seconds after which an idle zygote (about 220 MiB) ends. 0 = with its application on a local master and without Spark, "
+        "elsewhere 60 s.",
         limit=(lambda value: 0 <= value <= ZYGOTE_STAYS_S, "from 0 to 1e8"),
     )
     streams: int = knob(

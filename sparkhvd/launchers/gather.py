@@ -50,6 +50,8 @@ from sparkhvd.settings import Settings
 from sparkhvd.wire import frame_of
 
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
+# How long a rank may take to connect again.
+_AGAIN_S = 1.0
 # Between two attempts to reach rank 0.
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
 # How long to try to reach rank 0 if every answer has another key.
@@ -249,7 +251,14 @@ class _Root(_Gathering):
         self.loop.start(self._receive(rank, sock))
 
     def _receive(self, rank: int, sock: socket.socket) -> Task:
-        self._texts[rank] = (yield from _read_message(sock)).decode()
+        try:
+            self._texts[rank] = (yield from _read_message(sock)).decode()
+        except ConnectionError:  # it may connect again: this process has read its proof too late
+            self._links.pop(rank).close()
+            yield from sleep(_AGAIN_S)
+            if rank not in self._links:
+                raise
+            return
         yield Wait(sock, selectors.EVENT_READ, time.monotonic() + _LONGEST_S)
         raise ConnectionResetError(f"rank {rank} ended while the ranks met")
 

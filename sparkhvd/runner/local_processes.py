@@ -35,6 +35,8 @@ from sparkhvd.topology import HOROVOD_NAMES, Topology, horovod_variables, topolo
 
 # Longer lines are passed on in pieces.
 _LINE_BYTES = 1 << 20
+# How long to read the rest of a rank's output, once it has ended and others may still write.
+_DRAIN_S = 1.0
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
@@ -90,7 +92,7 @@ class LocalProcesses:
             self._read(rank, name, pipe)
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
         ]
-        group = ProcessGroup(started, mark, f"sparkhvd-wait-{rank}")
+        group = ProcessGroup(started, mark, f"sparkhvd-wait-{rank}", _DRAIN_S)
         with self._lock:
             self._groups[rank] = group
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 _VARIABLE = "SPARKHVD_LAUNCHED_BY"
 # Give up on a process that forks faster than it is found.
 _LIMIT_S = 1.0
-# Reads the process groups of a launch until its pipe ends, kills the remaining ones, and becomes a Python that kills the
-# marked processes. A shell starts in 2 ms.
+# Reads the process groups of a launch from a pipe. When the pipe ends, it kills the remaining groups, and then a Python
+# kills the marked processes. dash does not know `kill -KILL -- -1`.
 _REAPER = """
 trap '' INT TERM HUP
 groups=' '
@@ -30,7 +30,7 @@ while read -r sign group; do
     *) exit 0 ;;
   esac
 done
-for group in $groups; do kill -KILL -- "-$group"; done
+for group in $groups; do kill -s KILL -- "-$group"; done
 exec "$@"
 """
 # Leave out the working directory: a `secrets.py` there is not Python's.
@@ -56,6 +56,9 @@ class OrphanReaper:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # it ignores Ctrl-C and hang-ups of a terminal
         )
+        assert self._reaper.stdin is not None
+        # A stopped reaper must not stop this process.
+        os.set_blocking(self._reaper.stdin.fileno(), False)
 
     def add(self, group: int) -> None:
         """Kill a process group if this process ends before `remove`."""
@@ -67,14 +70,16 @@ class OrphanReaper:
 
     def _notify(self, line: str) -> None:
         assert self._reaper.stdin is not None
-        # The reaper may have been killed; this process still ends the groups itself.
-        with contextlib.suppress(BrokenPipeError):
+        # The reaper may be killed, stopped or closed; this process still ends the groups itself.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError, ValueError):
             os.write(self._reaper.stdin.fileno(), f"{line}\n".encode())
 
     def __enter__(self) -> OrphanReaper:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._reaper.returncode is not None:
+            return
         kill(self.mark)
         # The reaper may have been killed or stopped.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):

@@ -29,8 +29,8 @@ _MESSAGE_BYTES = 1 << 16
 _REPORT_S = 30.0
 # How long a zygote may be stopped, as by SIGSTOP, before its answer is given up, and how often that is checked.
 _STOPPED_S, _POLL_S = 2.0, 0.25
-# How long the pipes of an ended process may take to end if other processes hold them, and if they do not.
-_DRAIN_S, _CLOSED_S = 5.0, 0.1
+# How long the pipes of an ended process may take to end if no other process holds them.
+_CLOSED_S = 0.1
 
 
 class ProcessStat(NamedTuple):
@@ -155,7 +155,10 @@ class FreshProcess:
     def wait_for_end(self) -> None:
         """Wait until the process has ended; its pid stays reserved."""
         # WNOWAIT leaves a zombie, which reserves the number of the process group.
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # this process ignores SIGCHLD, so the kernel has reaped it
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def reap(self) -> ProcessExit:
         """Kill the rest of its group and release its pid."""
@@ -237,12 +240,14 @@ class ProcessGroup:
         process: leads the group.
         mark: of the processes, see `orphans`; "" for no mark.
         name: of its thread.
+        drain_s: longest wait for pipes that other processes hold.
     """
 
-    def __init__(self, process: Process, mark: str, name: str) -> None:
+    def __init__(self, process: Process, mark: str, name: str, drain_s: float) -> None:
         self.pid = process.pid
         self._process = process
         self._mark = mark
+        self._drain_s = drain_s
         # Guards _is_reaped: no signal may go to a pid that has been reused.
         self._lock = threading.Lock()
         self._is_reaped = False
@@ -266,14 +271,15 @@ class ProcessGroup:
 
     def _watch(self) -> None:
         self._process.wait_for_end()
-        self._at_exit()
+        with contextlib.suppress(Exception):  # the end must be reported
+            self._at_exit()
         with self._lock:
             ended = self._process.reap()
             self._is_reaped = True
-        if not _join(self._readers, _CLOSED_S if self._mark else _DRAIN_S) and self._mark:
+        if not _join(self._readers, _CLOSED_S if self._mark else self._drain_s) and self._mark:
             # An orphan in another session holds the pipes. Orphans that have closed them end with the launch.
             orphans.kill(self._mark)
-            _join(self._readers, _DRAIN_S)
+            _join(self._readers, self._drain_s)
         self._on_end(ended)
 
     def signal(self, number: int, *, whole: bool = True) -> None:
@@ -284,7 +290,8 @@ class ProcessGroup:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until `on_end` has been called; return True if it has."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
@@ -300,7 +307,10 @@ def reap(pid: int) -> ProcessExit:
     """Kill the rest of an ended child's group, and release its pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    _, status, usage = os.wait4(pid, 0)
+    try:
+        _, status, usage = os.wait4(pid, 0)
+    except ChildProcessError:  # the kernel has reaped it
+        return ProcessExit(None)
     return ProcessExit(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
 
 

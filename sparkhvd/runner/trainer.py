@@ -46,6 +46,8 @@ EXIT_GRACE_S = 30.0
 INTERRUPT_GRACE_S = 5.0
 # How long a message waits for earlier lines whose stream blocks.
 _BLOCKED_S = 1.0
+# How long its pipes may take to end if processes outside its group hold them.
+_DRAIN_S = 5.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it initializes each of them.
 GPU_ANSWER_S = 120.0
 
@@ -151,7 +153,7 @@ class Trainer:
         finally:
             start.ends.close()
         self.pid = process.pid
-        self._group = ProcessGroup(process, self._mark, f"sparkhvd-wait-{self.rank}")
+        self._group = ProcessGroup(process, self._mark, f"sparkhvd-wait-{self.rank}", _DRAIN_S)
         if self._is_given_up:
             self._group.signal(signal.SIGKILL)
         reader = LineReader(start.log, _LINE_BYTES, self._pass_line)

@@ -45,8 +45,9 @@ _OPEN_QUERY = frozenset(
 SECRET_NAME = re.compile(
     r"key|secret|token|passw|passphrase|pwd|sas|cred|sign|auth|connection_string", re.I
 )
-# A password in a URL of anything, such as a database: "mysql://user:password@host".
-_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]*://[^\s/:@]*):[^\s/@]+@", re.I)
+# A password in a URL of anything, such as a database: "mysql://user:password@host", "jdbc:x://host/db?password=...".
+_PASSWORD = re.compile(r"(://[^\s/:@]{0,200}):[^\s/]{1,1000}@")
+_IN_QUERY = re.compile(r"([?&;](?:password|passwd|pwd|secret|token|sig)=)[^\s&;]{1,1000}", re.I)
 # Folders of Databricks: no appending, and no seeking in a file while it is written.
 _SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
 
@@ -193,7 +194,9 @@ def without_secrets(url: str) -> str:
 
 def without_passwords(text: str) -> str:
     """Return a text without the passwords of URLs in it."""
-    return _PASSWORD.sub(r"\1:***@", text) if "://" in text else text
+    if "://" not in text:
+        return text
+    return _IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
 
 
 def _is_quoted(url: str) -> bool:

@@ -22,7 +22,7 @@ from sparkhvd.runner.processes import stat_of
 LEASE_NAME = "_lease.json"
 # A fit renews its lease every hour, so an owner silent for a day is gone.
 LEASE_S = 24 * 3600.0
-# Times behind the year 9999 are of a damaged file.
+# No valid file has a later time.
 _LATEST_S = 2.5e11
 
 
@@ -70,7 +70,7 @@ class ProcessIdentity:
         """Return the process with these attributes."""
         names, pid = ("host", "machine", "started"), int(str(values["pid"]))
         if not 0 < pid < 1 << 31:
-            raise ValueError(f"a process of number {pid:.3g}")
+            raise ValueError("a pid out of range")
         return cls(pid=pid, **{n: str(values[n]) for n in names})
 
     def is_alive(self) -> bool | None:

@@ -39,6 +39,7 @@ import pyarrow.fs as pafs
 from sparkhvd.data.store import addresses, atomic
 from sparkhvd.data.store.locks import (
     HOLDER_NAME,
+    Lease,
     acquire,
     is_abandoned,
     is_owners,
@@ -841,17 +842,18 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     if names <= {JSON_NAME, HTML_NAME, TIMELINE_NAME}:
         state = "report"
     holder, epochs = None, 0
-    try:
-        if f"{part}{POINTER_NAME}" in names:
-            pointer = store.read_bytes(f"runs/{run_id}/{part}{POINTER_NAME}")
-            if (position := position_of(pointer)) is None:
-                state = f"unreadable: {part}{POINTER_NAME}"
-            else:
-                epochs = position[0]
-        if HOLDER_NAME in names and (holder := lock_owner(store, run_id)) is None:
-            state = f"unreadable: {HOLDER_NAME}"
-    except OSError as error:  # one run must not hide the others
-        state = f"unreadable: {error}"
+    folder, pointer = f"runs/{run_id}", f"{part}{POINTER_NAME}"
+    if pointer in names and (content := _content(store, f"{folder}/{pointer}")) is not None:
+        if (position := position_of(content)) is None:
+            state = f"unreadable: {pointer}"
+        else:
+            epochs = position[0]
+    if (
+        HOLDER_NAME in names
+        and (content := _content(store, f"{folder}/{HOLDER_NAME}")) is not None
+        and (holder := Lease.parse(content)) is None
+    ):
+        state = f"unreadable: {HOLDER_NAME}"
     is_held = holder is not None and is_running(holder)
     return StoredRun(
         run_id,
@@ -861,6 +863,16 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
         _changed(files),
         str(holder) if is_held else "",
     )
+
+
+def _content(store: Store, path: str) -> bytes | None:
+    """Return the content of a listed file; b"" if it cannot be read, None if it has gone."""
+    try:
+        return store.read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # one run must not hide the others
+        return b""
 
 
 def delete_run(store: Store, run_id: str) -> None:

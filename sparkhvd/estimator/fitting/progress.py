@@ -31,6 +31,8 @@ TASK_POLL_S = 2.0
 _LATE_S = 5.0
 # Seconds between two lines of progress within an epoch, on streams without line replacement.
 _PLAIN_S = 10.0
+# How much later than the line of an epoch messages of its steps may come.
+_BEHIND_S = 3.0
 # Report waiting for data above this share of an epoch, in epochs longer than this.
 _MUCH_WAITING, _LONG_EPOCH_S = 0.1, 1.0
 # Longest wait for a running read after the training ends.
@@ -182,7 +184,7 @@ class EpochReporter:
         self._name = name
         self._label = label
         self._is_alone = True
-        self._reported = 0
+        self._reported, self._reported_at = 0, -math.inf
         self._said_at = time.monotonic()
         # For the progress line: loss of the previous epoch, and shares of waiting in this epoch by rank.
         self._last_loss = ""
@@ -194,12 +196,9 @@ class EpochReporter:
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
-        # Epochs of a resumed run were reported before, also those behind its last checkpoint, which it repeats.
-        try:
-            known = self._reader.after(0)
-            self._reported = epoch_of(known[-1]) if known else 0
-        except ValueError:  # a damaged file, which the run replaces
-            self._reported = self._checkpoints.latest_epoch()
+        # Epochs of a resumed run were reported before; it repeats those behind its last checkpoint.
+        self._reported = self._checkpoints.latest_epoch()
+        self._checkpoints.keep_records(self._reported)
         with _training_lock:
             _training.append(self)
             if len(_training) > 1:
@@ -233,7 +232,8 @@ class EpochReporter:
             self._waits.clear()
         self._waits[report["rank"]] = report["waited"]
         # The epoch's own line may arrive first, through the store.
-        is_late = self._stopping.is_set() or epoch <= self._reported
+        is_told = epoch <= self._reported and time.monotonic() - self._reported_at < _BEHIND_S
+        is_late = self._stopping.is_set() or is_told
         if report["rank"] or not self._verbose or is_late:
             return
         # An elastic fit may have lost the other ranks within the epoch.
@@ -313,7 +313,7 @@ class EpochReporter:
             self._reading_since = None
         for record in records:
             self._report(record)
-            self._reported = epoch_of(record)
+            self._reported, self._reported_at = epoch_of(record), time.monotonic()
         if self._fanout is not None and self._fanout.is_behind:
             with contextlib.suppress(OSError, ValueError):
                 self._fanout.load(self._checkpoints.profile())

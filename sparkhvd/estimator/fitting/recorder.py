@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,8 +246,16 @@ def masked_params(params: Mapping[str, object], hide: Callable[[str], str]) -> d
     return {name: short_repr(_safe(value, hide)) for name, value in params.items()}
 
 
-# No secret, whatever its name: "max_tokens": 5.
-_OPEN = (int, float, type(None))
+# A number is a secret only under these names, and not as "max_tokens".
+_SECRET_NUMBER = re.compile(r"passw|passphrase|pwd|secret|(^|_)(pass|pin)($|_)", re.I)
+
+
+def _is_secret(name: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return False
+    if _SECRET_NUMBER.search(name):
+        return True
+    return not isinstance(value, (int, float)) and bool(addresses.SECRET_NAME.search(name))
 
 
 def _safe(value: object, hide: Callable[[str], str]) -> object:
@@ -254,9 +263,7 @@ def _safe(value: object, hide: Callable[[str], str]) -> object:
         return hide(str(value))
     if isinstance(value, Mapping):
         return {
-            name: "***"
-            if not isinstance(each, _OPEN) and addresses.SECRET_NAME.search(str(name))
-            else _safe(each, hide)
+            name: "***" if _is_secret(str(name), each) else _safe(each, hide)
             for name, each in value.items()
         }
     if isinstance(value, (list, tuple)):

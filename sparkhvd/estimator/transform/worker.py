@@ -282,14 +282,14 @@ def held(
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only this user can use; all users may have made its name in the folder for temporary files."""
+    """Make a folder that only this user can use; another user may have made one with this name."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise InvalidArgumentError(
-            f"transform: {folder} belongs to user {found.st_uid}, or is no folder; with it another user could keep this one from the GPU. "
-            "Delete it, or set TMPDIR for the executors."
+            f"transform: {folder} is not a folder of this user, but of user {found.st_uid}, or no folder. Its owner could block all "
+            "transforms on the GPU. Delete it, or set TMPDIR for the executors."
         )
     if found.st_mode & 0o077:
         folder.chmod(0o700)

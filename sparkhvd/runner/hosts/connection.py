@@ -127,7 +127,7 @@ class HostConnection:
             target=self._listen, args=(self._process.stderr,), daemon=True
         )
         self._listener.start()
-        self._group = ProcessGroup(started, "", f"sparkhvd-ssh-{self.host}")
+        self._group = ProcessGroup(started, "", f"sparkhvd-ssh-{self.host}", 0.0)
         self._group.watch([self._listener], lambda _: None, lambda: reaper.remove(started.pid))
 
     def _listen(self, pipe: IO[bytes]) -> None:

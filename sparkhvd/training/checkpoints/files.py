@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import re
 import secrets
 import shutil
@@ -69,8 +70,9 @@ class Checkpoints:
         self._resumed: Position | None = None
         # Guards what follows: the ranks' loop adds records while a thread writes a checkpoint.
         self._lock = threading.Lock()
-        # Records in the metrics file; None until the first write, which replaces the file.
+        # Records and bytes in the metrics file; None until the first write, which replaces the file.
         self._num_written: int | None = None
+        self._num_bytes = 0
         # Whether records are added to the end of the file; object stores and some mounts cannot.
         self.is_appended = store.local_path(self._metrics) is not None
         # Files skipped by `latest` and the training repeated therefore, or "".
@@ -181,13 +183,20 @@ class Checkpoints:
         with self._lock:
             known, self._num_written = self._num_written, len(history)
             if self.is_appended and known is not None and known < len(history):
+                added = _lines(history[known:])
                 try:
                     with open(self._store.local_path(self._metrics) or "", "ab") as file:
-                        file.write(_lines(history[known:]))
-                    return
+                        if (
+                            file.seek(0, os.SEEK_END) == self._num_bytes
+                        ):  # else another fit has written
+                            file.write(added)
+                            self._num_bytes += len(added)
+                            return
                 except OSError:  # a mount that cannot, or a full disk, which the next write reports
                     self.is_appended = False
-            self._store.write_bytes(self._metrics, _lines(history))
+            lines = _lines(history)
+            self._store.write_bytes(self._metrics, lines)
+            self._num_bytes = len(lines)
 
     def write_profile(self, state: Mapping[str, Any]) -> None:
         """Write the times of the epochs."""
@@ -321,6 +330,13 @@ class Checkpoints:
                 shutil.copyfileobj(source, copy, PIECE_BYTES)
             copy.seek(0)
             yield copy
+
+    def keep_records(self, count: int) -> None:
+        """Remove later records than the first `count` from the metrics file: a resumed run repeats these epochs."""
+        with contextlib.suppress(ValueError):  # a damaged file, which the run replaces
+            history = self.history()
+            if len(history) > count:
+                self._store.write_bytes(self._metrics, _lines(history[:count]))
 
     def history(self) -> History:
         """Return the records of the finished epochs from the metrics file."""

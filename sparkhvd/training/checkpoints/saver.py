@@ -82,6 +82,8 @@ class Saver:
         """
         if not self._is_due():
             return
+        if totals is None:
+            self._records = []  # as in `save`
         callbacks = self._state.callbacks
         if callbacks is not None:
             callbacks.watch.check(callbacks.ctx.moment.epoch)
@@ -110,11 +112,13 @@ class Saver:
                     self._best = None
                 self._take(history)
             elif is_best:
+                self._best = None  # before the next copy
                 self._best = self._taken(history)
 
     def save(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
         with self._state.profile.phase("checkpoint"):
+            self._records = []  # a custom loop may have changed them
             self._take(history)
 
     def _is_epoch_due(self) -> bool:
@@ -131,8 +135,6 @@ class Saver:
         """Return True if the last epoch is the best one and `fit` returns that; equal on all ranks."""
         if not self._spec.return_best:
             return False
-        if len(history) <= self._num_compared:  # ranks were lost, and an epoch is repeated
-            self._best_value, self._num_compared = None, 0
         is_best, monitor = False, self._spec.monitor
         for record in history[self._num_compared :]:
             value = monitor.value(record)
@@ -164,7 +166,7 @@ class Saver:
         before = {name: getattr(checkpoint, name) for name in final}
         before["changes"] = of_rank_0(checkpoint.changes)
         if weights or not is_same(before, {**final, "model": checkpoint.model}):
-            self._save((replace(checkpoint, final=final), left_out))
+            self._save([(replace(checkpoint, final=final), left_out)])
 
     def _changed(self, before: State, left_out: list[str]) -> State:
         """Return the changed entries of the model's state dict; {} with a note if its names differ."""
@@ -183,9 +185,10 @@ class Saver:
         return {n: v for n, v in after.items() if not is_same(before.get(n), v)}
 
     def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
+        self.wait()  # before the copy: two would be in memory
         if (taken := self._taken(history, step=step, ranks=ranks)) is not None:
             best, self._best = self._best, None
-            self._save(*([] if best is None else [best]), taken)
+            self._save([each for each in (best, taken) if each is not None])
 
     def _taken(
         self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()
@@ -233,8 +236,8 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, *copies: tuple[Checkpoint, list[str]]) -> None:
-        """Write copies of checkpoints in the background, after those before; the last one is the newest."""
+    def _save(self, copies: list[tuple[Checkpoint, list[str]]]) -> None:
+        """Write copies of checkpoints in the background, after those before; the last one is the newest. Empties the list."""
         self.wait()
         self._taken_at = time.monotonic()
         self._cadence.taken(self._taken_at)
@@ -254,18 +257,13 @@ class Saver:
     def _write(
         self,
         done: Future[None],
-        copies: Sequence[tuple[Checkpoint, list[str]]],
+        copies: list[tuple[Checkpoint, list[str]]],
         taken: float,
         profile: Mapping[str, Any] | None,
     ) -> None:
         try:
-            for copied, left_out in copies:
-                frozen = self._frozen.record(left_out, self.checkpoints.write_frozen)
-                checkpoint = replace(copied, frozen=frozen)
-                keep: Choice | None = None
-                if self._spec.return_best:
-                    keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
-                self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
+            while copies:
+                self._write_copy(*copies.pop(0))  # each is freed when it is written
             self._cadence.written(time.monotonic() - taken)
             if profile is not None:
                 with contextlib.suppress(StoreError):  # only the report lacks it
@@ -274,6 +272,14 @@ class Saver:
             done.set_exception(e)
         else:
             done.set_result(None)
+
+    def _write_copy(self, copied: Checkpoint, left_out: list[str]) -> None:
+        frozen = self._frozen.record(left_out, self.checkpoints.write_frozen)
+        keep: Choice | None = None
+        if self._spec.return_best:
+            keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
+        checkpoint = replace(copied, frozen=frozen)
+        self.checkpoints.save(checkpoint, keep=keep, num_epochs=self._spec.num_checkpoints)
 
     def wait(self) -> str:
         """Wait until the last checkpoint is written; return its path on rank 0, else "".
@@ -382,7 +388,9 @@ class Cadence:
 
 
 class Budget:
-    """Rank 0's decisions about checkpoints of epochs: each epoch of a second or more, and of shorter ones the first 16 and one per 5 s.
+    """Decides on rank 0 which epochs have a checkpoint.
+
+    Every epoch of a second or more has one; of shorter epochs the first 16, and then one per 5 s.
 
     Args:
         interval_s: at most so many seconds may be lost.

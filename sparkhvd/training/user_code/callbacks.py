@@ -313,7 +313,7 @@ class Callbacks:
 
     @property
     def see_checkpoints(self) -> bool:
-        """Whether a callback of any rank overrides `on_checkpoint`, so that every epoch has a checkpoint."""
+        """Return True if a callback overrides `on_checkpoint`: every epoch then has a checkpoint."""
         return _overrides("on_checkpoint", self._all)
 
     def checkpoint(self, saver: Writer) -> None:

@@ -231,6 +231,27 @@ def test_every_epoch_is_reported_once_as_it_happens(
     assert [line[:9] for line in lines] == ["epoch 2/4", "epoch 3/4", "epoch 4/4"]
 
 
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_resumed_fit_reports_the_epochs_that_it_repeats(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], saved: int
+) -> None:
+    """A killed one has recorded later epochs than its last checkpoint, or its checkpoints were deleted."""
+    if saved:
+        save(checkpoints, saved)
+    checkpoints.write_history([record(epoch + 1) for epoch in range(4)])
+    resumed = Checkpoints(checkpoints._store, "runs/r")
+    seen: list[int] = []
+    reporter = EpochReporter(
+        resumed, epochs=5, verbose=1, progress=lambda r: seen.append(r["epoch"])
+    )
+    with reporter:
+        reporter.show_step(report_of_step(saved + 1, 1))
+        assert seen == []
+        for epochs in range(saved + 1, 6):
+            resumed.write_history([record(epoch + 1) for epoch in range(epochs)])
+    assert seen == list(range(saved + 1, 6))
+
+
 def test_lines_of_fits_that_train_at_once_bear_their_names(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:

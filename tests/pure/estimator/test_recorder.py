@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,21 @@ def test_secrets_of_any_form_are_hidden_by_name_and_in_urls() -> None:
         "b": [{"passphrase": "hidden-2", "deep": {"api_key": ["hidden-3"]}}],
         "c": {"secret": {"a": {"b": "hidden-4"}}, "token": b"hidden-5"},
         "d": {"max_tokens": 5},
+        "g": {"password": 271828, "db_pass": "hidden-8", "pin": 271828},
         "e": "mysql://me:hidden-6@db/x",
         "f": ["postgresql+psycopg://:hidden-7@db"],
     }
     shown = masked_params(given, without_passwords)
     assert "hidden" not in str(shown)
+    assert "271828" not in str(shown)
     assert shown["d"] == "{'max_tokens': 5}"
     assert shown["e"] == "'mysql://me:***@db/x'"
+    assert without_passwords("mysql://u:p@ss@h/x?user=u&password=pw") == (
+        "mysql://u:***@h/x?user=u&password=***"
+    )
+    began = time.process_time()
+    without_passwords("a." * 200_000 + " ://" * 1000)
+    assert time.process_time() - began < 1
     plain = "s3://bucket/a:b@c http://host:80/x@y file:///a"
     assert without_passwords(plain) == plain
 

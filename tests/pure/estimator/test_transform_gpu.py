@@ -188,7 +188,7 @@ def test_a_folder_of_another_user_is_refused_at_once(sees: Any, tmp_path: Path) 
         names.append("foreign")
     for name in names:
         with (
-            pytest.raises(InvalidArgumentError, match=f"{name} belongs to user"),
+            pytest.raises(InvalidArgumentError, match=f"{name} is not a folder of this user"),
             held(cuda, folder=tmp_path / name, wait_s=1),
         ):
             pass

@@ -425,6 +425,15 @@ def test_records_are_added_and_read_once(tmp_path: Path, url: str) -> None:
             reader.after(0)
 
 
+def test_records_that_another_fit_has_written_meanwhile_are_replaced(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    checkpoints.write_history([record(1)])
+    path = f"{RUN}/metrics.jsonl"
+    store.write_bytes(path, store.read_bytes(path) + b'{"epoch": 2, "of": "another"}\n')
+    checkpoints.write_history([record(1), record(2)])
+    assert checkpoints.history() == [record(1), record(2)]
+
+
 def test_records_of_a_mount_that_cannot_add_are_written_as_a_whole(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
 from dataclasses import replace
@@ -362,6 +363,40 @@ def test_short_epochs_share_checkpoints_and_the_best_one_is_there(
             assert torch.equal(value, every.weights(epoch)[name])
     assert Checkpoints(store, RUN_DIR).saved_epochs() <= {1, result.epoch, 9}
     assert Checkpoints(store, RUN_DIR).history() == result.history
+
+
+def test_a_slow_store_and_a_pending_best_epoch_cost_two_copies_at_most(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that is being written, and the best one or that of the next checkpoint."""
+    monkeypatch.setattr(Budget, "BURST", 1)
+    monkeypatch.setattr(Budget, "_SECONDS", 0.05)
+    shape, counts = (37, 3), tmp_path / "counts"
+    writes = Checkpoints.save
+
+    def slowly(self: Checkpoints, *args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        writes(self, *args, **options)
+
+    class Counts(Callback):
+        def on_epoch_begin(self, ctx: Any) -> None:
+            gc.collect()
+            found = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+            with counts.open("a") as file:
+                file.write(f"{sum(o.shape == shape for o in found)}\n")
+
+    monkeypatch.setattr(Checkpoints, "save", slowly)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 37), nn.Linear(37, 1))
+    options = {"epochs": 30, "return_best": True, "monitor": Monitor("loss"), "batch_size": 25}
+    case = Case(
+        store, model, torch.optim.SGD(model.parameters(), lr=0.01), options=options,
+        user={"callbacks": [Counts()]},
+    )  # fmt: skip
+    case.train(1)
+    found = [int(line) for line in counts.read_text().split()]
+    assert len(found) == 30
+    assert max(found) - min(found) <= 2, found
 
 
 def test_metrics_are_means_over_all_rows(store: Store) -> None:
