@@ -128,7 +128,11 @@ class Recorder:
         ranks = [dict(rank) for rank in result.profile.get("ranks", ())]
         own = ranks[0]["phases"] if ranks else {}
         of_ranks = {**own, "train": own.get("train", 0.0) - own.get("first step", 0.0)}
-        # The launch ends with the start of the last rank, and the slowest rank may have started before.
+        # The launch ends with the start of the last rank, for which rank 0 may have waited.
+        starts = [outcome.started_at for outcome in report.outcomes]
+        waited = max(starts) - starts[0] if starts else 0.0
+        of_ranks["connect"] = max(0.0, own.get("connect", 0.0) - waited)
+        # The slowest rank may have started before the last one.
         run_s = min(report.run_s, max(0.0, whole - report.launch_s))
         lost = max(0.0, whole - report.launch_s - run_s)
         order = ("connect", "load", "first step", "train", "validate", "checkpoint")
