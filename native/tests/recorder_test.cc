@@ -379,7 +379,7 @@ TEST(trace_file_of_a_killed_writer_is_valid) {
   const Folder folder;
   const std::string path = folder.path + "/t.json";
   std::size_t items = 0;
-  for (int round = 0; round < 50; ++round) {
+  for (int round = 0; round < 30; ++round) {
     int begun[2];
     CHECK_EQUAL(::pipe2(begun, O_CLOEXEC), 0);
     const pid_t writer = ::fork();
