@@ -363,7 +363,7 @@ TEST(timeline_is_valid_json_at_every_moment) {
 #ifdef __SANITIZE_ADDRESS__  // the time grows with the square
   constexpr std::size_t kOperations = 140;
 #else
-  constexpr std::size_t kOperations = 400;
+  constexpr std::size_t kOperations = 200;
 #endif
   for (std::size_t i = 0; i < kOperations; ++i) {
     run(recorder, numbered("x", static_cast<int>(i % 7)));
