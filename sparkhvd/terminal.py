@@ -13,6 +13,6 @@ _CONTROL = re.compile(
 
 def visible(text: str) -> str:
     r"""Return a line with control characters as text: a bell as `\x07`."""
-    if text.isprintable():  # a fifteenth of the time
+    if text.isprintable():  # most lines; the search takes longer than the rest of a line
         return text
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
