@@ -155,9 +155,8 @@ class FreshProcess:
     def wait_for_end(self) -> None:
         """Wait until the process has ended; its pid stays reserved."""
         # WNOWAIT leaves a zombie, which reserves the number of the process group.
-        with contextlib.suppress(
-            ChildProcessError
-        ):  # this process ignores SIGCHLD, so the kernel has reaped it
+        # If this process ignores SIGCHLD, the kernel has reaped it.
+        with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def reap(self) -> ProcessExit:

@@ -228,7 +228,7 @@ class HostConnection:
         left = deadline - time.monotonic() if self._has_agent else 0.0
         if not self._group.join(max(0.0, left)):
             self._group.signal(signal.SIGKILL)
-            self._group.join()
+            self._group.join(END_S)
 
     def close(self) -> None:
         """Close the pipes; after `kill`."""

@@ -102,8 +102,6 @@ class Saver:
         next checkpoint.
         """
         with self._state.profile.phase("checkpoint"):
-            if self._is_writer and self.checkpoints.is_appended:
-                self.checkpoints.write_history(history)
             is_best = self._is_best(history)
             # Ranks of an elastic fit continue without rank 0, which has the copy.
             must_write = is_last or (is_best and self._spec.least_ranks > 0)
@@ -114,6 +112,9 @@ class Saver:
             elif is_best:
                 self._best = None  # before the next copy
                 self._best = self._taken(history)
+            # After the copy, whose write an error here does not stop.
+            if self._is_writer and self.checkpoints.is_appended:
+                self.checkpoints.write_history(history)
 
     def save(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""

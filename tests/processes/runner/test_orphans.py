@@ -50,12 +50,15 @@ def test_groups_without_a_mark_end_with_a_killed_launcher() -> None:
 
 
 def test_a_stopped_reaper_stops_no_launcher() -> None:
+    began = time.monotonic()
     with OrphanReaper() as reaper:
         os.kill(reaper._reaper.pid, signal.SIGSTOP)
         for number in range(20_000):  # more than its pipe takes
             reaper.add(10**9 + number)
     reaper.__exit__()  # again
     reaper.remove(1)
+    assert time.monotonic() - began < 10
+    assert not is_alive(reaper._reaper.pid)
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
