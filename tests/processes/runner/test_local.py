@@ -23,6 +23,7 @@ from sparkhvd.topology import HOROVOD_NAMES
 from tests.harness import faults
 from tests.harness.paths import ROOT
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
+from tests.harness.soak import left_to_soak
 from tests.harness.spark import started_script
 from tests.harness.waiting import wait_until
 from tests.pure.runner.test_run_loggers import Kept
@@ -137,7 +138,7 @@ def test_user_variables_win_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) 
     assert run_local(threads, num_proc=1) == [(5, ["5,2", "3", "5", "5"])]
 
 
-@pytest.mark.parametrize("nursery", ["auto", "0"])
+@pytest.mark.parametrize("nursery", ["auto", *left_to_soak("by the zygote, here", "0")])
 def test_ranks_inherit_what_hadoops_library_needs(
     monkeypatch: pytest.MonkeyPatch, nursery: str
 ) -> None:

@@ -17,6 +17,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.engine.library import Status
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.torch.context import context
+from tests.harness.soak import left_to_soak
 from tests.ranks.torch.on_ranks import on_ranks
 
 
@@ -262,8 +263,18 @@ def test_gradients_that_hooks_replace_are_reduced(options: dict[str, Any]) -> No
     assert on_ranks(2, body) == [[-3.0] * 3] * 2
 
 
-@pytest.mark.parametrize("replace", [assign, assign_data, drop, change])
-@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize(
+    ("options", "replace"),
+    [
+        *zip(KINDS, [assign, assign_data, drop, change, assign], strict=True),
+        *zip(KINDS, [change, drop, assign_data, assign, drop], strict=True),
+        *left_to_soak(
+            "each change and each kind, here",
+            *zip(KINDS, [assign_data, assign, change, drop, assign_data], strict=True),
+            *zip(KINDS, [drop, change, assign, assign_data, change], strict=True),
+        ),
+    ],
+)
 def test_changing_a_gradient_in_flight_is_an_error(
     options: dict[str, Any], replace: Callable[[nn.Parameter], None]
 ) -> None:

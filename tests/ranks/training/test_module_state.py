@@ -73,8 +73,14 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1))
 
 
-@pytest.mark.parametrize("fails_at", [14, 20], ids=["after an epoch", "inside an epoch"])
-@pytest.mark.parametrize("warm_up_steps", [0, 22])
+@pytest.mark.parametrize(
+    ("warm_up_steps", "fails_at"),
+    [
+        (0, 20),
+        (22, 14),
+        *left_to_soak("each place and each warm-up, here", (0, 14), (22, 20)),
+    ],
+)
 def test_unsent_gradients_of_powersgd_survive(
     tmp_path: Path, fails_at: int, warm_up_steps: int
 ) -> None:
@@ -94,8 +100,14 @@ def test_unsent_gradients_of_powersgd_survive(
     assert saved["alike"]["2.weight"]["steps"] == 39
 
 
-@pytest.mark.parametrize("fails_at", [14, 20], ids=["after an epoch", "inside an epoch"])
-@pytest.mark.parametrize("is_instance", [True, False])
+@pytest.mark.parametrize(
+    ("is_instance", "fails_at"),
+    [
+        (True, 14),
+        (False, 20),
+        *left_to_soak("each place and each kind, here", (True, 20), (False, 14)),
+    ],
+)
 def test_several_optimizers_resume(tmp_path: Path, fails_at: int, is_instance: bool) -> None:
     def split(parameters: Any) -> list[torch.optim.Optimizer]:
         first, *rest = parameters

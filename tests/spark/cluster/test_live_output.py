@@ -201,13 +201,14 @@ assert run(sums, num_proc=2, spark=spark) == [2.0, 2.0]
     assert "No live output" not in output
 
 
+@soak("processes/runner/test_live; lines of a fit over Connect: test_fits")
 def test_a_client_of_connect_that_sees_the_store(cluster: Cluster, tmp_path: Path) -> None:
     body = with_folder(PROGRAM, tmp_path)
     output = run_client(cluster.remote, body, tmp_path)
     assert "ALL WELL" in output, output
 
 
-@soak("a client that sees the store, here; pure/runner/test_reach")
+@soak("pure/runner/test_reach")
 def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_comes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -215,7 +216,7 @@ def test_a_client_of_connect_without_a_store_listens_and_says_so_where_nobody_co
     assert "ALL WELL" in output, output
 
 
-@soak("a client that sees the store, here; reading through tasks: test_unseen_store")
+@soak("lines of a fit over Connect: test_fits")
 def test_a_client_of_connect_that_does_not_see_the_store(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:

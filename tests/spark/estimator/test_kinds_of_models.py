@@ -19,6 +19,7 @@ from sparkhvd import InvalidArgumentError, TorchEstimator, TorchModel
 from sparkhvd.estimator import Callback
 from sparkhvd.training.rank_sync import seed_everything
 from tests.harness.by_value import by_value
+from tests.harness.soak import left_to_soak
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -458,7 +459,28 @@ def transformed(model: TorchModel, df: DataFrame, names: tuple[str, ...]) -> lis
     ]
 
 
-@pytest.mark.parametrize("name", KINDS)
+# The others differ in what a rank does, which tests without Spark cover, and not in what Spark does.
+THROUGH_SPARK = (
+    "no labels, several outputs",
+    "nested outputs",
+    "packed sequences",
+    "own loss",
+    "LBFGS",
+    "TorchScript, with a callback",
+    "a parametrization",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *THROUGH_SPARK,
+        *left_to_soak(
+            "corpus/test_slice, pure/training/test_module_kinds: without Spark",
+            *(name for name in KINDS if name not in THROUGH_SPARK),
+        ),
+    ],
+)
 def test_a_fit_equals_a_plain_loop(df: DataFrame, tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
     torch.manual_seed(3)
