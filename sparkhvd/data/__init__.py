@@ -18,10 +18,10 @@ Each module imports only those above it:
     manifest      the files of a data set
     arrow         Arrow columns to numpy arrays of rows
     packed        our Parquet: one page per column and row group
-    materialize   writes a DataFrame as packed files
     parquet       Parquet of other writers, including petastorm
+    tables        what a DataFrame's plan tells: identity, small partitions, tables read without their logs
+    materialize   writes a DataFrame as packed files
     reading       a rank's batches
-    tables        a warning for files of tables that are read without their logs
     reuse         reuse of materialized data
     dataset       data prepared once for any process of any launcher
     source        rows of a fit: a DataFrame, or Parquet files in place

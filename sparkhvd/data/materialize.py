@@ -28,6 +28,7 @@ from sparkhvd.data.manifest import DataFile, Manifest, Range, joined_ranges
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
+from sparkhvd.data.tables import has_small_partitions
 from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.spark import SparkShim
 
@@ -120,6 +121,10 @@ def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> Da
         # Without a position column, the order of rows in a group would change with each computation.
         placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
         renamed = placed.repartition(*by).sortWithinPartitions(group, "place")
+    elif num_partitions is None and has_small_partitions(df):
+        # Spark may join partitions in any order.
+        placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
+        renamed = placed.coalesce(1).sortWithinPartitions("place")
     # Texts cost the driver a tenth of what columns do.
     return renamed.selectExpr(*[plain[c.name] for c in schema.columns])
 

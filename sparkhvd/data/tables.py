@@ -1,4 +1,4 @@
-"""Queries of DataFrames: their identity, for reuse, and a warning where they read a table's files without its log."""
+"""Queries of DataFrames: their identity, for reuse, small partitions, and tables whose files are read without their log."""
 
 from __future__ import annotations
 
@@ -91,6 +91,9 @@ def _parts(url: str) -> tuple[str, str]:
 OTHER_VALUES = "the plan gives other values each time"
 # The state of every source file is read; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
+# Sources and partitions below which one task takes less time than many (docs/results/materialize.md).
+_SMALL_BYTES = 8 << 20
+_PARTITIONS_PER_SLOT = 4
 # Leaves whose content is in the plan itself. Not LocalRelation: its text has columns and no rows, and the plan's hash of
 # the rows has so few bits that rows with other signs collide.
 _VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
@@ -205,6 +208,41 @@ def plan_facts(df: DataFrame) -> PlanFacts:
             files.append((url, *state))
     has_functions = plan.containsPattern(patterns.SCALA_UDF())
     return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
+
+
+def has_small_partitions(df: DataFrame) -> bool:
+    """Return True if a local master has few rows in many partitions, each of which costs a task and a file.
+
+    Only where the plan says so: the partitions are numbered by `repartition` or `range`, nothing above that is the user's
+    code, and the sources are small. One task for all of them then takes less time than the many; on a cluster, where
+    tasks run on other hosts and these import what ranks need, it would not.
+    """
+    if is_connect(df.sparkSession):
+        return False
+    context = df.sparkSession.sparkContext
+    if not re.match(r"local(\[|$)", context.master or ""):
+        return False
+    plan = node = df._jdf.queryExecution().analyzed()
+    while (name := _class_name(node)) in ("Project", "Filter", "SubqueryAlias"):
+        node = node.child()
+    if name == "Range":
+        given = node.numSlices()
+        num_partitions = int(given.get()) if given.isDefined() else 0
+    # Without a number given by the user, adaptive execution joins small partitions.
+    elif name == "Repartition" or (
+        name == "RepartitionByExpression" and node.optNumPartitions().isDefined()
+    ):
+        num_partitions = int(node.numPartitions())
+    else:
+        return False
+    if num_partitions <= _PARTITIONS_PER_SLOT * context.defaultParallelism:
+        return False
+    if int(str(plan.stats().sizeInBytes())) > _SMALL_BYTES:
+        return False
+    patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
+    return not any(
+        _contains(plan, patterns, name) for name in (*_CODE_PATTERNS, "SCALA_UDF", "GENERATE")
+    )
 
 
 def file_roots(df: DataFrame) -> list[str]:

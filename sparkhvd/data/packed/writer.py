@@ -33,6 +33,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 ROW_GROUP_BYTES = 64 << 20
+_ARGUMENTS = inspect.signature(pq.ParquetWriter).parameters
 
 
 class PackedWriter:
@@ -46,7 +47,6 @@ class PackedWriter:
         row_group_bytes: int = ROW_GROUP_BYTES,
     ) -> None:
         self._columns = tuple(columns)
-        parameters = inspect.signature(pq.ParquetWriter).parameters
         described = {
             "format_version": FORMAT_VERSION,
             "columns": [asdict(c) for c in columns],
@@ -67,7 +67,7 @@ class PackedWriter:
             "data_page_size": PAGE_BYTES,
         }
         # Newer pyarrow ends a page after 20,000 rows by default.
-        if "max_rows_per_page" in parameters:
+        if "max_rows_per_page" in _ARGUMENTS:
             options["max_rows_per_page"] = 2**31 - 1
         self._written: list[pq.FileMetaData] = []
         self._sink = SummingSink(sink)

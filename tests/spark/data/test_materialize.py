@@ -273,3 +273,27 @@ def test_a_failing_plan_leaves_no_files(spark: SparkSession, store: Store) -> No
     with pytest.raises(Exception, match="on purpose"):
         materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
     assert store.list("data", recursive=True) == []
+
+
+def test_small_partitions_of_a_local_master_are_one_file_in_their_order(
+    spark: SparkSession, store: Store
+) -> None:
+    number = spark.range(0, 300, 1, 40).selectExpr("id AS label", "id * 0.5 AS x").filter("x != 7")
+    shuffled = number.repartition(40)
+    for name, df in {"range": number, "repartition": shuffled}.items():
+        manifest = materialize(df, schema_of(df, ["x"]), store, f"data/{name}/app")
+        assert len(manifest.files) == 1
+        found = rows_of(store, manifest)
+        assert found["label"].tolist() == [row["label"] for row in df.collect()]
+        assert found["x"].tolist() == [n * 0.5 for n in found["label"]]
+
+
+@pytest.mark.parametrize("text", ["twice(id)", "explode(array(id, id))", "id"])
+def test_partitions_stay_where_their_rows_may_be_costly(
+    spark: SparkSession, store: Store, text: str
+) -> None:
+    spark.udf.register("twice", lambda n: 2 * n, "long")
+    partitions = 8 if text == "id" else 10
+    df = spark.range(0, 20, 1, partitions).selectExpr("id AS x", f"{text} AS label")
+    manifest = materialize(df, schema_of(df, ["x"]), store, DATA_DIR)
+    assert len(manifest.files) == partitions
