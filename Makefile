@@ -148,15 +148,15 @@ test-nccl: stand-in
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/soak/nccl
 
 # The C++ tests under sanitizers. The short leg checks for data races and freed memory where threads interact or bytes of a peer are read, and
-# checks indices (_GLIBCXX_ASSERTIONS), except in three compute-bound tests. The long legs run all tests, for races, and for
+# checks indices (_GLIBCXX_ASSERTIONS), except in compute-bound tests and those of devices. The long legs run all tests, for races, and for
 # memory errors and undefined behaviour.
 define BUILD_SANITIZED
 	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1)$(if $(filter OFF,$(2)),-all) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1) -DSPARKHVD_SANITIZE_QUICK=$(2)
 	$(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
 endef
-THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0 frames memory tensors
-COMPUTE_LONG = memory_of_the_callers fits_no_message counts_along control_bytes_of_rank_0 device_collectives_give
+THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier stream depart rank_0 frames memory tensors
+COMPUTE_LONG = memory_of_the_callers fits_no_message counts_along control_bytes_of_rank_0
 
 test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,ON,sparkhvd_tests)
