@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from pyspark.ml.evaluation import Evaluator
-from pyspark.ml.linalg import DenseVector, Vector
-from pyspark.sql import DataFrame
+from pyspark.ml.evaluation import Evaluator, JavaEvaluator
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import Vector, VectorUDT
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import IntegerType, StructField, StructType
+from pyspark.sql.types import ArrayType, IntegerType, StructField, StructType
 
 from sparkhvd.errors import InvalidArgumentError
 
@@ -19,6 +21,10 @@ from sparkhvd.errors import InvalidArgumentError
 _VARIANT = "__sparkhvd_variant"
 # Salt of the sampling seed: a user's column `rand` with the same seed would otherwise decide which rows are sampled.
 _SALT = 0x7065726D
+# Columns of the sampled rows behind their own: number of the row, and per permutation the row that gives the value.
+_NUMBERS = (StructField("row", IntegerType()), StructField("others", ArrayType(IntegerType())))
+# Evaluations at a time.
+_EVALUATIONS = 4
 
 
 class Importance(NamedTuple):
@@ -71,31 +77,38 @@ def permutation_importance(
         raise InvalidArgumentError(
             f"permutation_importance: num_rows is {num_rows} and repeats {repeats}; they must be at least 2 and 1."
         )
-    rows = [
-        row.asDict(recursive=False)
-        for row in df.orderBy(F.rand(seed ^ _SALT)).limit(num_rows).collect()
-    ]
+    spark = df.sparkSession
+    rows = df.orderBy(F.rand(seed ^ _SALT)).limit(num_rows).collect()
     if len(rows) < 2:
         raise InvalidArgumentError(
             f"permutation_importance: the DataFrame has {len(rows)} rows; nothing can be permuted."
         )
     parts = [part for name in columns for part in _parts(df.schema[name], rows[0][name])]
-    variants = list(_variants(rows, parts, repeats, random.Random(seed)))
-    schema = StructType([*df.schema.fields, StructField(_VARIANT, IntegerType())])
-    names = df.columns
-    values = [
-        (*(row[name] for name in names), number)
-        for number, variant in enumerate(variants)
-        for row in variant
+    generator = random.Random(seed)
+    permutations = [
+        generator.sample(range(len(rows)), len(rows)) for _ in range(len(parts) * repeats)
     ]
-    predicted = transform(df.sparkSession.createDataFrame(values, schema)).cache()
-    try:
-        found = [
-            evaluator.evaluate(predicted.where(F.col(_VARIANT) == number))
-            for number in range(len(variants))
-        ]
-    finally:
-        predicted.unpersist()
+    numbered = [
+        (*row, number, list(others))
+        for number, (row, others) in enumerate(
+            zip(rows, zip(*permutations, strict=True), strict=True)
+        )
+    ]
+    fields = [StructField(f"c{i}", f.dataType) for i, f in enumerate(df.schema.fields)]
+    sampled = spark.createDataFrame(numbered, StructType([*fields, *_NUMBERS]))
+    predicted = transform(_permuted(sampled, df.schema, parts, repeats))
+    read = predicted.select(*(F.col(f"`{name}`") for name in _read_columns(predicted, evaluator)))
+    copies: list[list[Any]] = [[] for _ in range(1 + len(permutations))]
+    for copy, row in read.select(_VARIANT, F.struct("*").alias("row")).collect():
+        copies[copy].append(row)
+
+    def measure(copy: list[Any]) -> float:
+        return float(evaluator.evaluate(spark.createDataFrame(copy, read.schema)))
+
+    # Most of an evaluation is planning, and waiting for short tasks. Each has its own rows, because Spark compiles
+    # a query again for another number in a filter.
+    with ThreadPoolExecutor(_EVALUATIONS) as pool:
+        found = list(pool.map(measure, copies))
     sign = 1.0 if evaluator.isLargerBetter() else -1.0
     importances = []
     for index, part in enumerate(parts):
@@ -115,25 +128,59 @@ def _parts(field: StructField, value: Any) -> list[_Part]:
     return [_Part(names[index], field.name, index) for index in range(len(value))]
 
 
-def _variants(
-    rows: list[dict[str, Any]], parts: Sequence[_Part], repeats: int, generator: random.Random
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows, then `repeats` copies per feature with its values permuted."""
-    yield rows
-    for part in parts:
-        for _ in range(repeats):
-            others = generator.sample(rows, len(rows))
-            yield [
-                {**row, part.column: _replaced(row[part.column], other[part.column], part.element)}
-                for row, other in zip(rows, others, strict=True)
-            ]
+def _read_columns(predicted: DataFrame, evaluator: Evaluator) -> list[str]:
+    """Return the columns that an evaluator reads, and the number of the copy; all columns for a class that is not Spark's."""
+    names = predicted.columns
+    if isinstance(evaluator, JavaEvaluator):
+        params = (p for p in evaluator.params if p.name.endswith("Col") and evaluator.isDefined(p))
+        read = {evaluator.getOrDefault(p) for p in params}
+        names = [name for name in names if name in read or name == _VARIANT]
+    return names
 
 
-def _replaced(value: Any, other: Any, element: int | None) -> Any:
-    if element is None:
-        return other
-    if isinstance(value, Vector):
-        numbers = value.toArray().copy()
-        numbers[element] = other.toArray()[element]
-        return DenseVector(numbers)
-    return [*value[:element], other[element], *value[element + 1 :]]
+def _permuted(
+    sampled: DataFrame, schema: StructType, parts: Sequence[_Part], repeats: int
+) -> DataFrame:
+    """Return the rows, then `repeats` copies per feature with its values permuted, each with its number.
+
+    Spark's own expressions make the copies: rows from the driver would be as many times as large as there are copies.
+
+    Args:
+        sampled: the rows with columns c0, c1, ..., `row` and `others`: per copy the row that gives the value.
+        schema: of the rows.
+        parts: the features, in the order of the copies.
+        repeats: copies of each feature.
+    """
+    names = [field.name for field in schema.fields]
+    read = {name: f"c{names.index(name)}" for name in {part.column for part in parts}}
+    others = sampled.select(
+        F.col("row").alias("other"), *(F.col(c).alias(f"o{c}") for c in read.values())
+    )
+    original = sampled.select("*", F.lit(0).alias("copy"), F.col("row").alias("other"))
+    copies = sampled.select("*", F.posexplode("others").alias("copy", "other"))
+    every = original.unionByName(copies.withColumn("copy", F.col("copy") + 1))
+    joined = every.join(F.broadcast(others), "other")
+    permuted: dict[str, Column] = {}
+    for name, column in read.items():
+        value, other = F.col(column), F.col(f"o{column}")
+        numbers = [i for i, part in enumerate(parts) if part.column == name]
+        first, last = 1 + numbers[0] * repeats, (numbers[-1] + 1) * repeats
+        if parts[numbers[0]].element is not None:
+            element = F.floor((F.col("copy") - first) / repeats)
+            other = _replaced(value, other, element, type(schema[name].dataType) is VectorUDT)
+        permuted[name] = F.when(F.col("copy").between(first, last), other).otherwise(value)
+    return joined.select(
+        *(
+            permuted.get(f.name, F.col(f"c{i}")).alias(f.name, metadata=f.metadata)
+            for i, f in enumerate(schema.fields)
+        ),
+        F.col("copy").alias(_VARIANT),
+    )
+
+
+def _replaced(value: Column, other: Column, element: Column, is_vector: bool) -> Column:
+    """Replace one element of a vector or list by that of another row."""
+    if is_vector:
+        value, other = vector_to_array(value), vector_to_array(other)
+    mixed = F.transform(value, lambda x, i: F.when(i == element, F.get(other, i)).otherwise(x))
+    return array_to_vector(mixed) if is_vector else mixed
