@@ -8,7 +8,8 @@ failed, and carries the failure as data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 __all__ = [
@@ -31,6 +32,18 @@ __all__ = [
     "StoreError",
     "UntrustedError",
 ]
+
+
+# A table may have ten thousand columns, and a message is read by a person.
+_MOST_LISTED = 20
+
+
+def listed(items: Iterable[str], separator: str = ", ") -> str:
+    """Join the first 20 items for a message, with the number of the others."""
+    every = list(items)
+    more = len(every) - _MOST_LISTED
+    tail = [f"and {more:,} more"] if more > 0 else []
+    return separator.join(itertools.chain(every[:_MOST_LISTED], tail))
 
 
 class SparkhvdError(Exception):

@@ -29,7 +29,7 @@ from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.tables import has_small_partitions
-from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
+from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError, listed
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -290,8 +290,8 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
             "weight 0. There is no mean over such rows."
         )
     if wrong:
-        listed = "\n".join(f"  {p}" for p in wrong)
-        raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
+        reasons = listed((f"  {p}" for p in wrong), "\n")
+        raise InvalidArgumentError(f"The data cannot be used for training:\n{reasons}")
     shapes = {c.name: _shape_of(c, invalid_rows[c.name]) for c in schema.columns}
     files = tuple(
         DataFile(

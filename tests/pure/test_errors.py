@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from sparkhvd import errors
+from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -21,6 +22,7 @@ from sparkhvd.errors import (
     SparkhvdError,
     SparkUnavailableError,
     UntrustedError,
+    listed,
 )
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -78,3 +80,13 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
     )  # as Horovod's operations before init()
     # A retry loop on CollectiveError never retries a wrong call.
     assert not issubclass(InvalidArgumentError, CollectiveError)
+
+
+def test_messages_list_twenty_of_many_columns() -> None:
+    names = [f"feature_{i}" for i in range(10_000)]
+    assert listed(map(repr, names[:20])).endswith("'feature_18', 'feature_19'")
+    assert listed(map(repr, names)).endswith("'feature_18', 'feature_19', and 9,980 more")
+    columns = tuple(Column(n, "scalar", "float32", (), "double") for n in names)
+    with pytest.raises(InvalidArgumentError, match="and 9,980 more") as caught:
+        DataSchema(columns, ()).column("other")
+    assert len(str(caught.value)) < 1000

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import FLOATS, Column, DataSchema, checked_shape, row_shape_of
 from sparkhvd.data.columns.texts import Arguments
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 Shape = Sequence[int]
 
@@ -291,7 +291,7 @@ Array = npt.NDArray[Any]
 
 def quoted(names: Iterable[str]) -> str:
     """Quote names, separated by commas, for messages."""
-    return ", ".join(repr(n) for n in names)
+    return listed(map(repr, names))
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class Argument:
         """Return the argument in words: "x = 'a' + 'b' (float32)"."""
         name = self.name if self.name is not None else "argument"
         shape = "" if self.shape is None else f", rows of shape {list(self.shape)}"
-        return f"{name} = {' + '.join(map(repr, self.columns))} ({self.dtype}{shape})"
+        return f"{name} = {listed(map(repr, self.columns), ' + ')} ({self.dtype}{shape})"
 
 
 def _as_tensors(value: object, dtype: torch.dtype) -> object:

@@ -20,7 +20,7 @@ from sparkhvd.data.columns.schema import (
     raw_column,
     tensor_column,
 )
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 # Dtypes of columns, by name or by order: text, or a dtype of torch or numpy.
 Dtypes = Mapping[str, object] | Sequence[object]
@@ -249,7 +249,7 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
     for name in names:
         if name not in columns:
             raise InvalidArgumentError(
-                f"{param} names column {name!r}, which is not among {', '.join(map(repr, columns))}."
+                f"{param} names column {name!r}, which is not among {listed(map(repr, columns))}."
             )
 
 
@@ -379,7 +379,7 @@ def _field(by_name: Mapping[str, list[AnyField]], name: str, role: str, data_nam
             hint = f" {outer!r} is a struct: select its fields first, df.select('*', '{outer}.*'), and name them alone."
         raise InvalidArgumentError(
             f"{role} names column {name!r}, which the {data_name} does not have.{hint} "
-            f"Its columns are: {_listing(list(by_name))}."
+            f"Its columns are: {listed(map(repr, by_name))}."
         )
     if len(fields) > 1:
         raise InvalidArgumentError(
@@ -387,11 +387,6 @@ def _field(by_name: Mapping[str, list[AnyField]], name: str, role: str, data_nam
             "Rename or drop the others first, so that the name is unique."
         )
     return fields[0]
-
-
-def _listing(names: list[str], limit: int = 30) -> str:
-    shown = ", ".join(repr(n) for n in names[:limit])
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 
 
 def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str, str]:
@@ -406,14 +401,14 @@ def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str,
         for name in dtypes:
             if name not in names:
                 raise InvalidArgumentError(
-                    f"{param} names column {name!r}, which is not among {', '.join(map(repr, names))}."
+                    f"{param} names column {name!r}, which is not among {listed(map(repr, names))}."
                 )
         pairs = list(dtypes.items())
     else:
         if isinstance(dtypes, str) or len(dtypes) != len(names):
             raise InvalidArgumentError(
                 f"{param} is {dtypes!r}. Give a dict by column name, or a list of {len(names)} entries, one "
-                f"for each of {', '.join(map(repr, names))}."
+                f"for each of {listed(map(repr, names))}."
             )
         pairs = list(zip(names, dtypes, strict=True))
     return {name: dtype_name(dtype) for name, dtype in pairs if dtype is not None}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField, StructType
@@ -205,7 +205,7 @@ class DataSchema:
                 return column
         raise InvalidArgumentError(
             f"Column {name!r} is not part of the data, which have: "
-            f"{', '.join(repr(c.name) for c in self.columns)}."
+            f"{listed(repr(c.name) for c in self.columns)}."
         )
 
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> DataSchema:

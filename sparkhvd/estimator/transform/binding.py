@@ -25,7 +25,7 @@ from sparkhvd.data.columns.schema import (
     Shaped,
     row_shape_of,
 )
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.copies import light_copy
@@ -265,7 +265,7 @@ def source_names(fitted: TrainedState, options: PredictOptions) -> list[str]:
     if len(names) != len(fitted.columns):
         raise InvalidArgumentError(
             f"feature_cols has {len(names)} columns; the model was trained with {len(fitted.columns)}: "
-            f"{', '.join(repr(c.name) for c in fitted.columns)}."
+            f"{listed(repr(c.name) for c in fitted.columns)}."
         )
     return list(names)
 

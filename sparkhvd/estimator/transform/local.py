@@ -21,7 +21,7 @@ from torch import Tensor
 from sparkhvd.data.arrow_types import is_list, nested, plain, spark_type
 from sparkhvd.data.columns.binding import columns_in, quoted
 from sparkhvd.data.columns.schema import Column, Field, Schema, spark_type_of
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.estimator.params.generated import PredictOptions
 from sparkhvd.estimator.transform.binding import (
     bind_module,
@@ -77,7 +77,7 @@ class LocalModel:
         self.output_cols = [output.name for output in known]
 
     def __repr__(self) -> str:
-        names = ", ".join(self.feature_cols), ", ".join(self.output_cols) or "?"
+        names = listed(self.feature_cols), listed(self.output_cols) or "?"
         return f"LocalModel of {type(self._module).__name__}: {names[0]} -> {names[1]}"
 
     def predict(self, data: Any) -> dict[str, Array]:
@@ -352,7 +352,7 @@ def _side_by_side(
         return
     sizes = _sizes(fitted, "a dict from columns to arrays") if fitted.columns else [1] * len(names)
     if values.ndim != 2 or values.shape[1] != sum(sizes):
-        parts = ", ".join(f"{name!r} {n}" for name, n in zip(names, sizes, strict=True))
+        parts = listed(f"{name!r} {n}" for name, n in zip(names, sizes, strict=True))
         raise InvalidArgumentError(
             f"the array has shape {tuple(values.shape)}, and the model reads (rows, {sum(sizes)}): {parts}. Give that, or a dict from "
             "columns to arrays."
@@ -584,7 +584,7 @@ def _split(fitted: TrainedState, value: Row) -> list[Array]:
     sizes = _sizes(fitted, "transform with a DataFrame of one row")
     row = _numbers(value)
     if len(row) != sum(sizes):
-        parts = ", ".join(f"{c.name!r} {n}" for c, n in zip(fitted.columns, sizes, strict=True))
+        parts = listed(f"{c.name!r} {n}" for c, n in zip(fitted.columns, sizes, strict=True))
         raise InvalidArgumentError(
             f"predict: the vector has {len(row)} elements, and the model reads {sum(sizes)} ({parts})."
         )

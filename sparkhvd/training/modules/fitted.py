@@ -19,7 +19,7 @@ from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.labels import IDENTITY, outputs_of, widths_of
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.runner.protocol import failing_path, unpicklable
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
 from sparkhvd.training.modules.copies import light_copy
@@ -120,7 +120,7 @@ def _hint(inputs: InputBinding, error: Exception) -> str:
     whole = [a for a in inputs.arguments if not getattr(torch, a.dtype).is_floating_point]
     if not whole:
         return ""
-    names = ", ".join(f"{n!r}: 'float32'" for a in whole for n in a.columns)
+    names = listed(f"{n!r}: 'float32'" for a in whole for n in a.columns)
     return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
 
 
@@ -224,7 +224,7 @@ def trial_outputs(
     first = failed[0]
     if not all(map(_is_certain, failed)) or str(first) != str(failed[1]):
         return None
-    shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
+    shapes = listed(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
     raise InvalidArgumentError(
         f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(first).__name__}: {first}"
         + _hint(inputs, first)

@@ -18,7 +18,7 @@ from sparkhvd.data.columns.binding import InputBinding
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import Range
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, listed
 from sparkhvd.training.modules.copies import light_copy
 from sparkhvd.training.modules.fitted import zeros
 from sparkhvd.training.modules.modes import in_mode
@@ -260,7 +260,7 @@ def index_problem(error: IndexError | RuntimeError, model: nn.Module, columns: C
         return ""
     tables = [f"{n!r} has {t.num_embeddings} rows" for n, t in _tables(model).items()]
     whole = [n for n, values in columns.items() if _is_whole(_flat(values))]
-    integers = ", ".join(f"{n!r} from {_ends(columns[n])}" for n in whole)
+    integers = listed(f"{n!r} from {_ends(columns[n])}" for n in whole)
     found = [f"Integers of this batch: {integers}."] if whole else []
     # On a GPU the operation is unknown.
     if tables and "device-side" in str(error):
@@ -276,7 +276,7 @@ def _lookup_text(index: Tensor, weight: Tensor, model: nn.Module, columns: Colum
     holding = [n for n, values in columns.items() if _holds(values, value)]
     where = "No column of the batch holds it: the model computes it"
     if holding:
-        ends = ", ".join(f"{n!r} (from {_ends(columns[n])} in this batch)" for n in holding)
+        ends = listed(f"{n!r} (from {_ends(columns[n])} in this batch)" for n in holding)
         where = f"Of the columns of the batch {ends} hold{'s' * (len(holding) == 1)} it"
     return f"{table} has {len(weight)} rows, and the model looks up index {value}. {where}."
 
