@@ -325,7 +325,7 @@ soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
 
 # Needs torch with CUDA, but neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
-# (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error, means no GPU.
+# (docs/testing.md#validating-on-gpus). Exit status 2 of the program, which make reports as an error, means no GPU.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_FLAGS ?=
 
