@@ -235,6 +235,8 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 # Accelerate's scripts alone start twenty processes.
 test-users: env $(USERS_ENV)/.stamp
 	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
+	@$(WITH_JAVA) SPARKHVD_TEST_SOAK=1 timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) \
+	  tests/spark/examples/test_page_blocks.py -k with_a_library
 
 # Real programs by a plain loop and by `fit`, in an environment with their libraries: an hour. Continues a run that was ended; the
 # records are in build/corpus, the page is docs/results/corpus.md. CORPUS_FLAGS="--only vision" selects.
