@@ -105,7 +105,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "docs/quickstart.md": check_quickstart,
     "docs/pipelines.md": check_search,
     "docs/coming_from_ddp.md:sparkhvd": check_distributor,
-    "docs/elastic.md:fit": lambda output: in_text("[20, 20]", output),
     "docs/resume.md": lambda output: in_text("[1, 2, 3, 4, 5]", output),
     "docs/serving.md": lambda output: in_text("\n2000\n", output),
     "docs/training.md": check_training,
