@@ -1,4 +1,4 @@
-# Build, test, measure. Everything else needs `make env`. See CONTRIBUTING.md.
+# Build, test, measure. Most targets need `make env`. See CONTRIBUTING.md.
 #
 #   make demo     train on handwritten digits with two Spark tasks
 #   make quick    two minutes: lint, and the cheapest tests of everything
@@ -235,6 +235,8 @@ $(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
 # Accelerate's scripts alone start twenty processes.
 test-users: env $(USERS_ENV)/.stamp
 	@$(WITH_JAVA) timeout --kill-after=30 $$((2 * $(TEST_TIMEOUT_S))) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
+	@$(WITH_JAVA) SPARKHVD_TEST_SOAK=1 timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) \
+	  tests/spark/examples/test_page_blocks.py -k with_a_library
 
 # Real programs by a plain loop and by `fit`, in an environment with their libraries: an hour. Continues a run that was ended; the
 # records are in build/corpus, the page is docs/results/corpus.md. CORPUS_FLAGS="--only vision" selects.
@@ -278,15 +280,16 @@ test-wheels: wheel
 test-aarch64: $(WHEEL_TOOLS)
 	@tools/test_aarch64.sh $(WHEEL_ENV)/bin/python
 
-# The documentation as a site, in build/site; warnings, such as broken links, are errors.
+# The documentation as a site, in build/site; warnings, such as broken links, are errors. It needs Python and mkdocs, but neither
+# the library nor torch: mkdocs reads the sources.
 DOCS_ENV := build/docs-env
 
-$(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh | $(PACKAGES)
-	@tools/docs_env.sh $(PY) $(DOCS_ENV)
+$(DOCS_ENV)/.stamp: pyproject.toml tools/docs_env.sh
+	@tools/docs_env.sh $(DOCS_ENV)
 	@touch $@
 
 docs: $(DOCS_ENV)/.stamp
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html; its search needs a server, such as: python3 -m http.server -d build/site"
+	@NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_ENV)/bin:$$PATH" $(DOCS_ENV)/bin/mkdocs build --quiet --strict && echo "make docs: build/site/index.html"
 
 # Its pages in a real browser, if installed (Debian: apt-get install chromium).
 test-site: env docs
@@ -325,7 +328,7 @@ soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
 
 # Needs torch with CUDA, but neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
-# (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error, means no GPU.
+# (docs/testing.md#validating-on-gpus). Exit status 2 of the program, which make reports as an error, means no GPU.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_FLAGS ?=
 

@@ -11,7 +11,7 @@ other ranks' turns; the CPU time of rank 0, which coordinates, is what one more 
 2(N-1)/N) S bytes are read and written, and time may grow no faster than these bytes. "Bare" is the same algorithm in
 processes with nothing around it (native/bench), in the same rounds: what the machine makes of the bytes.
 
-**Model.** See docs/scale.md, whose tables `--write` renews.
+**Model.** See docs/scaling.md, whose tables `--write` renews.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from sparkhvd.settings import Settings  # noqa: E402 - of the checkout
 from tests.harness.rank_process import rank_processes  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "scale.md"
+DOCUMENT = ROOT / "docs" / "scaling.md"
 BODY = "benchmarks.scale_rank:rank"
 TINY = {
     "barrier": "barrier",
@@ -189,7 +189,7 @@ def growth(by_size: dict[int, list[float]], size: int) -> float:
 
 
 def renew_document(lines: dict[str, Any]) -> None:
-    """Put the tables into docs/scale.md, each between its markers."""
+    """Put the tables into docs/scaling.md, each between its markers."""
     text = DOCUMENT.read_text()
     for name, table in {"times": table_of_times(lines), "choices": table_of_choices()}.items():
         block = f"<!-- {name} -->\n{table}\n<!-- end of {name} -->"
@@ -217,7 +217,7 @@ def main() -> None:
         lines = report_control_plane(report, way, found)
     report.raw["crowded"] = crowded(options.rounds, native_program("crowded_bench", report))
     report_crowded(report, report.raw["crowded"])
-    report.note(f"The model for {WORLDS[0]} to {WORLDS[-1]} GPUs is in docs/scale.md.")
+    report.note(f"The model for {WORLDS[0]} to {WORLDS[-1]} GPUs is in docs/scaling.md.")
     report.finish("benchmarks/scale.py", write=options.write, json_path=options.json)
     if options.write:
         renew_document(lines)

@@ -1,4 +1,4 @@
-"""Times of an allreduce on many GPUs: alpha (seconds per message) and beta (seconds per byte). See docs/scale.md.
+"""Times of an allreduce on many GPUs: alpha (seconds per message) and beta (seconds per byte). See docs/scaling.md.
 
 Hosts of 8 GPUs, NVLink inside, one 400 Gbit/s adapter per GPU between. Pure functions; nothing is measured here.
 """

@@ -21,7 +21,7 @@ WORLDS = (8, 32, 128, 512, 1024)
 FORWARD = 1 / 3
 # Of the peak that networks of large matrix products reach: an assumption, see docs/scaling.md.
 SHARE_OF_PEAK = 0.30
-# Rank 0's CPU time to agree on an operation: seconds, and seconds per rank. Measured over TCP, docs/scale.md.
+# Rank 0's CPU time to agree on an operation: seconds, and seconds per rank. Measured over TCP, docs/scaling.md.
 AGREEMENT = (44e-6, 36.4e-6)
 
 

@@ -3,7 +3,7 @@
     python examples/gpu_check.py [--num-proc N] [--seconds 60]          every GPU of this machine
     spark-submit <your cluster's options> examples/gpu_check.py         every GPU of the cluster
 
-docs/gpu_validation.md says what must come out.
+docs/testing.md#validating-on-gpus says what must come out.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _installed: list[tuple[int, DriverChannel]] = []
 def log_to_driver(message: object) -> None:
     """Show a message on the driver, within a second, prefixed with the number of this rank.
 
-    From any rank and thread, with its own rate limit (docs/observe.md): the driver shows 100 messages per second of a
+    From any rank and thread, with its own rate limit (docs/monitoring.md): the driver shows 100 messages per second of a
     rank, and 64 KiB of each. In a process that `run`, `run_local`, `run_hosts` or a fit did not start, such as one of
     `sparkhvdrun` or mpirun, it is a line of stderr. Never waits for the driver.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the environment of `make test-users`: users_env.sh <python of the main environment> <folder> [version of torch].
 #
-# Lightning, Accelerate, transformers, PEFT, TRL, MLflow, TensorBoard and ONNX are installed here, and torch if a version is given. The rest comes from the
+# Lightning, Accelerate, transformers, PEFT, TRL, MLflow, TensorBoard, ONNX and FastAPI are installed here, and torch if a version is given. The rest comes from the
 # main environment, by the last entry of the path. Because pip would install torch again for them, their other requirements are listed here.
 # Variable of the Makefile: TORCH_INDEX.
 set -euo pipefail
@@ -10,7 +10,7 @@ main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
 torch=${3-}
 
-echo "test-users: installing ${torch:+torch $torch, }lightning, accelerate, transformers, peft, trl, mlflow, tensorboard and onnx into $folder"
+echo "test-users: installing ${torch:+torch $torch, }lightning, accelerate, transformers, peft, trl, mlflow, tensorboard, onnx and fastapi into $folder"
 rm -rf "$folder"
 # The base Python of the main environment.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
@@ -26,4 +26,5 @@ site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Add the checkout: the file with the main environment's path to it is not read here.
 { site "$main"; realpath "$(dirname "${BASH_SOURCE[0]}")/.."; } > "$(site "$folder/bin/python")/zz_main_environment.pth"
 # Most of their other requirements are now installed.
-pip install "datasets>=3,<6" "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2"
+pip install "datasets>=3,<6" "mlflow>=3,<4" "tensorboard>=2.14,<3" "onnx>=1.17,<2" "onnxscript>=0.6,<1" "onnxruntime>=1.19,<2" \
+  "fastapi>=0.110,<1" "httpx>=0.27,<1"

@@ -273,7 +273,7 @@ typedef struct sparkhvd_loss {
 SPARKHVD_API uint32_t sparkhvd_engine_lost(sparkhvd_engine* engine, sparkhvd_loss* losses,
                                            uint32_t max_losses);
 
-/* Writes the engine's counters since its start, a JSON object (docs/observe.md), NUL-terminated and cut to fit.
+/* Writes the engine's counters since its start, a JSON object (docs/monitoring.md), NUL-terminated and cut to fit.
  * Returns the length of the whole text without NUL; 0 in a forked child. Any thread, at any time until
  * sparkhvd_engine_destroy. */
 SPARKHVD_API size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size);

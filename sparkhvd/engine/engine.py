@@ -182,7 +182,7 @@ class Engine:
         return self._state.losses()
 
     def counters(self) -> dict[str, Any]:
-        """Return this rank's counters since the engine was made (docs/observe.md); also after a shutdown.
+        """Return this rank's counters since the engine was made (docs/monitoring.md); also after a shutdown.
 
         Raises:
             NotInitializedError: the engine is gone, or was made before a fork.

@@ -246,7 +246,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return TrainingSummary(self._records(), self.timings, fitted.run_id)
 
     def report(self) -> Report:
-        """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/report.md).
+        """Return the report of the fit: curves, throughput, phases, waits, collectives, settings (docs/monitoring.md#report).
 
         For a loaded model it is read from the run's folder in the store. Without that folder it has only history and timings.
         """

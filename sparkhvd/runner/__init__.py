@@ -134,7 +134,7 @@ def run(
     in a notebook in the cell. It never blocks a rank. Lines beyond 2,000 lines or 1 MiB per second and rank are left
     out here and counted; the executor's log has all of them. Over Spark Connect the executors may not reach the client:
     one line says so after 10 s. A fit's lines travel through its store. See `sparkhvd.log_to_driver(message)` and
-    docs/observe.md.
+    docs/monitoring.md.
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job. `fn` has
     5 s to save before it is killed; a second Ctrl-C kills it at once. This requires a launch from the main thread, and
@@ -175,7 +175,7 @@ def run(
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). Where Spark gives ranks GPUs,
             None requests a GPU and its share of the cores per rank.
         loggers: such as [sparkhvd.MLflowLogger()], or a function that gets lists of `Metric` in a thread. They receive the ranks'
-            `sparkhvd.log_metrics` and load, live. See docs/loggers.md.
+            `sparkhvd.log_metrics` and load, live. See docs/monitoring.md#loggers.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -350,7 +350,7 @@ def run_hosts(
         hosts: "name:slots,name:slots". Names of this host need no ssh.
         hostfile: alternatively, a file with lines `name slots=N` or `name:N`.
         env: environment variables of the ranks, set before `fn` and its modules load, in addition to those of an ssh
-            login and those forwarded automatically (docs/running.md). Settings among them override this process's
+            login and those forwarded automatically (docs/launchers.md). Settings among them override this process's
             environment.
         settings: engine settings. Values other than the defaults are final. None reads them from this process's
             environment.

@@ -239,7 +239,7 @@ def is_homogeneous() -> bool:
 
 
 def metrics(*, show: bool = True) -> Metrics:
-    """Return the counters of this rank's engine since `init()`: operations, bytes, times, waits (docs/observe.md).
+    """Return the counters of this rank's engine since `init()`: operations, bytes, times, waits (docs/monitoring.md).
 
     Args:
         show: print the table. `str()` of the result is the table, `.prometheus()` the text for Prometheus,

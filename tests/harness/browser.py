@@ -22,8 +22,7 @@ def find_browser() -> str:
     pytest.skip(f"none of {', '.join(BROWSERS)} is here: apt-get install chromium")
 
 
-def seen(browser: str, folder: Path, url: str) -> tuple[Any, str]:
-    """Return the JSON that a page's script has written between FOUND and END into its text, and what the console says."""
+def _dump(browser: str, folder: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [
         browser,
         "--headless=new",
@@ -31,8 +30,20 @@ def seen(browser: str, folder: Path, url: str) -> tuple[Any, str]:
         "--disable-gpu",
         "--enable-logging=stderr",
     ]
-    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900", "--dump-dom"]
-    done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900", "--dump-dom"]
+    return subprocess.run(
+        [*command, *options, url], capture_output=True, text=True, timeout=120, check=True
+    )
+
+
+def rendered(browser: str, folder: Path, url: str) -> str:
+    """Return the HTML of a page after its scripts ran for some seconds of its own time."""
+    return _dump(browser, folder, url, "--virtual-time-budget=8000").stdout
+
+
+def seen(browser: str, folder: Path, url: str) -> tuple[Any, str]:
+    """Return the JSON that a page's script has written between FOUND and END into its text, and what the console says."""
+    done = _dump(browser, folder, url)
     found = re.search("FOUND(.*?)END", done.stdout, re.S)
     assert found is not None, done.stderr[-2000:]
     text = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import run_local
 from sparkhvd.topology import topology
-from tests.harness.paths import ROOT
+from tests.harness.pages import named
 
 pytest.importorskip("lightning", reason="runs where lightning is: pip install '.[lightning]'")
 
 from sparkhvd.lightning.strategy import check_size  # noqa: E402 - after importorskip
 
-PAGE = ROOT / "docs" / "lightning.md"
+PAGE = "docs/lightning.md"
 RANKS, BATCH, EPOCHS = 2, 32, 3
 
 
@@ -55,7 +54,7 @@ def run_programs(folder: str) -> tuple[str, float, str]:
 
 
 def test_programs_of_the_page_train_as_one_process(tmp_path: Path) -> None:
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    programs = [named(PAGE, name).text for name in ("trainer", "fabric")]
     for name, program in zip(("train.py", "fabric.py"), programs, strict=True):
         (tmp_path / name).write_text(program)
     found = run_local(run_programs, (str(tmp_path),), num_proc=RANKS)

@@ -399,7 +399,7 @@ def _names(values: Mapping[str, object] | None) -> str:
 #     load                           [{"host", "time", "cpu_percent", "rss_megabytes", "gpu_percent", "gpu_megabytes"}] by rank, each a list by
 #                                    sample, one per second or less; `time` in seconds since 1970, null for what is not known
 #     steps                          steps of all ranks by duration: `counts[i]` of at least `first_s` * 2 ** (i / `per_octave`) seconds
-#     collectives, buckets           counters of rank 0's engine, see docs/observe.md; [{"name", "kind", "parameters", "bytes"}]
+#     collectives, buckets           counters of rank 0's engine, see docs/monitoring.md; [{"name", "kind", "parameters", "bytes"}]
 #     ranks                          [{"host", "device", "phases", "peak_rss_bytes", ...}], by rank
 #     relaunches                     [{"cause", "seconds"}]: why, and how long after the start
 #     rank_changes                   [{"seconds", "before", "after", "took_s", "why", "epoch", "repeated_rows"}] of an elastic job: how long after

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sparkhvd.data.packed import write_packed
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from tests.harness.paths import ROOT
+from tests.harness.pages import named
 
 ROWS = 50
 WIDTH = 10_000_000
@@ -156,12 +155,10 @@ def test_padding_a_list_equals_padding_in_one_piece() -> None:
 
 
 def test_the_pages_examples_run() -> None:
-    page = ROOT / "docs" / "inputs.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     found_names: list[dict[str, Any]] = []
-    for block in blocks:
+    for name in ("decoders", "images", "collate"):
         found_names.append({})
-        exec(block, found_names[-1])
+        exec(named("docs/inputs.md", name).text, found_names[-1])
     plain, images, collated = found_names
     assert images["decoders"]["path"].std == (0.229, 0.224, 0.225)
     made = RowFunctions(plain["decoders"], collated["collate_fn"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -12,14 +13,24 @@ from typing import Any
 
 import pytest
 
-from tests.harness.browser import find_browser, seen
+from tests.harness.browser import find_browser, rendered, seen
 from tests.harness.paths import ROOT
 
 SITE = ROOT / "build" / "site"
 PAGES = (
-    *("index", "install", "quickstart", "notebooks", "inputs", "outputs", "params", "report"),
-    *("loggers", "clusters", "running", "settings", "errors", "compatibility", "keras", "elastic"),
-    *("coming_from_horovod", "architecture", "api/estimator", "api/torch", "results/step"),
+    *("index", "install", "quickstart", "inputs", "models", "choosing", "outputs", "monitoring"),
+    *(
+        "serving",
+        "datasets",
+        "clusters",
+        "launchers",
+        "elastic",
+        "lightning",
+        "keras",
+        "comparison",
+    ),
+    *("params", "settings", "errors", "compatibility", "coming_from_horovod", "architecture"),
+    *("engine", "runner", "estimator", "api/estimator", "api/torch", "results/step"),
     *("source/notebooks/quickstart", "source/notebooks/when_it_fails", "source/CHANGELOG"),
 )
 # Each page in a frame of its own, and what the frames show.
@@ -29,7 +40,13 @@ onload = () => {
     const page = frame.contentDocument, inside = page.querySelector(".md-content") || page.body;
     const out = [...inside.querySelectorAll("p, li, h1, h2, h3, img, svg, .admonition")]
       .filter((e) => e.getBoundingClientRect().right > frame.clientWidth + 1 && !e.closest(".md-typeset__scrollwrap, pre, table"));
-    return {page: frame.dataset.page, title: page.querySelector("h1")?.innerText || "", wide: page.documentElement.scrollWidth,
+    const cut = [...inside.querySelectorAll(".language-python pre > code, .language-sh pre > code")]
+      .filter((e) => e.scrollWidth > e.clientWidth + 1);
+    const stuck = [...inside.querySelectorAll("table:not([class])")].filter((e) => {
+      const wrap = e.closest(".md-typeset__scrollwrap");
+      return e.getBoundingClientRect().right > frame.clientWidth + 1 && !(wrap && getComputedStyle(wrap).overflowX == "auto");
+    });
+    return {cut: cut.map((e) => e.innerText.slice(0, 80)), stuck: stuck.length, page: frame.dataset.page, title: page.querySelector("h1")?.innerText || "", wide: page.documentElement.scrollWidth,
       text: inside.innerText.length, out: out.map((e) => e.innerText.slice(0, 80))};
   });
   document.querySelector("pre").textContent = "FOUND" + JSON.stringify(found) + "END";
@@ -74,7 +91,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_pages_fit_their_screen_and_complain_of_nothing(
     server: str, tmp_path: Path, width: int
 ) -> None:
@@ -84,3 +101,28 @@ def test_pages_fit_their_screen_and_complain_of_nothing(
     assert [each["page"] for each in found if not each["title"] or each["text"] < 200] == []
     assert {each["page"]: each["wide"] for each in found if each["wide"] > width} == {}
     assert {each["page"]: each["out"] for each in found if each["out"]} == {}, json.dumps(found)
+    assert {each["page"]: each["cut"] for each in found if each["cut"]} == {}
+    assert {each["page"]: each["stuck"] for each in found if each["stuck"]} == {}
+
+
+@pytest.mark.timeout(120)
+def test_search_works_from_a_folder(tmp_path: Path) -> None:
+    if not (SITE / "index.html").exists():
+        pytest.skip("the site is not built: make docs")
+    page = rendered(find_browser(), tmp_path, f"{SITE.as_uri()}/index.html?q=elastic")
+    found = re.search(r"(\d+) matching documents", page)
+    assert found, "the search gave no results"
+    assert int(found[1]) > 3
+    assert "elastic.html" in page
+
+
+def test_pages_load_nothing_from_the_internet() -> None:
+    if not (SITE / "index.html").exists():
+        pytest.skip("the site is not built: make docs")
+    text = (SITE / "index.html").read_text()
+    loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', text)
+    loaded += re.findall(
+        r'<link[^>]* rel="(?:stylesheet|preconnect|preload)"[^>]* href="([^"]+)"', text
+    )
+    assert loaded
+    assert [address for address in loaded if "//" in address] == []

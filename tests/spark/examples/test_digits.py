@@ -81,7 +81,7 @@ def on_local(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_example([sys.executable, str(EXAMPLE)], tmp_path_factory.mktemp("local"))
 
 
-@soak("test_readme: programs of plain Python; test_migration: scripts of examples")
+@soak("test_page_blocks: programs of plain Python; test_migration: scripts of examples")
 def test_digits_trains_and_reports_when_started_by_plain_python(on_local: Outcome) -> None:
     check(on_local)
 

@@ -1,6 +1,6 @@
 """The pages for those who come from DDP and from Horovod, and the scripts of examples/torch, on two ranks.
 
-The pages' own code runs: blocks are taken out of them by the comment that stands before each. Most of the time of
+The pages' own code runs (tests/harness/pages.py). Most of the time of
 such a test is the import of torch, so one job of two ranks runs nearly all, one script after the other, as
 `start.py` would.
 """
@@ -32,6 +32,7 @@ import sparkhvd.torch as hvd
 from sparkhvd import as_horovod
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
+from tests.harness.pages import named
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_script
@@ -39,8 +40,8 @@ from tests.harness.spark import ROOT, run_script
 pytestmark = pytest.mark.timeout(100)
 
 EXAMPLES = ROOT / "examples" / "torch"
-DDP_PAGE = (ROOT / "docs" / "coming_from_ddp.md").read_text()
-HOROVOD_PAGE = (ROOT / "docs" / "coming_from_horovod.md").read_text()
+DDP_PAGE = "docs/coming_from_ddp.md"
+HOROVOD_PAGE = "docs/coming_from_horovod.md"
 
 RANK_TIMEOUT_S = 80.0
 
@@ -57,9 +58,7 @@ BENCHMARK = ("--model", "resnet18", "--width", "8", "--image-size", "32", "--bat
 
 def block(page: str, name: str) -> str:
     """Return the code of a page under the comment that names it."""
-    found = re.findall(rf"<!-- {re.escape(name)} -->\n```\w+\n(.*?)```", page, re.DOTALL)
-    assert len(found) == 1, f"the page has {len(found)} blocks named {name}"
-    return str(found[0])
+    return named(page, name).text
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -441,7 +440,7 @@ def test_pages_show_the_starter_as_it_is(page: str) -> None:
 
 @pytest.mark.parametrize("page", [DDP_PAGE, HOROVOD_PAGE], ids=["ddp", "horovod"])
 def test_names_on_the_pages_exist(page: str) -> None:
-    page = page.partition("## Not in this version")[0]
+    page = (ROOT / page).read_text().partition("## Not in this version")[0]
     names = set(re.findall(r"\bhvd\.(\w+)", page)) - {"torch"}
     assert sorted(name for name in names if not hasattr(hvd, name)) == []
     kinds = set(re.findall(r"hvd\.Compression\.(\w+)", page))
@@ -479,7 +478,8 @@ def test_horovods_public_names_exist() -> None:
 
 def test_the_page_lists_the_variables_of_horovod_that_are_read() -> None:
     aliases = {f.metadata["alias"] for f in fields(Settings)} - {None}
-    assert set(re.findall(r"^\| `(HOROVOD_\w+)`", HOROVOD_PAGE, re.MULTILINE)) == aliases
+    text = (ROOT / HOROVOD_PAGE).read_text()
+    assert set(re.findall(r"^\| `(HOROVOD_\w+)`", text, re.MULTILINE)) == aliases
 
 
 # --- The scripts. ---
