@@ -35,11 +35,11 @@ __all__ = [
 
 
 # A table may have ten thousand columns, and a message is read by a person.
-_MOST_LISTED = 20
+_MOST_LISTED = 30
 
 
 def listed(items: Iterable[str], separator: str = ", ") -> str:
-    """Join the first 20 items for a message, with the number of the others."""
+    """Join the first 30 items for a message, with the number of the others."""
     every = list(items)
     more = len(every) - _MOST_LISTED
     tail = [f"and {more:,} more"] if more > 0 else []
