@@ -18,6 +18,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from typing import Any, TypeGuard, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import read_json
 
 # ----------------------------------------------------------------------------------------------------
 # Declaration of settings, and parsing and checking of their values.
@@ -485,7 +486,7 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """Rebuild settings from `to_json`."""
-        return cls(**json.loads(text))
+        return cls(**read_json(text))
 
 
 def conf_keys() -> list[str]:
@@ -558,7 +559,7 @@ class JobSettings:
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
         """Rebuild settings from `to_json`."""
-        values, fixed = json.loads(text)
+        values, fixed = read_json(text)
         return cls(Settings.from_json(values), tuple(fixed))
 
 

@@ -30,6 +30,7 @@ from sparkhvd.data.store.remote import raised_by_tasks, telling_the_driver
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.spark import SparkShim
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
@@ -91,7 +92,7 @@ def materialize(
             tag, description = f"sparkhvd-{uuid.uuid4().hex}", f"sparkhvd: materialize {data_dir}"
             rows = SparkShim(df.sparkSession).collect(stage, tag, description)
         outcomes = [
-            json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
+            read_json(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
         ]
         manifest = _merge(outcomes, schema)
         _settle(store, data_dir, manifest)

@@ -47,7 +47,7 @@ from sparkhvd.rendezvous.event_loop import (
 from sparkhvd.rendezvous.handshake import KEY_BYTES, SERVICE_STAGE, ConnectionPhase, introduce
 from sparkhvd.rendezvous.listener import Acceptor
 from sparkhvd.settings import Settings
-from sparkhvd.wire import frame_of
+from sparkhvd.wire import frame_of, read_json
 
 _LONGEST_S = 24.0 * 86400  # longest wait of a selector, in whole days
 # How long a rank may take to connect again.
@@ -298,7 +298,7 @@ class _Peer(_Gathering):
             if self._sock is None:
                 yield from sleep(pause_s)
         send(self._sock, frame_of(self.text.encode()))
-        self._texts = json.loads((yield from _read_message(self._sock)).decode())
+        self._texts = read_json((yield from _read_message(self._sock)).decode())
 
     def _try_all(self) -> Task:
         """Try every address once."""

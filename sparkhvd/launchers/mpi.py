@@ -39,6 +39,7 @@ from sparkhvd.rendezvous import (
 from sparkhvd.rendezvous.listener import host_key
 from sparkhvd.settings import Settings
 from sparkhvd.topology import RankContext, context, install_rank_context, topology
+from sparkhvd.wire import read_json, rebuild
 
 _LOOPBACK = "127.0.0.1"
 # Between two tests of a message of MPI.
@@ -153,7 +154,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 
     listeners: list[Listener] = []
     entries = _Step(what, comm).share(listen)
-    endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
+    endpoints = tuple(rebuild(Endpoint, entry["endpoint"]) for entry in entries)
     if not is_one_host(endpoints):
         check_addresses(endpoints, what)
     job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
@@ -185,7 +186,7 @@ class _Step:
         texts = gather(self._what, self._comm, json.dumps(own), self._timeout_s)
         if failure is not None:
             raise failure
-        entries: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        entries: list[dict[str, Any]] = [read_json(text) for text in texts]
         for rank, entry in enumerate(entries):
             if "failure" in entry:
                 raise PreflightError(f"{self._what}: rank {rank} cannot join: {entry['failure']}")

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
+from sparkhvd.wire import parse, rebuild
 
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
@@ -104,13 +105,13 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored."""
+        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored.
+
+        Raises:
+            ValueError: the text is no outcome.
+        """
         known = {f.name for f in fields(cls)}
-        data = {name: value for name, value in json.loads(text).items() if name in known}
-        for name in ("log_tail", "warnings"):
-            data[name] = tuple(data.get(name, ()))
-        data["unsent"] = tuple(tuple(fields) for fields in data.get("unsent", ()))
-        return cls(**data)
+        return rebuild(cls, {name: each for name, each in parse(text).items() if name in known})
 
 
 def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -160,7 +161,7 @@ def find_embedded(text: str) -> list[Outcome]:
             outcomes.append(
                 Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
             )
-        except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
+        except (ValueError, zlib.error):  # a message that Spark has cut
             continue
     return outcomes
 

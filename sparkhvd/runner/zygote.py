@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import select
 import signal
@@ -35,7 +34,7 @@ from sparkhvd.rendezvous.event_loop import is_same_user
 from sparkhvd.runner import child
 from sparkhvd.runner.processes import InheritedPipes, reap, receive, send
 from sparkhvd.runner.protocol import dumps
-from sparkhvd.wire import read_frame
+from sparkhvd.wire import read_frame, read_json
 
 # How long a zygote waits for work if two newer zygotes exist.
 _OLD_S = 5.0
@@ -165,7 +164,7 @@ class _Server:
             self._is_over |= self._is_private
             return
         self._num_newer = 0
-        self._wanted += json.loads(data)["modules"]
+        self._wanted += read_json(data)["modules"]
         if fds:
             self._load_wanted()
             self._fork(fds)
@@ -252,7 +251,7 @@ def _become_trainer(
         if environ is None:  # the owner has given up
             os._exit(0)
         os.environ.clear()  # noqa: TID251 - that of a fresh process
-        os.environ.update(json.loads(environ))  # noqa: TID251
+        os.environ.update(read_json(environ))  # noqa: TID251
         _reseed()
         status = child.main(ends.spec, ends.result, listener)
         child.end(status, parent)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField, StructType
@@ -257,7 +258,7 @@ class DataSchema:
     @classmethod
     def from_json(cls, text: str) -> DataSchema:
         """Rebuild the schema from `to_json`."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(read_json(text))
 
 
 def dtype_name(dtype: object) -> str:

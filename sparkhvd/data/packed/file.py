@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import zlib
 from contextlib import suppress
@@ -27,6 +26,7 @@ from sparkhvd.data.packed.checksums import (
 )
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.wire import read_json
 
 # By path, (blocks,) True for verified blocks.
 Checked = dict[str, Flags]
@@ -90,7 +90,7 @@ class PackedFile:
             if isinstance(e, pa.ArrowInvalid) or "thrift" in str(e):
                 raise self.damaged(f"its footer cannot be read ({e})") from e
             raise
-        self._description = json.loads((self.metadata.metadata or {}).get(METADATA_KEY, b"null"))
+        self._description = read_json((self.metadata.metadata or {}).get(METADATA_KEY, b"null"))
         # A rewrite by another program keeps the description and loses the checksums.
         self._sums: Crcs | None = None
         if self._description is not None and self._description.get(CHECKSUMS_KEY):

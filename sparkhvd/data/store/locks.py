@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner.processes import stat_of
+from sparkhvd.wire import read_json
 
 LEASE_NAME = "_lease.json"
 # A fit renews its lease every hour, so an owner silent for a day is gone.
@@ -115,7 +116,7 @@ _SEAL = "sha256"
 def dump_sealed(values: Mapping[str, object]) -> bytes:
     """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
     # Through JSON once, so that the checksum covers the reader's values (tuples become lists).
-    plain = json.loads(json.dumps(dict(values)))
+    plain = read_json(json.dumps(dict(values)))
     return json.dumps({**plain, _SEAL: _digest(plain)}, indent=1).encode()
 
 
@@ -127,7 +128,7 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
         required: treat a file without a checksum, from an older version, as damaged.
     """
     try:
-        values = json.loads(data)
+        values = read_json(data)
     except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
     if not isinstance(values, dict):

@@ -38,6 +38,7 @@ from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture, weights
 from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
+from sparkhvd.wire import read_json
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,7 +84,7 @@ class Archive:
             places = value.described() if isinstance(value, StoreWithRuns) else {}
             return {"store": value.url, **places}
         if isinstance(value, Settings):
-            return {"settings": json.loads(value.to_json())}
+            return {"settings": read_json(value.to_json())}
         if isinstance(value, (list, tuple)):
             return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if isinstance(value, bytes):

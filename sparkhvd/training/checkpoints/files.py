@@ -46,6 +46,7 @@ from sparkhvd.training.checkpoints.frozen import Frozen
 from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.weights import PIECE_BYTES
 from sparkhvd.training.types import History, Value
+from sparkhvd.wire import read_json
 
 # Selects one of several epochs.
 Choice = Callable[[Collection[int]], int]
@@ -205,7 +206,7 @@ class Checkpoints:
     def profile(self) -> dict[str, Any]:
         """Return the last written profile; {} if missing or damaged."""
         try:
-            state = json.loads(self._store.read_bytes(self._profile))
+            state = read_json(self._store.read_bytes(self._profile))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
         return state if isinstance(state, dict) else {}
@@ -432,7 +433,7 @@ def _lines(history: Sequence[Mapping[str, Value]]) -> bytes:
 def _records(lines: bytes) -> History:
     """Parse whole lines; the last one may be incomplete, because a writer adds to the file."""
     whole = lines.rpartition(b"\n")[0]
-    records: list[Any] = [json.loads(line) for line in whole.splitlines()]
+    records: list[Any] = [read_json(line) for line in whole.splitlines()]
     if not all(isinstance(record, dict) for record in records):
         raise ValueError("a line that is no record")
     return records

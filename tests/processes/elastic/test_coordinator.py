@@ -20,6 +20,7 @@ from sparkhvd.elastic.membership import JoinRequest
 from sparkhvd.errors import ElasticError
 from sparkhvd.rendezvous import Listener
 from sparkhvd.settings import Settings
+from sparkhvd.wire import rebuild
 
 
 @pytest.fixture
@@ -110,4 +111,4 @@ def test_a_coordinator_that_is_gone_is_named_at_once(join_token: JoinToken) -> N
 
 def test_an_invitation_does_not_show_its_key(join_token: JoinToken) -> None:
     assert join_token.key.hex() not in repr(join_token)
-    assert JoinToken.from_dict(join_token.to_dict()) == join_token
+    assert rebuild(JoinToken, join_token.to_dict()) == join_token
