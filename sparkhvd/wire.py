@@ -186,7 +186,7 @@ def unpack(payload: bytes) -> Message:
 
 
 def rebuild(kind: type[T], values: object) -> T:
-    """Return a dataclass with the fields of a JSON object.
+    """Return a dataclass with the fields of a JSON object, or another value by its annotation.
 
     Raises:
         ValueError: these are not its fields, or one has another type.

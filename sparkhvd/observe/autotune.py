@@ -27,7 +27,7 @@ from sparkhvd.engine.calls import TensorView
 from sparkhvd.engine.engine import Engine
 from sparkhvd.engine.library import DType
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from sparkhvd.wire import read_json
+from sparkhvd.wire import read_json, rebuild
 
 _FORMAT = 1
 _ENGINE_KNOBS = ("chunk_bytes", "streams")
@@ -340,7 +340,7 @@ class Tuner:
         try:
             content: Any = read_json(Path(self._file).read_text())
             fits = content["format"] == _FORMAT and content["world"] == self._world()
-            choice = {str(name): int(value) for name, value in content["choice"].items()}
+            choice = rebuild(dict[str, int], content["choice"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._notify(f"{self._file} is not what autotune writes ({error!r}); tuning again")
             return None

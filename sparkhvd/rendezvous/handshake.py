@@ -222,7 +222,7 @@ class Endpoint:
         if self.address:
             ipaddress.ip_address(self.address.partition("%")[0])
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port {self.port:.0f} is out of range")
+            raise ValueError("a port out of range")
         bytes.fromhex(self.unix_name)
 
     def __str__(self) -> str:

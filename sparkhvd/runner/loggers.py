@@ -31,7 +31,7 @@ def metrics_of(entry: str) -> list[Metric]:
         fields = read_json(entry)
         step, moment = int(fields["step"]), float(fields["time"])
         return [Metric(name, float(v), step, moment) for name, v in fields["values"].items()]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return []
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
-from sparkhvd.wire import parse, rebuild
+from sparkhvd.wire import MOST_BYTES, parse, rebuild
 
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
@@ -158,9 +158,8 @@ def find_embedded(text: str) -> list[Outcome]:
     outcomes = []
     for _, packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
-            outcomes.append(
-                Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
-            )
+            unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(packed), MOST_BYTES)
+            outcomes.append(Outcome.from_json(unpacked.decode()))
         except (ValueError, zlib.error):  # a message that Spark has cut
             continue
     return outcomes

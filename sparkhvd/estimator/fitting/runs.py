@@ -33,7 +33,7 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.resume import differences
-from sparkhvd.wire import read_json
+from sparkhvd.wire import read_json, rebuild
 
 MODEL_NAME = "model.json"
 _FINGERPRINT = "fingerprint.json"
@@ -158,8 +158,8 @@ class Run:
         """
         values = self._read(FINISHED_NAME)
         if values is not None:
-            widths = tuple(values.get("widths", ()))
-            return Finished(values["epoch"], widths, values.get("timings", {}))
+            with contextlib.suppress(ValueError):
+                return rebuild(Finished, values)
         path = f"{self.run_dir}/{FINISHED_NAME}"
         if self.store.exists(path):
             raise InvalidArgumentError(

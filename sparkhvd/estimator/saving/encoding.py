@@ -38,7 +38,7 @@ from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture, weights
 from sparkhvd.training.modules.fitted import TrainedState
 from sparkhvd.training.modules.modes import in_mode
-from sparkhvd.wire import read_json
+from sparkhvd.wire import read_json, rebuild
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -220,6 +220,8 @@ _MALFORMED = (
     AttributeError,
     AssertionError,
     RuntimeError,
+    EOFError,
+    OverflowError,
     pickle.UnpicklingError,
 )
 
@@ -422,11 +424,8 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
     """Decode the module of `encode_model`, with columns, links and history."""
     decoder.prefixes["model"] = ""
     module = decoder.decode("model", content["module"])
-    arguments = []
-    for a in content["inputs"]:
-        shape = None if a["shape"] is None else tuple(a["shape"])
-        arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
-    columns = [Column.from_dict(c) for c in content["columns"]]
+    arguments = tuple(rebuild(Argument, a) for a in content["inputs"])
+    columns = [rebuild(Column, c) for c in content["columns"]]
     loss = None
     if "loss" in content:
         try:
@@ -438,13 +437,13 @@ def decode_fitted(content: dict[str, Any], decoder: Decoder) -> TrainedState:
     return TrainedState(
         module=in_mode(module, is_training=False),
         columns=tuple(columns),
-        labels=tuple(content["labels"]),
-        inputs=InputBinding(tuple(arguments)),
-        links=tuple(content["links"]),
-        widths=tuple(content["widths"]),
-        history=content["history"],
-        timings=content["timings"],
-        run_id=content["run_id"],
+        labels=rebuild(tuple[str, ...], content["labels"]),
+        inputs=InputBinding(arguments),
+        links=rebuild(tuple[str, ...], content["links"]),
+        widths=rebuild(tuple[int, ...], content["widths"]),
+        history=rebuild(list[dict[str, Any]], content["history"]),
+        timings=rebuild(dict[str, float], content["timings"]),
+        run_id=rebuild(str, content["run_id"]),
         loss=loss,
     )
 

@@ -87,7 +87,8 @@ def load_local(path: str | os.PathLike[str] | Store, *, trust: bool = False) -> 
     options = {n: decoder.decode(n, value) for n, value in saved.items()}
     values = {**CLASSES[name], **options}
     values["explicit"] = frozenset({*saved, *CLASSES[name].get("explicit", ())})
-    return LocalModel(fitted, PredictOptions(**values))
+    with decoder.reading("params"):
+        return LocalModel(fitted, PredictOptions(**values))
 
 
 # A store is where a transform shares large weights.
@@ -116,7 +117,7 @@ def _metadata(store: Store, shown: str) -> dict[str, Any]:
             f"load_local({shown!r}): {file} has {size} bytes, more than sparkhvd writes. The directory is damaged: save it again."
         )
     try:
-        values = read_json(store.read_bytes(file))
+        values = read_json(store.read_bytes(file), most_bytes=None)
     except ValueError as e:
         raise InvalidArgumentError(
             f"load_local({shown!r}): {file} is not the line that Spark writes ({e}). The directory is damaged: save it again."

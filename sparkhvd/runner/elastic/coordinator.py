@@ -55,7 +55,16 @@ from sparkhvd.runner.supervisor import RankEnded, SignalReceived
 from sparkhvd.runner.task import TaskSpec, files_of, output_of
 from sparkhvd.runner.trainer import INTERRUPT_GRACE_S
 from sparkhvd.settings import JobSettings
-from sparkhvd.wire import Message, frame_of, pack, read_json, rebuild, take_frame, unpack
+from sparkhvd.wire import (
+    MOST_BYTES,
+    Message,
+    frame_of,
+    pack,
+    read_json,
+    rebuild,
+    take_frame,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -221,11 +230,11 @@ class Tasks:
         keep_alive(sock)
         self._idle.append(sock)
         # An invalid message ends only this connection.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError):
             hello = bytearray()
             message = yield from _next(sock, hello)
-            facts = rebuild(RankFacts, message.values["facts"])
-            task = self._admit(sock, facts, str(message.values["executor"]))
+            facts = rebuild(RankFacts, message.values.get("facts"))
+            task = self._admit(sock, facts, str(message.values.get("executor", "")))
             while True:
                 message = yield from _next(sock, hello)
                 if task is not None:
@@ -274,13 +283,15 @@ class Tasks:
             self._notify(Offer(tuple(task.slot for task in self._tasks if not task.is_leaving)))
 
     def _receive(self, task: _Task, message: Message) -> None:
-        member = int(message.values["member"])
-        if member != task.member:
+        member = message.values.get("member")
+        if type(member) is not int or member != task.member:
             raise ValueError("a message of another process")
         if message.kind == "result":
             task.result += message.data
             return
         outcome = Outcome.from_json(message.data.decode())
+        if outcome.rank != member:
+            raise ValueError("an outcome of another process")
         self.results[member] = bytes(task.result)
         task.member, task.result = None, bytearray()
         self._end(outcome)
@@ -300,7 +311,7 @@ def _next(sock: socket.socket, came: bytearray) -> Generator[Wait, None, Message
         OSError: the connection has ended.
         ValueError: the message is invalid.
     """
-    while (frame := take_frame(came)) is None:
+    while (frame := take_frame(came, MOST_BYTES)) is None:
         yield Wait(sock, selectors.EVENT_READ, float("inf"))
         with contextlib.suppress(BlockingIOError):
             part = sock.recv(_READ_BYTES)
