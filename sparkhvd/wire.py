@@ -185,12 +185,20 @@ def unpack(payload: bytes) -> Message:
 # Dataclasses of JSON objects, by the annotations of their fields. Tuples are lists there, and bytes are hexadecimal digits.
 
 
-def rebuild(kind: type[T], values: object) -> T:
+def rebuild(kind: type[T], values: object, *, is_strict: bool = True) -> T:
     """Return a dataclass with the fields of a JSON object, or another value by its annotation.
+
+    Args:
+        kind: the class, or an annotation.
+        values: after JSON.
+        is_strict: refuse other fields, which a later version may have added to a file.
 
     Raises:
         ValueError: these are not its fields, or one has another type.
     """
+    if not is_strict and isinstance(values, dict):
+        known = _readers(typing.cast(Any, kind))
+        values = {name: value for name, value in values.items() if name in known}
     made: T = _reader(typing.cast(Any, kind))(values)
     return made
 

@@ -144,7 +144,7 @@ class Manifest:
                 f"{', '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
             )
         try:
-            return rebuild(cls, values)
+            return rebuild(cls, values, is_strict=False)
         except ValueError as e:
             raise InvalidArgumentError(
                 f"The list of the data's files is damaged: {e}. Fit again: the data are materialized again."

@@ -223,7 +223,7 @@ class Endpoint:
             ipaddress.ip_address(self.address.partition("%")[0])
         if not 0 <= self.port < 1 << 16:
             raise ValueError("a port out of range")
-        bytes.fromhex(self.unix_name)
+        self.unix_name.encode()
 
     def __str__(self) -> str:
         return (

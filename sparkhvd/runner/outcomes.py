@@ -14,7 +14,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import tracebacks
@@ -110,8 +110,7 @@ class Outcome:
         Raises:
             ValueError: the text is no outcome.
         """
-        known = {f.name for f in fields(cls)}
-        return rebuild(cls, {name: each for name, each in parse(text).items() if name in known})
+        return rebuild(cls, parse(text), is_strict=False)
 
 
 def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:

@@ -88,7 +88,9 @@ class PackedFile:
                 self.metadata = pq.read_metadata(pa.BufferReader(MAGIC + end))
                 described = (self.metadata.metadata or {}).get(METADATA_KEY)
                 self._description = (
-                    None if described is None else rebuild(Description, read_json(described))
+                    None
+                    if described is None
+                    else rebuild(Description, read_json(described), is_strict=False)
                 )
             except (ValueError, OSError) as e:  # pyarrow's; the bytes are here already
                 raise self.damaged(f"its footer cannot be read ({e})") from e

@@ -198,7 +198,7 @@ class Lease:
         for name in values.keys() & {"app_id", "token"}:  # of earlier versions
             values["owner"] = values.pop(name)
         try:
-            lease = rebuild(cls, values)
+            lease = rebuild(cls, values, is_strict=False)
         except ValueError:
             return None
         is_valid = 0 <= lease.since < _LATEST_S and 0 <= lease.renewed < _LATEST_S

@@ -159,7 +159,7 @@ class Run:
         values = self._read(FINISHED_NAME)
         if values is not None:
             with contextlib.suppress(ValueError):
-                return rebuild(Finished, values)
+                return rebuild(Finished, values, is_strict=False)
         path = f"{self.run_dir}/{FINISHED_NAME}"
         if self.store.exists(path):
             raise InvalidArgumentError(

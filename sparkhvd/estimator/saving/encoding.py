@@ -220,7 +220,6 @@ _MALFORMED = (
     AttributeError,
     AssertionError,
     RuntimeError,
-    EOFError,
     OverflowError,
     pickle.UnpicklingError,
 )
@@ -351,7 +350,14 @@ class Decoder:
     def _read_tensors(self) -> dict[str, Tensor]:
         """Read the saved tensors by name."""
         with self._file("weights") as file:
-            return weights.load(file)
+            try:
+                return weights.load(file)
+            except OSError:
+                raise
+            except Exception as e:  # noqa: BLE001 - torch's reader raises any class for other bytes
+                raise InvalidArgumentError(
+                    f"{self.path!r} holds weights that torch cannot read ({type(e).__name__}: {e}). The directory is damaged: save it again."
+                ) from e
 
     def _read_code(self, what: str) -> dict[str, bytes]:
         """Read the pickles of values outside JSON, including `what`; called only for a file that is trusted or may be our own."""

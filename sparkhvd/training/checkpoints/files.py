@@ -26,7 +26,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from torch import Tensor
@@ -386,7 +386,7 @@ def _profile_of(content: bytes) -> dict[str, Any]:
     state = read_json(content)
     if not isinstance(state, dict):
         raise ValueError("a profile that is no object")
-    known = rebuild(_Profile, {name: state[name] for name in _PROFILE & state.keys()})
+    known = rebuild(_Profile, state, is_strict=False)
     is_whole = all(isinstance(each.get("epoch"), int) for each in known.epochs) and all(
         isinstance(each.get("host"), str)
         and isinstance(times := each.get("time"), list)
@@ -397,9 +397,6 @@ def _profile_of(content: bytes) -> dict[str, Any]:
     if not is_whole or known.every < 1:
         raise ValueError("a profile whose parts do not fit together")
     return {**state, **vars(known)}
-
-
-_PROFILE = {each.name for each in fields(_Profile)}
 
 
 class HistoryReader:
