@@ -54,7 +54,9 @@ def main(root: Path, seconds: int, name: str = "") -> int:
     failed = []
     for each in names:
         command = [sys.executable, "-m", "tests.fuzz", str(root), str(share), each]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=share + 300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=share + 300
+        )
         lines = done.stderr.splitlines()
         print(f"{each}: {lines[-1] if lines else 'no output'}", flush=True)
         if done.returncode:
