@@ -391,6 +391,20 @@ def test_only_listed_files_unpickle() -> None:
     assert uses == []
 
 
+def test_one_function_reads_json() -> None:
+    """`wire.read_json` bounds size and depth; `tests/harness/parsers.py` has its callers."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("load", "loads", "JSONDecoder")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "json"
+    }
+    assert found == {"sparkhvd/wire.py"}
+
+
 def test_functions_that_unpickle_are_called_by_their_full_names() -> None:
     hidden = [
         f"{relative(path)}:{node.lineno}"
