@@ -16,7 +16,7 @@ from sparkhvd.distributed.launch import EngineGroup
 from sparkhvd.distributed.work import NUMBER_BITS, as_torch
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
-from sparkhvd.interfaces import address_on, address_towards
+from sparkhvd.interfaces import address_on, address_towards, loopback
 from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import end_with_launcher
 from sparkhvd.launchers.rank_claim import receive
@@ -307,7 +307,7 @@ def _own_address(store: Store, settings: Settings) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
-        return "127.0.0.1"
+        return loopback()
     return address_towards(store.host)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from sparkhvd import cpus
 from sparkhvd.elastic import ElasticRendezvous, JoinToken
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.interfaces import own_address
+from sparkhvd.interfaces import loopback, own_address
 from sparkhvd.launchers import gather
 from sparkhvd.launchers.environment import (
     PLAIN,
@@ -39,7 +39,6 @@ from sparkhvd.wire import read_json, rebuild
 # Marks child processes of a rank, which are not ranks.
 _MARK = "SPARKHVD_RANK_PROCESS"
 _BY_VARIABLES = "/variables"
-_LOOPBACK = "127.0.0.1"
 _NUM_PORTS = 8
 
 
@@ -127,7 +126,7 @@ def _on_one_host(place: LauncherEnv) -> _GatherPlan:
     parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
     text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
-    return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
+    return _GatherPlan(gather.on_this_host(f"sparkhvd-{name}"), loopback())
 
 
 def _on_several_hosts(place: LauncherEnv, settings: Settings) -> _GatherPlan:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeGuard
 from sparkhvd import cpus
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
-from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
+from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback, loopback
 from sparkhvd.launchers.bootstrap import mark
 from sparkhvd.launchers.environment import end_with_launcher, place_in
 from sparkhvd.launchers.gather import check_addresses, is_one_host
@@ -41,7 +41,6 @@ from sparkhvd.settings import Settings
 from sparkhvd.topology import RankContext, context, install_rank_context, topology
 from sparkhvd.wire import read_json, rebuild
 
-_LOOPBACK = "127.0.0.1"
 # Between two tests of a message of MPI.
 _PAUSE_S = 0.001
 # Room for a rank's text, whose size MPI needs beforehand; addresses and failures are cut to fit.
@@ -218,7 +217,7 @@ def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
     own = hosts[rank]
     other = next((host for host in hosts if host["host"] != own["host"]), None)
     if other is None:
-        return _LOOPBACK
+        return loopback()
     if choice:
         return address_on(choice)
     # Bridges of containers have the same address on every host.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.interfaces import is_loopback
+from sparkhvd.interfaces import is_loopback, loopback
 from sparkhvd.launchers import gather
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.host_names import HostSlots
@@ -207,7 +207,7 @@ def loopback_addresses(hosts: Sequence[str], reach: Reach) -> dict[str, str]:
     found = {}
     for host in hosts:
         if reach.is_here(host):
-            found[host] = "127.0.0.1"
+            found[host] = loopback()
             continue
         with contextlib.suppress(OSError):  # a name that only ssh resolves
             address = str(socket.getaddrinfo(bare(host), None)[0][4][0])
