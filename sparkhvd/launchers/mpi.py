@@ -95,6 +95,15 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
     return rank, size
 
 
+def are_others(comm: Communicator, other: Communicator) -> bool:
+    """Return True if the processes of two communicators differ, or their order; False if that is unknown."""
+    module = sys.modules.get(type(comm).__module__)
+    with contextlib.suppress(Exception):  # no communicator of mpi4py, or a freed one
+        found = type(comm).Compare(comm, other)  # type: ignore[attr-defined]
+        return found not in (module.IDENT, module.CONGRUENT)  # type: ignore[union-attr]
+    return False
+
+
 def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
     """Return the texts of all ranks, by rank; every process of the communicator must call this.
 
