@@ -20,6 +20,7 @@ import json
 import os
 import random
 import signal
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -119,6 +120,8 @@ def stage(
     Returns the rows of each common step, the ranks' states after the last of them, and whether they have ended.
     """
     size, pids = len(states), []
+    with socket.create_server(("127.0.0.1", 0)) as server:  # for peers whose ranks meet
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.getsockname()[1]))
     logs = [folder / f"rank-{rank}" for rank in range(size)]
     for rank, log in enumerate(logs):
         log.unlink(missing_ok=True)

@@ -126,7 +126,7 @@ LAZY_PACKAGES = {
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
     "requests": (1, "optional: comes with MLflow"),
-    "resource": (3, "Unix only"),
+    "resource": (4, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
     "tensorboard": (1, "optional: a logger"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
