@@ -238,11 +238,7 @@ def mosaic(folder: Path) -> Steps:
     def steps(state: Any, rank: int, size: int, batch_size: int) -> Iterator[tuple[list[int], Any]]:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in place.items()})
-        if rank == 0:
-            clean_stale_shared_memory()
-            (folder / "cleaned").touch()
-        while not (folder / "cleaned").exists():
-            time.sleep(0.001)
+        clean_stale_shared_memory()  # of killed ranks
         dataset = StreamingDataset(
             local=str(folder / "mds"), shuffle=True, batch_size=batch_size, num_canonical_nodes=4
         )
